@@ -76,6 +76,9 @@ def waiting_after(is_waited_for: Callable[[Exception], bool]) -> Iterator[None]:
 
     Args:
         is_waited_for: whether to wait after an error.
+
+    Raises:
+        Exception: the error.
     """
     started: dict[int, Tensor] = {}
     token = _unwaited.set(started)

@@ -118,13 +118,13 @@ def float32_matmul_precision(precision: str) -> Iterator[None]:
             f"another precision ({float32_precision()}), so that torch cannot return the precision of float32 matmuls; "
             "do not set it, or leave out these wrappers"
         ) from error
-    own = [(switch, switch.fp32_precision) for switch in _switches()]
+    newer_settings = [(switch, switch.fp32_precision) for switch in _switches()]
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(previous)
-        for switch, value in own:
+        for switch, value in newer_settings:
             _restore(switch, value)
 
 

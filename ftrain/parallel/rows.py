@@ -126,8 +126,8 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torc
             first = torch.cat([piece[rows_taken] for piece in (first, *more)]) if more else first[rows_taken]
         return first.to(device, non_blocking=True)
 
-    taken = tree.unflatten(spec, [rows(*pieces) for pieces in columns])
-    return Rows(taken, start, length, total, length, microbatches)
+    own_batch = tree.unflatten(spec, [rows(*pieces) for pieces in columns])
+    return Rows(own_batch, start, length, total, length, microbatches)
 
 
 def own_rows(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,8 +9,7 @@ from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.data import stateful as sources
-from ftrain.errors import Interrupted, warn
+from ftrain.errors import Interrupted
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -132,8 +130,6 @@ def fit(
     """
     # A function may use other ranks in a way that cannot be seen: all ranks of the process group are then one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
-    if ranks == 1:
-        _warn_if_one_of_many()
     options = Options(
         steps=steps,
         epochs=epochs,
@@ -156,7 +152,7 @@ def fit(
             agreement.require_same(options.comparable())
         options.require_valid(step, state, ranks)
         if agreement.is_first:
-            options.warn_if_best_is_missed()
+            options.warn_of_surprises(step)
         saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
         with (
             checkpoints or nullcontext(),
@@ -168,8 +164,6 @@ def fit(
             votes = StepVotes(agreement, received, compares_batches=compares_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
             point = saves.load(state, donate=donating is not step)
-            if point.position is None and point.step == 0 and agreement.is_first:
-                _warn_if_data_has_begun(data)
             run = Run(donating, data, options, point, checkpoints=saves, display=display, votes=votes)
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state, point
@@ -179,28 +173,6 @@ def fit(
     if checkpoints and (number := votes.agreed_signal()):
         raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
     return run.result
-
-
-def _warn_if_one_of_many() -> None:
-    """Warn if a launcher has started several processes, and each is about to make a run of its own."""
-    launched = os.environ.get("WORLD_SIZE", "")
-    size = max(rank_and_size()[1], int(launched) if launched.isdigit() else 1)
-    if size > 1:
-        warn(
-            f"fit: this process is one of {size} ranks, but the step is not sharded, so each rank makes a run of its "
-            "own; add ft.sharded(ft.parallel.mesh()) to the wrappers of the step, or start one process"
-        )
-
-
-def _warn_if_data_has_begun(data: Iterable[PyTree]) -> None:
-    """Warn if data that keeps its position would not give a new run its first batches."""
-    position = sources.position(data) or {}
-    if any(position.get(name) for name in ("epoch", "window", "batch")):
-        place = ", ".join(f"{name} {position[name]}" for name in ("epoch", "window", "batch") if name in position)
-        warn(
-            f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make the loader anew "
-            "for each run, so that equal runs get equal batches"
-        )
 
 
 def _train(run: Run) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, OptionError, require_callable, require_positive, warn
+from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
@@ -114,8 +117,9 @@ class Options:
                         "evaluate_every=, the number of steps between them"
                     )
 
-    def warn_if_best_is_missed(self) -> None:
-        """Warn when some evaluations are of steps that are not saved."""
+    def warn_of_surprises(self, step: Any) -> None:
+        """Warn when each of several ranks makes a run of its own, or evaluated steps are not saved."""
+        _warn_if_one_of_many(step)
         checkpoints, every = self.checkpoints, self.evaluate_every
         best = "" if checkpoints is None else checkpoints.best or ""
         if checkpoints and every and best.startswith("eval_") and every % checkpoints.every:
@@ -124,3 +128,16 @@ class Options:
                 f"evaluations are of steps that are not saved and cannot become the best by {best!r}. Evaluate at "
                 "steps that are saved, or save more often"
             )
+
+
+def _warn_if_one_of_many(step: Any) -> None:
+    """Warn if a launcher has started several processes, and the step does not combine them."""
+    if not isinstance(step, Step) or combines_ranks(step.wrappers):
+        return
+    launched = os.environ.get("WORLD_SIZE", "")
+    size = max(rank_and_size()[1], int(launched) if launched.isdigit() else 1)
+    if size > 1:
+        warn(
+            f"fit: this process is one of {size} ranks, but the step is not sharded, so each rank makes a run of its "
+            "own; add ft.sharded(ft.parallel.mesh()) to the wrappers of the step, or start one process"
+        )

@@ -27,6 +27,9 @@ from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatab
 
 RESUME = "auto", "must", "never"
 
+PLACE = "epoch", "window", "batch"
+"""The numbers in a position of `ftrain.data.Loader`, which are 0 at the beginning."""
+
 
 class LastSteps(NamedTuple):
     """The last step after which each of these was done; -1 for never. Checkpoints hold it under these names."""
@@ -91,6 +94,7 @@ class RunCheckpoints:
         begin = ResumePoint(state, step, LastSteps(step), History())
         self._began = Position(step, data=sources.position(self._data))._asdict()
         if self._checkpoints is None:
+            self._warn_if_data_has_begun(step)
             return begin
         # Raise the errors of the first save before any step.
         run = {"record": begin.last._asdict(), "position": self._began, "began": self._began}
@@ -115,8 +119,19 @@ class RunCheckpoints:
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
+        self._warn_if_data_has_begun(step)
         # A run that was killed before its first save may have logged steps, which are made again.
         return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
+
+    def _warn_if_data_has_begun(self, step: int) -> None:
+        """Warn if data that keeps its position would not give a new run its first batches."""
+        position = (self._began["data"] or {}) if step == 0 and self._is_first else {}
+        if any(position.get(name) for name in PLACE):
+            place = ", ".join(f"{name} {position[name]}" for name in PLACE if name in position)
+            warn(
+                f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make a new loader "
+                "for each run, so that equal runs get equal batches"
+            )
 
     def _newest(self, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
         """Return the newest checkpoint; gradients that the ranks of another mesh had not sent are divided again."""

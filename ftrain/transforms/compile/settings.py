@@ -164,9 +164,9 @@ def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
     for used in node.all_input_nodes:
         others = {tensor.device for tensor in _values(used)} - results
         if others and not _is_passed_as_number(used, node):
-            found, needed = ("/".join(sorted(map(str, each))) for each in (others, results))
+            read, returned = ("/".join(sorted(map(str, each))) for each in (others, results))
             return (
-                f"{node.target} reads a tensor on {found} and returns one on {needed}, and the host would wait for the "
+                f"{node.target} reads a tensor on {read} and returns one on {returned}, and the host would wait for the "
                 f"copy; make what it reads on {device} before the step, or leave it there"
             )
     return ""

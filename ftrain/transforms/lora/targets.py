@@ -45,8 +45,7 @@ class Target:
     @property
     def tie(self) -> str:
         """That its weight is tied, and to which ones, for messages."""
-        own = f"{self.name}.weight" if self.name else "weight"
-        return f"{own} is tied to {' and '.join(self.tied_to)}"
+        return f"{_weight_of(self.name)} is tied to {' and '.join(self.tied_to)}"
 
     @property
     def is_embedding(self) -> bool:
@@ -116,8 +115,7 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     for name, part in adaptable.items():
         if name in chosen:
             tensors = _torch.parameters_of(part)
-            own = f"{name}.weight" if name else "weight"
-            tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != own)
+            tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != _weight_of(name))
             targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to, tuple(aliases[id(part)][1:])))
     return targets
 
@@ -145,3 +143,8 @@ def _unmatched(module: nn.Module, pattern: str, parts: dict[str, nn.Module], ada
         return f"{start}can have an adapter; {SUPPORTED} can"
     hint = f" Did you mean {'*.' + pattern!r}?" if _matching("*." + pattern, adaptable) else ""
     return f"{start}matches; there are {near(pattern, list(adaptable))}.{hint}"
+
+
+def _weight_of(module: str) -> str:
+    """Return the name of the weight of a module by that of the module, which is empty for the whole model."""
+    return f"{module}.weight" if module else "weight"
