@@ -129,8 +129,8 @@ class RunCheckpoints:
         if any(position.get(name) for name in PLACE):
             place = ", ".join(f"{name} {position[name]}" for name in PLACE if name in position)
             warn(
-                f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make a new loader "
-                "for each run, so that equal runs get equal batches"
+                f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make a new "
+                "loader for each run, so that equal runs get equal batches"
             )
 
     def _newest(self, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:

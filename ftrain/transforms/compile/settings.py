@@ -166,8 +166,8 @@ def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
         if others and not _is_passed_as_number(used, node):
             read, returned = ("/".join(sorted(map(str, each))) for each in (others, results))
             return (
-                f"{node.target} reads a tensor on {read} and returns one on {returned}, and the host would wait for the "
-                f"copy; make what it reads on {device} before the step, or leave it there"
+                f"{node.target} reads a tensor on {read} and returns one on {returned}, and the host would wait for "
+                f"the copy; make what it reads on {device} before the step, or leave it there"
             )
     return ""
 
