@@ -58,7 +58,8 @@ class StockDraws:
                 )
                 return result, nullcontext()
         key_data = random.fold_in_key_data(random.key_data(state.rng), int(state.step))
-        with torch_ops.Keyed(random.wrap_key_data(random.stock_key_data(key_data))) as stream:
+        key = random.wrap_key_data(random.stock_key_data(key_data))
+        with torch_ops.Keyed(key, on_host=device == tree.HOST) as stream:
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -21,8 +21,6 @@ _Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
 _CHUNK = 32
 """Number of draws whose keys are folded at once."""
 
-_UNFUSED: Any = Unfused()
-
 
 class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
@@ -34,6 +32,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
+        on_host: whether all operations run on the host, where no fused kernel draws: then they are called as they are,
+            which takes less time.
 
     >>> with Keyed(random.key(0)) as first:
     ...     a = torch.rand(3)
@@ -45,7 +45,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, key: Tensor) -> None:
+    def __init__(self, key: Tensor, *, on_host: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if _torch.is_batched(key):
             # Dispatch happens below the transforms of torch.func, where their tensors have no storage.
@@ -59,14 +59,15 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.examples: tuple[int | Tensor, int] | None = None
         """In a microbatch, the number of its first example and its number of examples."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
+        self._unfused: Any = nullcontext() if on_host else Unfused()
 
     def __enter__(self) -> Any:
-        _UNFUSED.__enter__()
+        self._unfused.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _UNFUSED.__exit__(*error)
+        self._unfused.__exit__(*error)
 
     @contextmanager
     def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
@@ -91,7 +92,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.offset, self.examples = offset, examples
         try:
             # `torch.autograd.grad` suspends modes of functions while it runs, and so while it recomputes.
-            with _UNFUSED:
+            with self._unfused:
                 yield
         finally:
             self.offset, self.examples = resumed
