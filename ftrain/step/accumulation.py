@@ -16,6 +16,7 @@ from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
+from ftrain.step.uneven_microbatches import weighted_by_examples
 from ftrain.step.value_and_grad import ValueAndGrad, run_backward
 from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
 
@@ -181,16 +182,19 @@ def _parts(leaves: list[Tensor]) -> Iterator[slice]:
 def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
     """Return the gradient of a batch that is split into microbatches.
 
+    A loss or metric that is a plain number counts equally in each if they have equal lengths, else once per example.
+
     Raises:
         LossError: when microbatches report different metrics, or one that is not a tensor, `Mean` or number.
     """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
 
+    lengths = [tree.batch_length(piece) or 1 for piece in pieces]
+    grad = grad if len(set(lengths)) == 1 else weighted_by_examples(grad)
     accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
-    for piece in pieces:
-        first, length = start, tree.batch_length(piece) or 1
-        start += length
+    for piece, length in zip(pieces, lengths, strict=True):
+        first, start = start, start + length
         key = random.for_examples(rng, first, length) if rng is not None else None
         with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
             results.append(accumulated.add(state, piece, key))

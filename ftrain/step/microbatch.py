@@ -39,7 +39,9 @@ def most_pieces(batch: PyTree) -> int:
     return max(1, *lengths) if len(lengths) == 1 else 1
 
 
-def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None) -> list[PyTree]:
+def split_batch(
+    batch: PyTree, pieces: int, *, require_examples: str | None = None, require_equal: str | None = None
+) -> list[PyTree]:
     """Split every tensor and array of a batch along its first axis, without copying.
 
     A list or tuple with a value for each example is split, too: one that holds no tensor or array with an axis, and is
@@ -48,17 +50,20 @@ def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None)
     Args:
         batch: a tree of tensors and NumPy arrays whose first axes have the same length.
         pieces: the number of pieces, at most the number of examples. Their lengths differ by at most one.
-        require_equal: the name of the calling function, if the pieces must have equal lengths; else None.
+        require_examples: the name of the calling function, if a batch that cannot be split is an error; else None.
+        require_equal: the name of the calling function, if the pieces must also have equal lengths; else None.
 
     Raises:
-        BatchError: with `require_equal`, naming the leaf whose first axis `pieces` does not divide, or whose length
-            differs from that of the others.
+        BatchError: with `require_examples` or `require_equal`, naming the leaf whose first axis is empty or has another
+            length than those of the others; with `require_equal`, also if `pieces` does not divide it.
 
     >>> import torch
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
     [3, 2]
     """
     if require_equal is None:
+        if require_examples is not None:
+            _require_examples(batch, require_examples)
         pieces = min(pieces, most_pieces(batch))
         if pieces == 1:
             return [batch]
@@ -112,23 +117,29 @@ def _lengths(leaves: Sequence[Any]) -> set[int]:
     return {leaf.shape[0] for leaf in leaves if _has_axis(leaf)}
 
 
-def _require_divisible(batch: PyTree, pieces: int, function: str) -> None:
+def _require_examples(batch: PyTree, function: str) -> None:
     lengths = {index: leaf.shape[0] for index, leaf in enumerate(tree.leaves(batch)) if _has_axis(leaf)}
     if not lengths:
         raise BatchError(f"{function}: the batch has no tensor with an axis to split; found {tree.signature(batch)}")
     first = next(iter(lengths))
     for index, length in lengths.items():
-        if length == lengths[first] and length % pieces == 0 and length > 0:
-            continue
-        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
         if length != lengths[first]:
+            names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
             raise BatchError(
                 f"{function}: {names[index]} has {length} examples and {names[first]} has {lengths[first]}; all first "
                 "axes must have the same length"
             )
+    if lengths[first] == 0:
+        raise BatchError(f"{function}: the batch has no examples; found {tree.signature(batch)}")
+
+
+def _require_divisible(batch: PyTree, pieces: int, function: str) -> None:
+    _require_examples(batch, function)
+    length = tree.batch_length(batch) or 0
+    if length % pieces:
         raise BatchError(
-            f"{function}: the first axis of {names[index]} has length {length}, which is not a positive multiple of "
-            f"{pieces}; change the batch size or n, or drop the last short batch"
+            f"{function}: the batch has {length} examples, which is not a multiple of {pieces}; change the batch size "
+            "or n, or drop the last short batch"
         )
 
 

@@ -16,11 +16,9 @@ from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.across_ranks import ranks_of
-from ftrain.step.forward import ForwardResult
 from ftrain.step.loss_forms import report
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
-from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of_state
@@ -281,40 +279,14 @@ def _split(grad: GradFn, pieces: int) -> GradFn:
         microbatches = split_batch(batch, pieces)
         if len(microbatches) == 1:
             return grad(state, batch, rng)
-        equal = len({tree.batch_length(microbatch) for microbatch in microbatches}) == 1
-        weighted = grad if equal else around_forward(grad, _weigh_by_length)
-        gradients = accumulate_grads(weighted, state, microbatches, rng)
-        # No longer a plain number, which counts once: an `accumulate` around this must weigh it.
-        return replace(gradients, loss=Mean(gradients.loss.total, gradients.loss.weight))
+        gradients = accumulate_grads(grad, state, microbatches, rng)
+        loss = gradients.loss
+        if loss.plain:  # Equal pieces. An `accumulate` around this weighs microbatches by their examples.
+            length = tree.batch_length(microbatches[0]) or 1
+            loss = Mean(loss.total * length, loss.weight * length)
+        return replace(gradients, loss=loss)
 
     return splitting
-
-
-def _weigh_by_length(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Weigh losses and metrics that are plain numbers by the number of examples.
-
-    Args:
-        run: ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone.
-    """
-
-    def weighing(state: TrainState, batch: PyTree, *more: Any) -> Any:
-        result, length = run(state, batch, *more), tree.batch_length(batch) or 1
-        loss, weight = result.loss, torch.full_like(result.loss.weight, length)
-        if loss.plain:
-            loss = Mean(loss.total * weight, loss.weight * weight)
-
-        def weigh(metrics: Metrics) -> Metrics:
-            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
-
-        if not isinstance(result, ForwardResult):
-            return replace(result, loss=loss, metrics=weigh(result.metrics))
-        with torch.enable_grad():
-            total = result.total * weight if result.loss.plain else result.total
-        return replace(
-            result, total=total, loss=loss, finish_metrics=lambda metrics: weigh(result.finish_metrics(metrics))
-        )
-
-    return weighing
 
 
 def _copy_to_host(state: TrainState) -> list[Any]:

@@ -15,7 +15,7 @@ NAME = "accumulate"
 
 @wrapper
 def accumulate(n: int) -> Wrapper:
-    r"""Compute the gradient of a batch in `n` equal microbatches, one after the other.
+    r"""Compute the gradient of a batch in `n` microbatches, one after the other.
 
     With the weight :math:`w_i` of the `Mean` that microbatch i returns,
 
@@ -24,8 +24,11 @@ def accumulate(n: int) -> Wrapper:
     which is the gradient of the full batch for any weights. Every tensor and NumPy array of the batch is split along
     its first axis, and so are lists and tuples that have a value for each example, such as lengths or texts; 0-d
     tensors and other leaves go to every microbatch. Buffers are passed from one microbatch to the next, so that batch
-    statistics are those of each microbatch. The backward pass adds each gradient to the sum as it is computed, so
-    that only one set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
+    statistics are those of each microbatch. The backward pass adds each gradient to the sum as it is computed, so that
+    only one set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
+
+    If `n` does not divide the batch, such as the last one of an epoch, the first microbatches have one example more
+    than the others. If the batch has fewer than `n` examples, each is a microbatch.
 
     Sums have the dtype of the parameters. With parameters in bfloat16, which has 8 bits, use few microbatches: 64
     add 1% to the error of a gradient, and beyond 256 most of them are lost. Parameters in float32 with `with_amp` have
@@ -36,22 +39,23 @@ def accumulate(n: int) -> Wrapper:
     is split; `ftrain.random.for_examples` says which draws are by example. Eagerly and in a split-compiled step stock
     modules draw from torch's generators, one microbatch after the other.
 
-    A loss that is a plain number has the weight 1 in each microbatch, which is right for a mean over examples. A sum, a
+    A loss that is a plain number has the weight 1 per example, which is right for a mean over examples. A sum, a
     mean over tokens or a loss that compares examples has another gradient in microbatches: `fit` tests this once, with
     pairs of examples, when it first reads metrics or ends, and warns. The step alone and `iterate` do not test it.
 
     Args:
-        n: number of microbatches; divides the first axis of every tensor in the batch.
+        n: number of microbatches. On many ranks (`ftrain.sharded`) it must divide the batch.
 
     Raises:
         OptionError: when `n` is not a positive whole number.
-        BatchError: from the step, for an axis that `n` does not divide, or axes of unequal length.
+        BatchError: from the step, for axes of unequal length or a batch without examples; with `ftrain.sharded` also
+            for a batch that `n` does not divide.
     """
     require_positive("accumulate", "n", n)
 
     def wrap(grad: GradFn) -> GradFn:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            microbatches = split_batch(batch, n, require_equal=f"accumulate({n})")
+            microbatches = split_batch(batch, n, require_examples=f"accumulate({n})")
             return accumulate_grads(grad, state, microbatches, rng)
 
         return accumulating
