@@ -35,7 +35,10 @@ def require_on_oom(function: str, on_oom: str) -> None:
 
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
-    lengths = _lengths(tree.leaves(batch))
+    leaves = tree.leaves(batch)
+    if any(map(_is_sparse_or_nested, leaves)):
+        return 1
+    lengths = _lengths(leaves)
     return max(1, *lengths) if len(lengths) == 1 else 1
 
 
@@ -54,8 +57,9 @@ def split_batch(
         require_equal: the name of the calling function, if the pieces must also have equal lengths; else None.
 
     Raises:
-        BatchError: with `require_examples` or `require_equal`, naming the leaf whose first axis is empty or has another
-            length than those of the others; with `require_equal`, also if `pieces` does not divide it.
+        BatchError: with `require_examples` or `require_equal`, naming the leaf that is a sparse or nested tensor, or
+            whose first axis is empty or has another length than those of the others; with `require_equal`, also if
+            `pieces` does not divide it.
 
     >>> import torch
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
@@ -113,12 +117,24 @@ def _has_axis(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
+def _is_sparse_or_nested(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)
+
+
 def _lengths(leaves: Sequence[Any]) -> set[int]:
     return {leaf.shape[0] for leaf in leaves if _has_axis(leaf)}
 
 
 def _require_examples(batch: PyTree, function: str) -> None:
-    lengths = {index: leaf.shape[0] for index, leaf in enumerate(tree.leaves(batch)) if _has_axis(leaf)}
+    leaves = tree.leaves(batch)
+    for index, leaf in enumerate(leaves):
+        if _is_sparse_or_nested(leaf):
+            raise BatchError(
+                f"{function}: {tree.path('batch', tree.leaf_names(batch)[index])} is {tree.describe(leaf)}, which "
+                "cannot be split along its first axis; put dense tensors with a row for each example into the batch, "
+                "and make it in the loss"
+            )
+    lengths = {index: leaf.shape[0] for index, leaf in enumerate(leaves) if _has_axis(leaf)}
     if not lengths:
         raise BatchError(f"{function}: the batch has no tensor with an axis to split; found {tree.signature(batch)}")
     first = next(iter(lengths))

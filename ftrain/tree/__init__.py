@@ -269,6 +269,10 @@ def batch_length(batch: PyTree) -> int | None:
 
 def describe(leaf: Any) -> str:
     """Return the dtype and shape of a tensor as text, ``float32[3, 4]``; for another leaf, the name of its class."""
+    if is_tensor(leaf) and leaf.is_nested:
+        return f"a nested {dtype_name(leaf.dtype)} tensor"
+    if is_tensor(leaf) and leaf.layout != torch.strided:
+        return f"a {dtype_name(leaf.layout)} {dtype_name(leaf.dtype)}{list(leaf.shape)} tensor"
     if is_tensor(leaf):
         return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
     return type(leaf).__name__

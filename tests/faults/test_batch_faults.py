@@ -43,6 +43,31 @@ def test_no_axis_to_cut(given, found):
         run(squares, ft.accumulate(2), given=given)
 
 
+RAGGED = {
+    "sparse_coo": lambda: torch.eye(4, 3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4, 3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3)] * 4, layout=torch.jagged),
+}
+
+
+def of_ragged(params, batch):
+    x = batch["x"]
+    return squares(params, {**batch, "x": x.to_padded_tensor(0.0) if x.is_nested else x.to_dense()})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", RAGGED)
+def test_tensors_without_rows_are_refused_where_a_batch_is_split_or_captured(kind):
+    given = {**batch(), "x": RAGGED[kind]()}
+    run(of_ragged, given=given)
+    for function, wrapper in (("accumulate(2)", ft.accumulate(2)), ("sharded", ft.sharded(ft.parallel.mesh()))):
+        with failing(BatchError, function, "batch.x is a", kind, "cannot be split"):
+            run(of_ragged, wrapper, given=given)
+    if kind != "sparse_coo":
+        with failing(BatchError, "compiled", kind, "make it in the loss"):
+            run(of_ragged, ft.compiled(backend="eager"), given=given)
+
+
 def test_the_same_errors_when_compiled():
     with failing(BatchError, "accumulate(2)", "batch.y has 2", "batch.x has 4", "same length"):
         run(squares, ft.accumulate(2), ft.compiled(backend="eager"), given={**batch(), "y": torch.zeros(2)})

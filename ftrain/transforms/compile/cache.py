@@ -68,7 +68,7 @@ def cache_key(trees: PyTree) -> Hashable:
     Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
 
     Raises:
-        BatchError: for a leaf that is neither a tensor nor hashable.
+        BatchError: for a leaf that is neither a tensor nor hashable, or a nested or compressed sparse tensor.
     """
     leaves, spec = tree.flatten(trees)
     return spec, tuple(_static(leaf) for leaf in leaves), torch.get_num_threads()
@@ -76,6 +76,11 @@ def cache_key(trees: PyTree) -> Hashable:
 
 def _static(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
+        if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
+            raise BatchError(
+                f"compiled: the batch holds {tree.describe(leaf)}, which a graph cannot take as an input; pass the "
+                "dense tensors that it consists of (values and indices or offsets), and make it in the loss"
+            )
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
     try:
         hash(leaf)
