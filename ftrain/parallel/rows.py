@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,14 +17,17 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
-from ftrain.step.microbatch import split_batch, split_leaves
-from ftrain.types import STATIC, Mean, PyTree, tree_class
+from ftrain.step.microbatch import pieces_of_fewest, require_rows, split_leaves, with_fewest_examples
+from ftrain.types import STATIC, Mean, PyTree, replace, tree_class
 
 
 @tree_class
 @dataclass(frozen=True)
 class Rows:
     """The examples of a batch that one rank computes on: the same rows of each microbatch.
+
+    If the microbatches do not divide the batch, a rank computes on rows of the whole batch, which it splits itself.
+    Then `fewest` is given, and the numbers that are of a microbatch are of the batch instead.
 
     Args:
         batch: these examples, microbatch by microbatch. Without examples, the first one of each microbatch, which
@@ -33,6 +37,7 @@ class Rows:
         total: number of examples of a microbatch on all ranks.
         consecutive: number of these examples that are consecutive in the batch of all ranks.
         microbatches: number of microbatches.
+        fewest: number of examples of the rank that has fewest, if each splits its own; else None.
         ranks: all ranks; None if nothing that computes on the rows communicates.
     """
 
@@ -42,7 +47,14 @@ class Rows:
     total: int = field(metadata=STATIC)
     consecutive: int = field(metadata=STATIC)
     microbatches: int = field(metadata=STATIC)
+    fewest: int | None = field(default=None, metadata=STATIC)
     ranks: Group | None = field(default=None, metadata=STATIC)
+
+    def of_microbatch(self, batch: PyTree) -> Rows:
+        """Return the rows of one microbatch, given its batch."""
+        if self.fewest is None or self.length == 0:
+            return self
+        return replace(self, length=tree.batch_length(batch) or 1)
 
     def key(self, key: Tensor | None) -> Tensor | None:
         """Return the key with which these examples draw as in the whole batch, given the key of the whole batch."""
@@ -67,6 +79,17 @@ class Rows:
         if self.length == 0:
             return Mean(mean.total * 0, mean.weight.detach() * 0)
         return Mean(mean.total * self.length, mean.weight * self.length) if mean.plain else mean
+
+    def weighted_metric(self, metric: Any) -> Any:
+        """Return a metric with its weight; one that is no `Mean` counts once per example if microbatches differ."""
+        if not isinstance(metric, Mean) and self.fewest is not None:
+            metric = torch.as_tensor(metric)
+            metric = Mean(metric, metric.new_ones((), dtype=torch.float32), plain=True)
+        return self.weighted(metric) if isinstance(metric, Mean) else metric
+
+    def total_weight(self, mean: Mean) -> Tensor | None:
+        """Return the weight that a loss has on all ranks, if that is known: a plain number has 1 per example."""
+        return mean.weight.new_full((), self.total) if mean.plain and self.fewest is None else None
 
     def share_of(self, value: Any) -> Any:
         """Return what these examples add to a mean over all; without examples 0, even if the value is NaN."""
@@ -94,22 +117,34 @@ def computing_on(rows: Rows) -> Iterator[None]:
     """Context in which a rank computes on some rows."""
     token = _current.set(rows)
     try:
-        yield
+        with with_fewest_examples(rows.fewest):
+            yield
     finally:
         _current.reset(token)
 
 
-def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:
+def rows_of(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
     What `split_batch` does not split goes to every rank. Only these rows are copied to `device`; if they are there
     and there is one microbatch, they are views of the batch.
 
+    Args:
+        batch: the batch of all ranks.
+        rank: the number of the rank.
+        size: the number of ranks.
+        splits: into how many pieces wrappers split the batch, each of these pieces, and so on.
+        device: where the rows are.
+
     Raises:
-        BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
-            without any example.
+        BatchError: for tensors whose first axes differ in length, or a batch without any example.
     """
-    columns, spec = split_leaves(batch, microbatches, _splitting(microbatches))
+    microbatches = math.prod(splits)
+    if (tree.batch_length(batch) or 0) % microbatches:
+        whole = rows_of(batch, rank, size, (), device)
+        return _split_by_rank(whole, whole.total // size, splits)
+    require_rows(batch, _splitting(microbatches))
+    columns, spec = split_leaves(batch, microbatches)
     total = (tree.batch_length(batch) or 0) // microbatches
     each, more = divmod(total, size)
     start, length = rank * each + min(rank, more), each + (rank < more)
@@ -130,17 +165,31 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torc
     return Rows(own_batch, start, length, total, length, microbatches)
 
 
-def own_rows(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:
+def own_rows(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
     """Return the rows of one rank, given its own examples on `device`; those of all ranks are one batch.
 
+    Args: as those of `rows_of`, with the batch of this rank.
+
     Raises:
-        BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
-            without any example.
+        BatchError: for tensors whose first axes differ in length, or a batch without any example.
     """
-    pieces = split_batch(batch, microbatches, require_equal=_splitting(microbatches))
-    length = tree.batch_length(pieces[0]) or 0
+    microbatches = math.prod(splits)
+    if (tree.batch_length(batch) or 0) % microbatches:
+        whole = own_rows(batch, rank, size, (), device)
+        return _split_by_rank(whole, whole.length, splits)
+    require_rows(batch, _splitting(microbatches))
+    length = (tree.batch_length(batch) or 0) // microbatches
     start = rank * length * microbatches
     return Rows(batch, start, length, length * size, length * microbatches, microbatches)
+
+
+def _split_by_rank(rows: Rows, fewest: int, splits: Sequence[int]) -> Rows:
+    """Return the rows of a batch of which each rank splits its own."""
+    microbatches, left = 1, fewest
+    for split in splits:
+        pieces = pieces_of_fewest(split, left)
+        microbatches, left = microbatches * pieces, left // pieces
+    return replace(rows, microbatches=microbatches, fewest=fewest)
 
 
 def _splitting(microbatches: int) -> str:

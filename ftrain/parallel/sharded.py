@@ -35,7 +35,6 @@ from ftrain.types import (
     Loss,
     LossOutput,
     LossRanks,
-    Mean,
     Metrics,
     Optimizer,
     PyTree,
@@ -231,7 +230,7 @@ class _RankStep:
         self._watch.begin(state.step)
         with self._watch:
             device = tree.device_of(state.params)
-            rows = self._rows_of(batch, self._all.rank, self._all.size, step.microbatches, device)
+            rows = self._rows_of(batch, self._all.rank, self._all.size, step.splits, device)
             rows = replace(rows, ranks=self._all)
             self._same_inputs.require(step, state, batch)
             local, layout = self._local_states.take(state)
@@ -278,14 +277,13 @@ class _RankStep:
             if rows is None:  # An evaluation block by block.
                 with _completed(blocks):
                     return loss.fn(params, batch, rng=rng, buffers=buffers)
+            rows = rows.of_microbatch(batch)
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
                 blocks.finish()
-            # A plain number has the weight 1 per example of all ranks.
-            weight = mean.weight.new_full((), rows.total) if mean.plain else None
-            mean = rows.weighted(mean)
-            metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}
+            weight, mean = rows.total_weight(mean), rows.weighted(mean)
+            metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
             weight = self._all.sum(mean.weight.detach()) if weight is None else weight
             return replace(zero_if_empty(mean), weight=weight), metrics, buffers
 

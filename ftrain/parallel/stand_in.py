@@ -26,6 +26,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rows import Rows
+from ftrain.step.microbatch import take_examples
 from ftrain.step.traffic import collectives_of, is_collective
 
 Run: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -76,10 +77,8 @@ class GradientStandIn:
 
 
 def without_examples(rows: Rows) -> Rows:
-    """Return the rows of a rank that has none: the first one of each microbatch, which does not count."""
-    every = max(rows.length, 1)
-    firsts = tree.map(lambda leaf: leaf[::every] if tree.is_tensor(leaf) and leaf.ndim else leaf, rows.batch)
-    return replace(rows, batch=firsts, length=0)
+    """Return the rows of a rank that has none: one for each microbatch, which does not count."""
+    return replace(rows, batch=take_examples(rows.batch, slice(rows.microbatches)), length=0)
 
 
 class OutOfMemoryOnRankError(DeviceError):

@@ -16,6 +16,7 @@ from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
+from ftrain.step.microbatch import within_piece
 from ftrain.step.uneven_microbatches import weighted_by_examples
 from ftrain.step.value_and_grad import ValueAndGrad, run_backward
 from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
@@ -196,7 +197,8 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     for piece, length in zip(pieces, lengths, strict=True):
         first, start = start, start + length
         key = random.for_examples(rng, first, length) if rng is not None else None
-        with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
+        drawing = stream.for_examples(first, length, offset) if stream is not None else nullcontext()
+        with drawing, within_piece(len(pieces)):
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
     total = functools.reduce(_merged, results[1:], _first(results[0]))

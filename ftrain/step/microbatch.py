@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +35,42 @@ def require_on_oom(function: str, on_oom: str) -> None:
         raise OptionError(f"{function}: on_oom is {on_oom!r}; choices are {', '.join(ON_OOM)}")
 
 
+_fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=None)
+
+
+@contextmanager
+def with_fewest_examples(fewest: int | None) -> Iterator[None]:
+    """Context in which each of many ranks splits its own batch, and the smallest of these has `fewest` examples.
+
+    All then have the same number of pieces. None: no other rank splits its batch.
+    """
+    token = _fewest.set(fewest)
+    try:
+        yield
+    finally:
+        _fewest.reset(token)
+
+
+def within_piece(pieces: int) -> AbstractContextManager[None]:
+    """Return the context of the computation on one of so many pieces, which may split it again."""
+    fewest = _fewest.get()
+    return with_fewest_examples(None if fewest is None else fewest // pieces)
+
+
+def pieces_of_fewest(pieces: int, fewest: int) -> int:
+    """Return into how many pieces a batch is split if the smallest one on any rank has `fewest` examples."""
+    return max(1, min(pieces, fewest))
+
+
+def take_examples(batch: PyTree, examples: slice) -> PyTree:
+    """Return some examples of a batch; what `split_batch` does not split is returned as it is."""
+    leaves, spec = _flatten_examples(batch)
+    is_split = (_has_axis(leaf) or isinstance(leaf, list | tuple) for leaf in leaves)
+    return tree.unflatten(
+        spec, [leaf[examples] if split else leaf for leaf, split in zip(leaves, is_split, strict=True)]
+    )
+
+
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
     leaves = tree.leaves(batch)
@@ -42,9 +80,7 @@ def most_pieces(batch: PyTree) -> int:
     return max(1, *lengths) if len(lengths) == 1 else 1
 
 
-def split_batch(
-    batch: PyTree, pieces: int, *, require_examples: str | None = None, require_equal: str | None = None
-) -> list[PyTree]:
+def split_batch(batch: PyTree, pieces: int, *, require_examples: str | None = None) -> list[PyTree]:
     """Split every tensor and array of a batch along its first axis, without copying.
 
     A list or tuple with a value for each example is split, too: one that holds no tensor or array with an axis, and is
@@ -54,36 +90,30 @@ def split_batch(
         batch: a tree of tensors and NumPy arrays whose first axes have the same length.
         pieces: the number of pieces, at most the number of examples. Their lengths differ by at most one.
         require_examples: the name of the calling function, if a batch that cannot be split is an error; else None.
-        require_equal: the name of the calling function, if the pieces must also have equal lengths; else None.
 
     Raises:
-        BatchError: with `require_examples` or `require_equal`, naming the leaf that is a sparse or nested tensor, or
-            whose first axis is empty or has another length than those of the others; with `require_equal`, also if
-            `pieces` does not divide it.
+        BatchError: with `require_examples`, naming the leaf that is a sparse or nested tensor, or whose first axis is
+            empty or has another length than those of the others.
 
     >>> import torch
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
     [3, 2]
     """
-    if require_equal is None:
-        if require_examples is not None:
-            _require_examples(batch, require_examples)
-        pieces = min(pieces, most_pieces(batch))
-        if pieces == 1:
-            return [batch]
-    columns, spec = split_leaves(batch, pieces, require_equal)
+    if require_examples is not None:
+        require_rows(batch, require_examples)
+    fewest = _fewest.get()
+    pieces = min(pieces, most_pieces(batch)) if fewest is None else pieces_of_fewest(pieces, fewest)
+    if pieces == 1:
+        return [batch]
+    columns, spec = split_leaves(batch, pieces)
     return [tree.unflatten(spec, [column[index] for column in columns]) for index in range(pieces)]
 
 
-def split_leaves(
-    batch: PyTree, pieces: int, require_equal: str | None
-) -> tuple[list[Sequence[Any]], optree.PyTreeSpec]:
+def split_leaves(batch: PyTree, pieces: int) -> tuple[list[Sequence[Any]], optree.PyTreeSpec]:
     """Return the pieces of each leaf, and the structure of a piece; see `split_batch`.
 
     A list or tuple that is split is one leaf here.
     """
-    if require_equal is not None:
-        _require_divisible(batch, pieces, require_equal)
     leaves, spec = _flatten_examples(batch)
     return [_cut(leaf, pieces) for leaf in leaves], spec
 
@@ -125,7 +155,13 @@ def _lengths(leaves: Sequence[Any]) -> set[int]:
     return {leaf.shape[0] for leaf in leaves if _has_axis(leaf)}
 
 
-def _require_examples(batch: PyTree, function: str) -> None:
+def require_rows(batch: PyTree, function: str) -> None:
+    """Check that a batch has a row for each example in every tensor and array with an axis.
+
+    Raises:
+        BatchError: naming the function, and the leaf that is a sparse or nested tensor, or whose first axis has another
+            length; if there is no such leaf, or no example.
+    """
     leaves = tree.leaves(batch)
     for index, leaf in enumerate(leaves):
         if _is_sparse_or_nested(leaf):
@@ -147,16 +183,6 @@ def _require_examples(batch: PyTree, function: str) -> None:
             )
     if lengths[first] == 0:
         raise BatchError(f"{function}: the batch has no examples; found {tree.signature(batch)}")
-
-
-def _require_divisible(batch: PyTree, pieces: int, function: str) -> None:
-    _require_examples(batch, function)
-    length = tree.batch_length(batch) or 0
-    if length % pieces:
-        raise BatchError(
-            f"{function}: the batch has {length} examples, which is not a multiple of {pieces}; change the batch size "
-            "or n, or drop the last short batch"
-        )
 
 
 def combined(losses: Sequence[Mean]) -> float:

@@ -142,7 +142,13 @@ class Step:
     @property
     def microbatches(self) -> int:
         """The number of microbatches into which wrappers split a batch."""
-        return math.prod(wrapper.grad.microbatches or 1 for wrapper in self.wrappers if wrapper.grad)
+        return math.prod(self.splits)
+
+    @property
+    def splits(self) -> list[int]:
+        """Into how many pieces wrappers split a batch, each of these pieces, and so on."""
+        on_grad = [wrapper.grad for wrapper in reversed(self.wrappers) if wrapper.grad]
+        return [each.microbatches for each in on_grad if each.microbatches]
 
     @property
     def may_refuse_updates(self) -> bool:

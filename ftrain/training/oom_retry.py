@@ -86,17 +86,7 @@ class OomRetry:
     def _split_into(self, pieces: int) -> None:
         self._pieces = pieces
         self._fitting: set[Hashable] = set()
-        self._steps: dict[int, Step] = {}
-
-    def _step_for(self, batch: PyTree) -> Step:
-        """Return the step that splits a batch; on many ranks into equal pieces, of which there may be more."""
-        pieces = self._pieces
-        if not self._agreement.is_alone:
-            examples = max((tree.batch_length(batch) or 1) // self._original.microbatches, 1)
-            pieces = next(n for n in range(min(pieces, examples), examples + 1) if examples % n == 0)
-        if pieces not in self._steps:
-            self._steps[pieces] = split_step(self._original, pieces, self._writes)
-        return self._steps[pieces]
+        self._step = split_step(self._original, pieces, self._writes)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Run the step, in more pieces if memory runs out.
@@ -147,7 +137,7 @@ class OomRetry:
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Run the step. If memory runs out on one of many ranks, the step fails on all."""
-        step = self._step_for(batch)
+        step = self._step
         if self._agreement.is_alone:
             return step(state, batch)
         if self._compiled:
@@ -209,15 +199,14 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
 
     Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
     that is a `Mean` counts by its weight, and one that is a plain number by its examples. With equal pieces the result
-    is bitwise that of ``accumulate(pieces)``. On many ranks `pieces` must divide each microbatch; on one, a batch with
-    fewer examples is split into single examples. `writes` records when the step begins to overwrite its state.
+    is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into single examples.
+    `writes` records when the step begins to overwrite its state.
     """
     wrappers, ranks = step.wrappers, ranks_of(step.wrappers)
     if pieces > 1:
-        if ranks == 1:
-            split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
-        else:
-            split = OnGrad(lambda grad: _split_evenly(grad, pieces), microbatches=pieces)
+        # Ranks take their rows of each piece, so they must know how many there are.
+        of_ranks = {"compile_inner": True} if ranks == 1 else {"microbatches": pieces}
+        split = OnGrad(lambda grad: _split(grad, pieces), **of_ranks)
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if writes is not None:
         wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(writes.record)))
@@ -264,14 +253,6 @@ class _AgreedStateWrites(_StateWrites):
             return gradients
 
         return recording
-
-
-def _split_evenly(grad: GradFn, pieces: int) -> GradFn:
-    def splitting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        microbatches = split_batch(batch, pieces, require_equal="fit(on_oom='split')")
-        return accumulate_grads(grad, state, microbatches, rng)
-
-    return splitting
 
 
 def _split(grad: GradFn, pieces: int) -> GradFn:

@@ -28,7 +28,8 @@ def accumulate(n: int) -> Wrapper:
     only one set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
 
     If `n` does not divide the batch, such as the last one of an epoch, the first microbatches have one example more
-    than the others. If the batch has fewer than `n` examples, each is a microbatch.
+    than the others. If the batch has fewer than `n` examples, each is a microbatch. On many ranks (`ftrain.sharded`)
+    each then splits its own examples.
 
     Sums have the dtype of the parameters. With parameters in bfloat16, which has 8 bits, use few microbatches: 64
     add 1% to the error of a gradient, and beyond 256 most of them are lost. Parameters in float32 with `with_amp` have
@@ -44,12 +45,11 @@ def accumulate(n: int) -> Wrapper:
     pairs of examples, when it first reads metrics or ends, and warns. The step alone and `iterate` do not test it.
 
     Args:
-        n: number of microbatches. On many ranks (`ftrain.sharded`) it must divide the batch.
+        n: number of microbatches.
 
     Raises:
         OptionError: when `n` is not a positive whole number.
-        BatchError: from the step, for axes of unequal length or a batch without examples; with `ftrain.sharded` also
-            for a batch that `n` does not divide.
+        BatchError: from the step, for axes of unequal length or a batch without examples.
     """
     require_positive("accumulate", "n", n)
 

@@ -12,11 +12,6 @@ def of_a_tensor(params, batch):
     return (batch @ params["w"]).square().mean() + params["b"]
 
 
-def test_an_axis_that_n_does_not_divide_on_ranks():
-    with failing(BatchError, "accumulate(3)", "batch has 4 examples", "multiple of 3"):
-        run(squares, ft.accumulate(3), ft.sharded(ft.parallel.mesh()))
-
-
 def test_an_axis_without_examples():
     with failing(BatchError, "accumulate(2)", "no examples", "'x': 'float32[0, 3]'"):
         run(squares, ft.accumulate(2), given=batch(0))

@@ -161,7 +161,7 @@ def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
     run(4, rank)
     assert copied == [3] * 4
     batch = next(models.batches())
-    of_rank = rows.rows_of(batch, 1, 5, 2, torch.device("meta")).batch
+    of_rank = rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
     assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
 
 

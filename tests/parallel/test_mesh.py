@@ -55,7 +55,7 @@ def test_ranks_take_rows_of_each_microbatch_and_all_rows_are_taken_once():
     batch = {"x": torch.arange(10), "flag": torch.tensor(True)}
     for size in (1, 2, 3, 7):
         for microbatches in (1, 2):
-            rows = [rows_of(batch, rank, size, microbatches, torch.device("cpu")) for rank in range(size)]
+            rows = [rows_of(batch, rank, size, (microbatches,), torch.device("cpu")) for rank in range(size)]
             taken = [each.batch["x"].reshape(microbatches, -1) for each in rows if each.length]
             assert torch.equal(torch.cat(taken, 1).reshape(-1), batch["x"])
             assert all(each.batch["flag"] for each in rows)
@@ -66,7 +66,7 @@ def test_ranks_take_rows_of_each_microbatch_and_all_rows_are_taken_once():
     ("batch", "message"),
     [
         ({"x": torch.zeros(())}, "has no tensor with an axis"),
-        ({"x": torch.zeros(0, 5)}, "batch.x has length 0"),
+        ({"x": torch.zeros(0, 5)}, "the batch has no examples"),
         ({"x": torch.zeros(4, 5), "y": torch.zeros(5)}, "batch.y has 5 examples and batch.x has 4"),
     ],
     ids=["no-axis", "empty", "unequal"],

@@ -12,6 +12,7 @@ from torch import nn
 import ftrain as ft
 from ftrain._torch import collectives
 from ftrain.errors import BatchError
+from ftrain.training.oom_retry import split_step
 from tests.laws import registry
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -270,8 +271,67 @@ def test_random_numbers_of_the_loss_are_by_example():
     assert_same(trained(4, 2, lambda: [ft.accumulate(2)], criterion=noisy), reference)
 
 
+def plain_with_metrics(model, batch, rng):
+    errors = (model(batch["x"] + 0.1 * ft.random.normal(rng, batch["x"].shape, dtype=torch.float64))).square().mean(-1)
+    return errors.mean(), {"root": errors.detach().sqrt().mean(), "large": (errors > 0.3).double().mean(), "one": 1.0}
+
+
+UNEVEN = [batch for length in (12, 7, 5, 2, 1, 12) for batch in models.batches(1, length, seed=length)]
+"""Batches that 4 microbatches do not divide: with fewer examples than microbatches on a rank, and than ranks."""
+
+
+@pytest.mark.parametrize(
+    ("size", "level", "outer"),
+    [
+        (2, 0, []),
+        (3, 1, [ft.clip(0.05), ft.skip_nonfinite()]),
+        (2, 2, []),
+        (3, 3, [ft.ema(0.9)]),
+        (4, 3, [ft.sam(0.05)]),
+    ],
+)
+@pytest.mark.parametrize("criterion", [models.loss, plain_with_metrics])
+def test_unequal_microbatches_on_ranks_are_the_whole_batch_of_one(criterion, size, level, outer):
+    """Dropout too, which a step on ranks draws by example."""
+
+    def rank(accumulate):
+        wrappers = [*([ft.accumulate(4)] if accumulate else []), *outer]
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=criterion)
+        return models.train(step, UNEVEN)
+
+    (reference,) = run(1, lambda _: rank(accumulate=False))
+    assert_same(run(size, lambda _: rank(accumulate=True)), reference)
+    assert_same(run(1, lambda _: rank(accumulate=True)), reference)
+
+
+@pytest.mark.parametrize(("microbatches", "pieces"), [(2, 2), (4, 3), (1, 5)])
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_split_for_memory_within_unequal_microbatches_on_ranks_is_the_whole_batch(microbatches, pieces, level):
+    def rank(split):
+        wrappers = [ft.accumulate(microbatches)] if split else []
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=plain_with_metrics)
+        return models.train(split_step(step, pieces) if split else step, UNEVEN)
+
+    (reference,) = run(1, lambda _: rank(split=False))
+    assert_same(run(3, lambda _: rank(split=True)), reference)
+
+
+def test_unequal_microbatches_of_the_rows_that_each_rank_reads():
+    def rank(number, size):
+        wrappers = [ft.accumulate(3)] if size > 1 else []
+        batches = "rows" if size > 1 else "whole"
+        step = models.step_of(
+            *wrappers, ft.sharded(ft.parallel.mesh(), 2, batches=batches), criterion=plain_with_metrics
+        )
+        data = [*models.batches(3, 10)]
+        return models.train(step, [ft.tree.map(lambda leaf: leaf.chunk(size)[number], batch) for batch in data])
+
+    (reference,) = run(1, lambda number: rank(number, 1))
+    assert_same(run(2, lambda number: rank(number, 2)), reference)
+
+
 @pytest.mark.parametrize("convert", [list, np.array], ids=["list", "array"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_each_rank_has_its_rows_of_what_is_no_tensor(convert, microbatches):
     lengths, x = [1, 1, 2, 2, 3, 3, 4, 4], torch.arange(32, dtype=torch.float64).reshape(8, 4) / 16
     batch, params = {"x": x, "lengths": convert(lengths)}, {"w": torch.eye(4, dtype=torch.float64)}
