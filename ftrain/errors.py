@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -119,6 +120,12 @@ def warn(message: str) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
     warnings.warn_explicit(message, UserWarning, *place, registry)
+
+
+def log_on_first_rank(message: str, *args: object, logger: str = "ftrain") -> None:
+    """Log a warning of what all ranks know alike: with torchrun, only the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger(logger).warning(message, *args)
 
 
 LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}

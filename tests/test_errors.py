@@ -1,4 +1,4 @@
-"""Where warnings point."""
+"""Where warnings point, and which rank logs."""
 
 import warnings
 from pathlib import Path
@@ -61,3 +61,11 @@ def test_a_line_warns_once_by_default():
         for _ in range(3):
             warn("found")
     assert len(caught) == 1
+
+
+def test_of_many_ranks_the_first_logs_what_all_know(caplog, monkeypatch):
+    for rank in (None, "0", "1", "7"):
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        ft.errors.log_on_first_rank("of %s", rank)
+    assert caplog.messages == ["of None", "of 0"]

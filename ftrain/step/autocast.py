@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import DeviceError
+from ftrain.errors import DeviceError, log_on_first_rank
 from ftrain.tree import dtype_name
 from ftrain.types import LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-log = logging.getLogger("ftrain")
 
 
 def name_of(dtype: Any) -> str:
@@ -48,7 +45,7 @@ def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
 @functools.cache
 def _warn_of_emulation(function: str, name: str, device: str) -> None:
     """Log that a dtype is emulated, once in a process."""
-    log.warning(
+    log_on_first_rank(
         "%s: %s is emulated on %s, and may take ten times as long as float32; use 'auto', which is bf16 if the device "
         "computes in it natively, and else float32",
         function,

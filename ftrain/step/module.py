@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ftrain import _torch, tree
 from ftrain._torch import dtensor
-from ftrain.errors import LossError, StructureError
+from ftrain.errors import LossError, StructureError, log_on_first_rank
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
@@ -36,8 +35,6 @@ from ftrain.step.swap_params import (
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
-
-log = logging.getLogger("ftrain")
 
 DIVISOR = "num_items_in_batch"
 """The key that the `Trainer` of transformers adds to a batch: the number of labels in all batches of an update."""
@@ -159,7 +156,7 @@ def _require_unwritten(
 def _weigher(module: nn.Module) -> Weigh | None:
     weigh = weigher(module)
     if weigh is None:
-        log.warning(
+        log_on_first_rank(
             "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
             "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "
             "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean; if it is "

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from ftrain.backends import Backend
-from ftrain.errors import require_positive
+from ftrain.errors import log_on_first_rank, require_positive
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.types import PyTree
-
-log = logging.getLogger("ftrain")
 
 
 @wrapper
@@ -34,7 +30,7 @@ def empty_cache(every: int) -> Wrapper:
     def require(backend: Backend, params: PyTree) -> None:
         if backend.empty_cache is None and backend.name not in logged:
             logged.add(backend.name)
-            log.warning("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
+            log_on_first_rank("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
 
     def on_step_end(backend: Backend, steps: int) -> None:
         if backend.empty_cache is not None and steps % every == 0:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ftrain.errors import log_on_first_rank
+
 SLOW = 5.0
 """Seconds after which a compilation is logged."""
 
-log = logging.getLogger("ftrain.compiling")
+LOGGER = "ftrain.compiling"
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def log_if_slow(name: str) -> Iterator[None]:
 
     def log_start() -> None:
         is_logged.set()
-        log.warning("compiled: compiling the graph of %s, since %s", name, since)
+        log_on_first_rank("compiled: compiling the graph of %s, since %s", name, since, logger=LOGGER)
 
     timer = threading.Timer(SLOW, log_start)
     timer.daemon = True
@@ -35,4 +36,6 @@ def log_if_slow(name: str) -> Iterator[None]:
     finally:
         timer.cancel()
     if is_logged.is_set():
-        log.warning("compiled: the graph of %s took %.0f s to compile", name, time.monotonic() - start)
+        log_on_first_rank(
+            "compiled: the graph of %s took %.0f s to compile", name, time.monotonic() - start, logger=LOGGER
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
-from ftrain.errors import ComposeError, LossError, OptionError, require_range
+from ftrain.errors import ComposeError, LossError, OptionError, log_on_first_rank, require_range
 from ftrain.random import torch_ops
 from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.step.forward import versions
@@ -28,7 +27,6 @@ from ftrain.tree import device_off_host
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"
-log = logging.getLogger("ftrain")
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -275,7 +273,7 @@ def _without_cache(module: nn.Module | None) -> Context:
         caching = [config for config in configs if getattr(config, "use_cache", None) is True]
         if caching and not is_logged:
             is_logged = True
-            log.warning(
+            log_on_first_rank(
                 "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is "
                 "recomputed would fill twice",
                 type(module).__name__,
