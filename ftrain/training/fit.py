@@ -153,7 +153,7 @@ def fit(
         options.require_valid(step, state, ranks)
         if agreement.is_first:
             options.warn_of_surprises(step)
-        saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
+        saves = RunCheckpoints(checkpoints, step, data, resume, is_first=agreement.is_first)
         with (
             checkpoints or nullcontext(),
             show(progress and agreement.is_first) as display,

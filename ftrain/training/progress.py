@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+from ftrain.errors import FtrainError
 from ftrain.transforms.amp.overflow_counts import is_share
 from ftrain.types import PyTree
 
@@ -36,6 +37,26 @@ class Status:
     memory: int
     """Peak memory of the device, in bytes."""
     metrics: Mapping[str, Any]
+
+
+def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epoch: int, batches: int) -> int | None:
+    """Return the number of the last step of a run, if it is known.
+
+    Args:
+        steps: the `steps` of `fit`.
+        epochs: the `epochs` of `fit`.
+        data: what is trained on; its length is the number of batches in an epoch.
+        step: steps done.
+        epoch: epochs done.
+        batches: steps done in the next one.
+    """
+    if epochs is None and steps is not None:
+        return steps
+    try:
+        left = max((epochs or 1) - epoch, 0) * len(data) - batches
+    except (TypeError, FtrainError):
+        return steps
+    return step + max(left, 0) if steps is None else min(steps, step + max(left, 0))
 
 
 class Throughput:

@@ -23,6 +23,7 @@ from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of_state
+from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
@@ -61,7 +62,9 @@ class RunCheckpoints:
     Raises an OptionError for a `resume` that `fit` does not know, or ``"must"`` without checkpoints.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str, *, is_first: bool) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints | None, step: Any, data: Iterable[PyTree], resume: str, *, is_first: bool
+    ) -> None:
         if resume not in RESUME:
             raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
         if checkpoints is None and resume == "must":
@@ -69,7 +72,7 @@ class RunCheckpoints:
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
         self.enabled = checkpoints is not None
         """Whether anything is saved."""
-        self._is_first = is_first
+        self._pipeline, self._is_first = pipeline_texts(step), is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._began: dict[str, Any] = {}
         self._saved = -1, -1
@@ -116,6 +119,7 @@ class RunCheckpoints:
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
+                warn_of_changes(checkpoint.path, checkpoint.run["record"].get("pipeline", ()), self._pipeline)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
@@ -214,7 +218,7 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        record = {"history": history, **point.last._asdict()}
+        record = {"history": history, "pipeline": self._pipeline, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ftrain import backends
+from ftrain import backends, tree
+from ftrain._torch import dtensor
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rank_watch import watch
@@ -22,7 +23,7 @@ from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
 from ftrain.training.options import Options
-from ftrain.training.progress import Display, Status, Throughput, describe_evaluation
+from ftrain.training.progress import Display, Status, Throughput, describe_evaluation, total_steps
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
 from ftrain.training.step_votes import StepVotes
@@ -222,6 +223,8 @@ class Run:
         # A run that was not loaded and has made no step has nothing to save.
         self._can_save = position is not None
         self._unread: list[StepMetrics] = []
+        options = self._options
+        self._total = total_steps(options.steps, options.epochs, self._data, point.step, epoch, batches)
         # Seconds are counted on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
@@ -243,20 +246,28 @@ class Run:
         try:
             self._log(records)
         finally:
-            if records and self._display.due(self.step, self._options.steps, time.perf_counter() - self._start_time):
+            if records and self._display.due(self.step, self._total, time.perf_counter() - self._start_time):
                 self._display.update(self._status(records[-1]))
             if check:
-                self._check_loss(records)
+                self._check_loss(records, self._params_are_finite)
                 if isinstance(self._step, Step):
                     self._step.check(self._newest.state, self._last.checked)
                     self._last = self._last._replace(checked=self.step)
+
+    def _params_are_finite(self) -> bool:
+        """Return whether all trained parameters are finite, on all ranks; waits for them and the device."""
+        state: Any = self._newest.state
+        params = [
+            dtensor.local_part(leaf) for leaf in tree.leaves(getattr(state, "params", state)) if tree.is_tensor(leaf)
+        ]
+        return self._agreement.largest(int(not tree.all_finite(params))) == 0
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
         _call_loggers(self._loggers, records)
 
     def _status(self, metrics: Mapping[str, Any]) -> Status:
-        now, total = time.perf_counter(), self._options.steps
+        now, total = time.perf_counter(), self._total
         rates, seconds_per_step = self._throughput.rates(now)
         remaining = seconds_per_step * (total - self.step) if total is not None else None
         memory = backends.of(device_of_state(self._newest.state)).memory().peak

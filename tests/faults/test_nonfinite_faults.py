@@ -208,3 +208,23 @@ def test_however_many_steps_overflow_the_next_good_one_is_good():
     assert not bool(metrics["skipped"])
     needed, _ = make(scaled)(make(scaled).init(params()), good)
     torch.testing.assert_close(state.params, needed.params)
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_a_batch_without_anything_to_average_does_not_end_a_run(action):
+    """Its loss is NaN, and changes nothing."""
+
+    def counted(params, batch):
+        errors = (batch["x"] @ params["w"] + params["b"]).square()
+        return ft.Mean((errors * batch["counts"]).sum(), batch["counts"].sum())
+
+    step = ft.train_step(counted, ft.optim.sgd(0.1))
+    data = [
+        {**batch, "counts": torch.full((len(batch["x"]),), float(n != 1))} for n, batch in enumerate(batches(1, 1, 1))
+    ]
+    with pytest.warns(
+        UserWarning, match="step 2 is nan, and the parameters after it are finite: its batch has nothing"
+    ):
+        state, history = ft.fit(step, step.init(params()), data, on_nonfinite=action, log_every=1, progress=False)
+    assert [loss == loss for loss in history["loss"]] == [True, False, True]
+    assert ft.tree.all_finite(state.params)

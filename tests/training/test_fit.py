@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ftrain as ft
 from ftrain.backends import registry
 from ftrain.errors import ConsumedError, DataError, LossError, OptionError
+from ftrain.training.progress import total_steps
 
 F64 = torch.float64
 
@@ -853,10 +854,22 @@ def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatc
 
 
 def test_progress_without_a_known_end(capsys):
-    fit(make(), batches(), progress=True, log_every=1)
+    fit(make(), iter(batches()), progress=True, log_every=1)
     _, err = capsys.readouterr()
     assert "left" not in err
     assert "\r" not in err
+
+
+def test_epochs_of_data_with_a_length_have_a_known_end(capsys):
+    """Also where a run goes on in the middle of one."""
+    fit(make(), batches() * 5, epochs=2, progress=True, log_every=1)
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
+    assert lines == [f"{4 * number}/40" for number in range(1, 11)]
+    assert total_steps(None, 3, [0] * 4, 10, 1, 2) == 16
+    assert total_steps(12, 3, [0] * 4, 10, 1, 2) == 12
+    assert total_steps(None, None, [0] * 4, 7, 0, 0) == 11
+    assert total_steps(9, None, [0] * 4, 7, 0, 0) == 9
+    assert total_steps(None, 2, iter([0]), 0, 0, 0) is None
 
 
 class Tee:
