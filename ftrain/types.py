@@ -140,11 +140,12 @@ class Mean:
 
     def __add__(self, other: object) -> NoReturn:
         raise LossError(
-            "Mean: the sum of two losses is no mean over the examples of both; compute with a.value + c * b.value, or "
-            "return Mean(a.total + c * b.value * a.weight, a.weight). To pool parts of a data set: a.pooled(b)"
+            "Mean: there is no arithmetic with a Mean, because a sum of two is no mean over the examples of both; "
+            "compute with a.value + c * b.value, or return Mean(a.total + c * b.value * a.weight, a.weight), and "
+            "Mean(c * a.total, a.weight) for a multiple. To pool parts of a data set: a.pooled(b)"
         )
 
-    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __add__
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
 
     def __float__(self) -> float:
         return float(self.value.detach())

@@ -1,7 +1,8 @@
-"""Add notes to an error of a loss that its batch may have caused: NumPy arrays, uint8, or other float dtypes."""
+"""Add notes to an error of a loss that its batch may have caused: NumPy arrays, dtypes, or indices out of range."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.tree import dtype_name
 from ftrain.types import PyTree
+
+INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
 
 
 def add_batch_notes(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
@@ -23,6 +26,10 @@ def add_batch_notes(error: Exception, name: str, params: PyTree, batch: PyTree) 
             f"{name}: the batch has NumPy arrays ({', '.join(arrays)}), with which torch does not "
             "compute: convert them with torch.from_numpy, or use ft.data.loader or a DataLoader, which do so",
         )
+    if isinstance(error, IndexError | RuntimeError) and any(
+        word in str(error) for word in ("out of bounds", "out of range")
+    ):
+        _note_indices(error, name, named)
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     is_about_dtypes = isinstance(error, RuntimeError) and any(word in str(error) for word in ("type", "Byte"))
     pixels = [path for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8]
@@ -39,6 +46,21 @@ def add_batch_notes(error: Exception, name: str, params: PyTree, batch: PyTree) 
         needed = " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         _note(
             error, f"{name}: {listed}, but the parameters are {needed}: convert the batch, with x.float() for example"
+        )
+
+
+def _note_indices(error: Exception, name: str, named: Mapping[str, Any]) -> None:
+    """Add a note with the smallest and the largest integer of each tensor on the host."""
+    ranges = [
+        f"{path} has values from {int(leaf.min())} to {int(leaf.max())}"
+        for path, leaf in named.items()
+        if isinstance(leaf, Tensor) and leaf.dtype in INTEGERS and leaf.numel() and leaf.device == tree.HOST
+    ]
+    if ranges:
+        _note(
+            error,
+            f"{name}: {', '.join(ranges)}: a label must be from 0 to the number of classes - 1, or be the ignore_index "
+            "of the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1",
         )
 
 

@@ -155,7 +155,8 @@ def _require_unwritten(
 
 def _weigher(module: nn.Module) -> Weigh | None:
     weigh = weigher(module)
-    if weigh is None:
+    # The layers of torch have no loss, which the first step says.
+    if weigh is None and not type(module).__module__.startswith("torch.nn."):
         log_on_first_rank(
             "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
             "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "

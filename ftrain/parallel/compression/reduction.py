@@ -41,6 +41,7 @@ class Reduction:
                 "gradients are added while the backward pass runs, in their own dtype, and there is no other copy of "
                 "the state to send them to; use level=2, or ft.parallel.mesh(replicate=...)"
             )
+        self._remembers = method is not None and method.init is not None
         self._method = method if mesh.size() > 1 else None
         self._ranks = group(mesh, REPLICATE) if self._of_blocks else all_ranks(mesh)
         has_memory = self._method is not None and self._method.init is not None
@@ -74,13 +75,15 @@ class Reduction:
     def require_once(self, wrappers: Sequence[Wrapper]) -> None:
         """Check that the gradient is taken once per step if what has not been sent is added to the next one.
 
+        Also on one rank, which sends nothing, so that a step can run on many.
+
         Raises:
             ComposeError: naming the wrapper that takes it more than once.
         """
         twice = [other for other in wrappers if other.grad is not None and other.grad.evaluations > 1]
-        if self._stored and twice:
+        if self._remembers and twice:
             raise ComposeError(
-                f"sharded: {twice[0].text} takes several gradients in a step, and {self._stored.method.text} adds to "
+                f"sharded: {twice[0].text} takes several gradients in a step, and{self.text.removeprefix(',')} adds to "
                 "each what was not sent of the last one; use reduce='bf16' or 'fp16', which add nothing"
             )
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain import _torch, tree
 from ftrain._torch import dtensor
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import CheckpointError, StructureError, warn
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -94,6 +94,7 @@ def save(
     trained = {name: leaf for name, leaf in state.params.items() if leaf is not None}
 
     def described() -> dict[str, Any]:
+        _warn_of_buffers(adapters.module, state)
         others = trained.keys() - adapters.names
         config = _peft_config(adapters, _whole_modules(adapters, others, {*state.params}))
         config["base_model_name_or_path"] = base_model or getattr(adapters.module, "name_or_path", None) or None
@@ -104,6 +105,22 @@ def save(
     tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in trained.items()}
     metadata = {FINGERPRINTS: json.dumps(_fingerprints(state))}
     ranks.first(lambda: write_safetensors(Path(directory), FILES, TensorsAndConfig(tensors, metadata, config)))
+
+
+def _warn_of_buffers(module: nn.Module, state: TrainState) -> None:
+    """Warn of buffers that training has changed, for which the files have no place."""
+    buffers = state.buffers if isinstance(state.buffers, Mapping) else {}
+    changed = [
+        name
+        for name, buffer in module.named_buffers()
+        if name in buffers and not buffer.is_meta and not torch.equal(buffers[name].to(buffer), buffer)
+    ]
+    if changed:
+        listed = ", ".join(changed[: tree.MAX_LISTED]) + (", ..." if len(changed) > tree.MAX_LISTED else "")
+        warn(
+            f"adapters.save: training has changed buffers of the base, which files of peft do not hold: {listed}. The "
+            "adapters alone compute something else: save the base too (ft.to_module), or keep BatchNorm in eval mode"
+        )
 
 
 def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool = False) -> TrainState:
