@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
+from ftrain.errors import LossError
 from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.partition import Results
 from ftrain.step.rank_backward import Backward, unused_on_rank
@@ -57,6 +58,7 @@ class GradientSums:
         self._forms: dict[int, _Form] = {}  # Of what is in buckets.
         self._has_blocks = False
         self._source: Tensor | None = None
+        self._is_in_backward = False
 
     def in_buckets(
         self, wholes: Mapping[int, Tensor], combine: Combine, *, all_reduces: bool = False
@@ -103,6 +105,7 @@ class GradientSums:
         Args:
             run: ``tensors -> gradients``.
         """
+        self._is_in_backward = True
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
             self._buckets.start_rest(lambda index: self._forms[index].zeros())
@@ -122,7 +125,16 @@ class GradientSums:
         """Return tensors with the same values; a function gets their gradients when all are complete."""
         if self._source is None:
             self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
-        return list(_Read.apply(complete, wholes, self._source))  # type: ignore[no-untyped-call]
+
+        def complete_in_backward(grads: Sequence[Tensor | None]) -> None:
+            if not self._is_in_backward:
+                raise LossError(
+                    "sharded: the loss runs a backward pass through its parameters, whose gradients would be sent to "
+                    "the other ranks; take the gradients it needs with torch.autograd.grad(output, inputs)"
+                )
+            complete(grads)
+
+        return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
 
     def _take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Take the gradients of a bucket."""

@@ -115,7 +115,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
-        if _is_composite(func):
+        # A nested tensor decomposes its operations itself.
+        if _is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
             # Not yet decomposed, which happens only in inference mode; its parts may be random. A mode of functions
             # would call the operation as a whole again.
             with _torch.without_functions(), self:

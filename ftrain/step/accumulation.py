@@ -61,7 +61,13 @@ class _InBackward:
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Add the gradient of a microbatch, and return its `Gradients` without it."""
+        # Without the sums, which a loss that calls `backward` itself would change.
+        sums = self._grads
+        for leaf in self._params or ():
+            leaf.grad = None
         result = self._grad.forward(state, batch, rng, self._params)
+        for leaf, each in zip(self._params or (), sums, strict=True):
+            leaf.grad = each
         self._plain &= result.loss.plain
         if self._params is None:
             self._begin(state, result)

@@ -97,9 +97,11 @@ class Forward:
             if params is None:
                 params = [*map(Tensor.requires_grad_, map(Tensor.detach, leaves[: params_spec.num_leaves]))]
             leaves[: len(params)] = params
+            memory = None if self._is_checked else _memory_of(leaves)
             mean, metrics, buffers = run_loss(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
-        if not self._is_checked:
+        if memory is not None:
+            _require_same_memory(memory, _memory_of(leaves), spec, self._name)
             check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
@@ -198,6 +200,24 @@ def versions(leaves: Sequence[Any]) -> list[int | None]:
         ]
 
 
+def _memory_of(leaves: Sequence[Any]) -> list[int | None]:
+    """Return which memory each tensor is in; None for other leaves, and for sparse and nested tensors."""
+    return [
+        _torch.storage_id(leaf)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+        else None
+        for leaf in leaves
+    ]
+
+
+def _require_same_memory(old: list[int | None], new: list[int | None], spec: optree.PyTreeSpec, name: str) -> None:
+    """Check that no leaf got other memory: an assignment to `.data` does not count as a write in place."""
+    if old != new:
+        error = _written_in_place(name, _first_difference(old, new), spec)
+        error.add_note(f"{name}: it was assigned to its .data")
+        raise error
+
+
 def _first_difference(old: Sequence[int | None], new: Sequence[int | None]) -> int:
     """Return the index of the first leaf that was written; 0 if there is none."""
     return next((index for index, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), 0)
@@ -218,7 +238,8 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec) -> LossErr
     path = tree.leaf_names(inputs)[tree.leaves(inputs).index(index)]
     return LossError(
         f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
-        "(x = x.clone()), and return new buffers instead of writing them"
+        "(x = x.clone()), and return new buffers instead of writing them; moving averages of weights are buffers, or "
+        "those of ft.ema"
     )
 
 

@@ -147,29 +147,39 @@ def _stream(
     leaves = result.params
 
     def stream(take: Callable[[int, Tensor], None]) -> None:
-        def take_one(index: int, grad: Tensor | None) -> Tensor | None:
-            if grad is None:  # From a custom autograd.Function that returns None.
-                return None
+        if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
+            grads = run_backward(result, result.cotangent(None))
+            for index, grad in enumerate(_filled(grads, result, params, name, allow_unused)):
+                take(index, grad)
+            return
+        taken: list[Tensor | None] = [None] * len(leaves)
+
+        def take_one(index: int, leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            if grad is None:
+                return
             if grad.is_sparse:
                 raise _sparse(params, index, name)
             take(index, grad)
-            # The engine keeps the returned tensor; one that is expanded from a single number takes no memory.
-            return grad.new_zeros(()).expand_as(grad)
+            # A tensor that is expanded from a single number takes no memory.
+            taken[index] = grad.new_zeros(()).expand_as(grad)
 
+        # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
         handles = [
-            leaf.register_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
             for index, leaf in enumerate(leaves)
         ]
         try:
-            grads = run_backward(result, result.cotangent(None))
+            for leaf in leaves:
+                leaf.grad = None
+            run_backward(result, result.cotangent(None), add=True)
         finally:
             for handle in handles:
                 handle.remove()
-        filled = _filled(grads, result, params, name, allow_unused)
-        for index, (grad, filled_grad) in enumerate(zip(grads, filled, strict=True)):
-            # Gradients that are combined with those of other ranks do not pass the hooks of the leaves.
-            if grad is None or result.combined is not None:
-                take(index, filled_grad)
+        filled = _filled(tuple(taken), result, params, name, allow_unused)
+        for index, placeholder in enumerate(taken):
+            if placeholder is None:
+                take(index, filled[index])
 
     return stream
 

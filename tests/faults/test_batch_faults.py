@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import BatchError, OptionError
+from ftrain.errors import BatchError, OptionError, TraceError
 from tests.faults.problem import batch, failing, make, params, run, squares
 
 
@@ -59,8 +59,27 @@ def test_tensors_without_rows_are_refused_where_a_batch_is_split_or_captured(kin
         with failing(BatchError, function, "batch.x is a", kind, "cannot be split"):
             run(of_ragged, wrapper, given=given)
     if kind != "sparse_coo":
-        with failing(BatchError, "compiled", kind, "make it in the loss"):
-            run(of_ragged, ft.compiled(backend="eager"), given=given)
+        with failing(TraceError, kind, "make it in the loss"):
+            run(of_ragged, ft.compiled(backend="eager", lowering="whole"), given=given)
+
+
+class Record:
+    """As of torch_geometric: tensors in an attribute of an attribute."""
+
+    def __init__(self, x):
+        self.parts = {"x": x, "names": ["x"]}
+
+
+def test_an_object_that_holds_tensors_is_no_input_of_a_graph():
+    """They would be constants: it would train on the first batch in each step."""
+
+    def loss(params, batch):
+        return squares(params, {**batch, "x": batch["record"].parts["x"]})
+
+    given = {"record": Record(batch()["x"]), "y": batch()["y"]}
+    run(loss, given=given)
+    with failing(BatchError, "a Record with tensors in it", "in a dict", "register"):
+        run(loss, ft.compiled(backend="eager"), given=given)
 
 
 def test_the_same_errors_when_compiled():

@@ -1,5 +1,8 @@
 """What a captured graph must not get wrong: inputs that are one tensor, and tensors kept from a capture."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,3 +105,18 @@ def test_parameters_given_to_a_module_keep_what_is_frozen():
     state = step.init({"weight": torch.ones(1, 3), "bias": torch.ones(1)})
     assert state.params["bias"] is None
     assert torch.equal(state.frozen["bias"], torch.ones(1))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_draws_of_the_host_are_not_repeated_by_a_graph(draw, caplog):
+    def loss(params, batch):
+        return squares(params, batch) * (1 + draw())
+
+    given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
+    step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+    with pytest.raises(TraceError, match="draws from the generator of Python or NumPy"):
+        step(step.init(params()), given)
+    step = make(loss, ft.compiled(backend="eager"))
+    state = step.init(params())
+    assert len({float(step(state, given)[1]["loss"]) for _ in range(4)}) == 4
+    assert any("the generator of Python or NumPy" in message for message in caplog.messages)

@@ -251,3 +251,24 @@ def test_no_function_at_all(loss):
 def test_a_module_is_no_loss():
     with failing(LossError, "Linear", "from_module"):
         ft.train_step(nn.Linear(3, 1), ft.optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("wrappers", [(), (CAPTURED,), (ft.accumulate(2),)], ids=["eager", "whole", "pieces"])
+@pytest.mark.parametrize("part", ["trained", "frozen"])
+def test_an_assignment_to_data_is_a_write(part, wrappers):
+    """As of the key encoder of a momentum contrast; in a graph it would be lost."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trained, self.frozen = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+
+        def forward(self, x):
+            weight = getattr(self, part).weight
+            weight.data = weight.data * 0.9 + self.trained.weight.data * 0.1
+            return self.trained(x) - self.frozen(x)
+
+    loss = ft.from_module(Pair(), lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    with failing(LossError, f"{part}.weight", "in place", "buffers"):
+        step(step.init(), batch())

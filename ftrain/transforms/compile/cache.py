@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, TraceError
 from ftrain.parallel.stand_in import running_graphs
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.tree.fast_flatten import reader
-from ftrain.types import PyTree
+from ftrain.types import NAMESPACE, PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 """``(carry, *rest) -> (carry, extra)`` on trees; the new carry has the structure of the old one."""
@@ -68,7 +68,7 @@ def cache_key(trees: PyTree) -> Hashable:
     Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
 
     Raises:
-        BatchError: for a leaf that is neither a tensor nor hashable, or a nested or compressed sparse tensor.
+        BatchError: for a leaf that is neither a tensor nor hashable, or an object that holds tensors.
     """
     leaves, spec = tree.flatten(trees)
     return spec, tuple(_static(leaf) for leaf in leaves), torch.get_num_threads()
@@ -76,11 +76,8 @@ def cache_key(trees: PyTree) -> Hashable:
 
 def _static(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
-            raise BatchError(
-                f"compiled: the batch holds {tree.describe(leaf)}, which a graph cannot take as an input; pass the "
-                "dense tensors that it consists of (values and indices or offsets), and make it in the loss"
-            )
+        if _is_ragged(leaf):
+            return leaf.layout, leaf.dtype, leaf.device, leaf.ndim
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
     try:
         hash(leaf)
@@ -89,7 +86,45 @@ def _static(leaf: Any) -> Hashable:
             f"compiled: the batch holds a {type(leaf).__name__}, which is neither a tensor nor hashable; "
             "convert it to a tensor, or leave it out"
         ) from None
+    if _holds_tensor(leaf):
+        raise BatchError(
+            f"compiled: the batch holds a {type(leaf).__name__} with tensors in it, which would be constants of the "
+            "graph; pass its tensors in a dict, or register the class with optree.register_pytree_node(..., "
+            f"namespace={NAMESPACE!r})"
+        )
     return type(leaf), leaf
+
+
+def _is_ragged(leaf: Tensor) -> bool:
+    """Whether a tensor is nested, or sparse and compressed: it has no strides."""
+    return leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo)
+
+
+def _holds_tensor(leaf: Any, depth: int = 4) -> bool:
+    """Whether an object has a tensor in its attributes, or in their values."""
+    if isinstance(leaf, Tensor):
+        return True
+    if depth == 0 or isinstance(leaf, str | bytes | int | float | complex | type | None) or callable(leaf):
+        return False
+    if isinstance(leaf, Mapping):
+        return any(_holds_tensor(value, depth - 1) for value in leaf.values())
+    if isinstance(leaf, list | tuple | set | frozenset):
+        return any(_holds_tensor(value, depth - 1) for value in leaf)
+    return any(_holds_tensor(value, depth - 1) for value in getattr(leaf, "__dict__", {}).values())
+
+
+def _require_strided(arguments: PyTree) -> None:
+    """Check that a graph can take the tensors of a tree as inputs.
+
+    Raises:
+        TraceError: for a nested tensor, or a sparse one that is compressed.
+    """
+    ragged = next((leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor) and _is_ragged(leaf)), None)
+    if ragged is not None:
+        raise TraceError(
+            f"the batch holds {tree.describe(ragged)}, which a graph cannot take as an input; pass the dense tensors "
+            "that it consists of (values and indices or offsets), and make it in the loss"
+        )
 
 
 class CompiledCache:
@@ -132,6 +167,7 @@ class CompiledCache:
         # `Graph.read` is faster, but misses a graph that was compiled in another context.
         known = next((graph for graph in self.graphs if graph.key == key), None)
         if known is None:
+            _require_strided(arguments)
             self._shapes.admit(state=arguments[0], batch=arguments[1])
             with self._around():
                 known = Graph(self._function, arguments, key, self._compiler, donate=self._donate)

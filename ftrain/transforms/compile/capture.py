@@ -8,10 +8,13 @@ so that a graph has no hidden state.
 
 from __future__ import annotations
 
+import pickle
+import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -65,9 +68,16 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     mode = fake_mode or _torch.FakeTensorMode(allow_non_fake_inputs=True)
     # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
     fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
+    host_draws = _host_draws()
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
-            return fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
+            graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
+        if _host_draws() != host_draws:
+            raise TraceError(
+                "the loss draws from the generator of Python or NumPy, and a graph would repeat these numbers in each "
+                "step; draw with torch or ft.random, or where the data is made"
+            )
+        return graph
     except TraceError as error:
         raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
@@ -76,6 +86,11 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         if not isinstance(error, _torch.NEEDS_VALUES):
             rehearse()
         raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
+
+
+def _host_draws() -> bytes:
+    """Return the states of the generators of Python and NumPy."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _require_real(captured: fx.GraphModule) -> fx.GraphModule:

@@ -1,0 +1,102 @@
+"""Losses that run a backward pass themselves, or in the backward pass of a Function."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+def attacked(model, batch, *, clears=False, by_grad=False):
+    """The loss of inputs that were moved along the sign of their gradient (Goodfellow et al. 2014, arXiv:1412.6572)."""
+    x = batch["x"].detach().requires_grad_()
+    loss = (model(x) - batch["y"]).square().mean()
+    if by_grad:
+        (gradient,) = torch.autograd.grad(loss, x)
+    else:
+        loss.backward()
+        gradient = x.grad
+    if clears:
+        model.zero_grad()
+    return (model(batch["x"] + 0.1 * gradient.sign()) - batch["y"]).square().mean()
+
+
+def trained(criterion, *wrappers):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    step = ft.compose(ft.train_step(ft.from_module(module, criterion), ft.optim.adamw(1e-2)), *wrappers)
+    state = step.init(seed=0)
+    for batch in models.batches():
+        state, _ = step(state, batch)
+    return state.params
+
+
+WRAPPERS = {
+    "plain": [],
+    "accumulate": [ft.accumulate(2)],
+    "clip within accumulate": [ft.clip(1e9), ft.accumulate(3)],
+    "update_in_backward": [ft.update_in_backward()],
+    "sam": [ft.sam(1e-30)],
+}
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["", "zero_grad"])
+@pytest.mark.parametrize("wrappers", WRAPPERS)
+def test_a_backward_pass_of_the_loss_itself_adds_nothing_to_the_gradient(clears, wrappers):
+    needed = trained(lambda model, batch: attacked(model, batch, by_grad=True))
+    found = trained(lambda model, batch: attacked(model, batch, clears=clears), *WRAPPERS[wrappers])
+    torch.testing.assert_close(found, needed, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_on_ranks_it_is_an_error_and_the_gradient_of_inputs_is_none(level):
+    def rank(criterion):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), level), criterion=criterion)
+        return models.train(step)[0].params
+
+    def by_grad(model, batch):
+        return attacked(model, batch, by_grad=True)
+
+    (needed,) = run(1, lambda _: rank(by_grad))
+    torch.testing.assert_close(run(2, lambda _: rank(by_grad))[0], needed, rtol=1e-12, atol=1e-12)
+
+    def refused(_):
+        with pytest.raises(LossError, match=r"runs a backward pass through its parameters.*torch\.autograd\.grad"):
+            rank(attacked)
+
+    run(2, refused)
+
+
+class Adjoint(torch.autograd.Function):
+    """As the adjoint method of differential equations: its backward differentiates by the parameters itself."""
+
+    @staticmethod
+    def forward(ctx, function, x, *params):
+        ctx.function = function
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            total = [torch.zeros_like(each) for each in (leaf, *params)]
+            for part in (0.25, 0.75):  # In parts, none of which is the gradient.
+                grads = torch.autograd.grad(ctx.function(leaf), (leaf, *params), part * gradient)
+                total = [a + b for a, b in zip(total, grads, strict=True)]
+        return None, *total
+
+
+def by_adjoint(model, batch):
+    return (model[2](Adjoint.apply(model[:2], batch["x"], *model[0].parameters())) - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("more", [[], [ft.compiled(backend="eager")]], ids=["eager", "compiled"])
+def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_takes_parts_of_it(more):
+    needed = trained(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
+    torch.testing.assert_close(trained(by_adjoint, ft.update_in_backward(), *more), needed, rtol=1e-12, atol=1e-12)
