@@ -211,7 +211,9 @@ def is_composite(operation: Any) -> bool:
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
     # Operators of TorchScript (prim::device) reach a mode too, and are unknown to the dispatcher.
-    return _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
+    # Some have a kernel of their own too (silu_backward), whose bits differ from those of their parts.
+    has_parts = _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
+    return has_parts and not _has_kernel_for(name, DispatchKey.CPU)
 
 
 without_modes: Callable[[], Any] = _disable_current_modes

@@ -17,7 +17,15 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
-from ftrain.step.microbatch import pieces_of_fewest, require_rows, split_leaves, with_fewest_examples
+from ftrain.step.microbatch import (
+    ExampleLists,
+    example_lists,
+    pieces_of_fewest,
+    require_rows,
+    split_leaves,
+    with_example_lists,
+    with_fewest_examples,
+)
 from ftrain.types import STATIC, Mean, PyTree, replace, tree_class
 
 
@@ -38,6 +46,7 @@ class Rows:
         consecutive: number of these examples that are consecutive in the batch of all ranks.
         microbatches: number of microbatches.
         fewest: number of examples of the rank that has fewest, if each splits its own; else None.
+        lists: where lists and tuples with a value for each example are in it.
         ranks: all ranks; None if nothing that computes on the rows communicates.
     """
 
@@ -48,6 +57,7 @@ class Rows:
     consecutive: int = field(metadata=STATIC)
     microbatches: int = field(metadata=STATIC)
     fewest: int | None = field(default=None, metadata=STATIC)
+    lists: ExampleLists = field(default=frozenset(), metadata=STATIC)
     ranks: Group | None = field(default=None, metadata=STATIC)
 
     def of_microbatch(self, batch: PyTree) -> Rows:
@@ -117,7 +127,7 @@ def computing_on(rows: Rows) -> Iterator[None]:
     """Context in which a rank computes on some rows."""
     token = _current.set(rows)
     try:
-        with with_fewest_examples(rows.fewest):
+        with with_fewest_examples(rows.fewest), with_example_lists(rows.lists):
             yield
     finally:
         _current.reset(token)
@@ -162,7 +172,7 @@ def rows_of(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: 
         return first.to(device, non_blocking=True)
 
     own_batch = tree.unflatten(spec, [rows(*pieces) for pieces in columns])
-    return Rows(own_batch, start, length, total, length, microbatches)
+    return Rows(own_batch, start, length, total, length, microbatches, lists=example_lists(batch))
 
 
 def own_rows(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
@@ -180,7 +190,8 @@ def own_rows(batch: PyTree, rank: int, size: int, splits: Sequence[int], device:
     require_rows(batch, _splitting(microbatches))
     length = (tree.batch_length(batch) or 0) // microbatches
     start = rank * length * microbatches
-    return Rows(batch, start, length, length * size, length * microbatches, microbatches)
+    lists = example_lists(batch)
+    return Rows(batch, start, length, length * size, length * microbatches, microbatches, lists=lists)
 
 
 def _split_by_rank(rows: Rows, fewest: int, splits: Sequence[int]) -> Rows:

@@ -26,7 +26,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rows import Rows
-from ftrain.step.microbatch import take_examples
+from ftrain.step.microbatch import take_examples, with_example_lists
 from ftrain.step.traffic import collectives_of, is_collective
 
 Run: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -78,7 +78,8 @@ class GradientStandIn:
 
 def without_examples(rows: Rows) -> Rows:
     """Return the rows of a rank that has none: one for each microbatch, which does not count."""
-    return replace(rows, batch=take_examples(rows.batch, slice(rows.microbatches)), length=0)
+    with with_example_lists(rows.lists):
+        return replace(rows, batch=take_examples(rows.batch, slice(rows.microbatches)), length=0)
 
 
 class OutOfMemoryOnRankError(DeviceError):

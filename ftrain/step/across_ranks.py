@@ -13,7 +13,7 @@ from ftrain._torch import dtensor, store
 from ftrain.backends.transfers import copier_of
 from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import BatchError, RankError
-from ftrain.step.microbatch import split_batch
+from ftrain.step.microbatch import ExampleLists, example_lists, split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
 
@@ -116,12 +116,15 @@ class Share(NamedTuple):
 
     batch: PyTree
     counts: bool
+    lists: ExampleLists | None = None
+    """Where they are, if this is a part of a batch."""
 
 
 def share_of(batch: PyTree, ranks: LossRanks) -> Share:
     """Return the share of one rank. With fewer examples than ranks, the last ranks get examples that do not count."""
     pieces = split_batch(batch, ranks.size)
-    return Share(pieces[ranks.rank], True) if ranks.rank < len(pieces) else Share(pieces[0], False)
+    lists = example_lists(batch)
+    return Share(pieces[ranks.rank], True, lists) if ranks.rank < len(pieces) else Share(pieces[0], False, lists)
 
 
 def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:

@@ -29,7 +29,7 @@ from ftrain.step.across_ranks import (
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.forward import detach, run_loss
 from ftrain.step.loss_forms import adapt, zero_if_empty
-from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
+from ftrain.step.microbatch import RAISE, example_lists, most_pieces, require_on_oom, split_batch, with_example_lists
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
@@ -257,7 +257,10 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
         means = list[dict[str, Mean]]()
         while not means:
             try:
-                means = [step.of_rank(state, share._replace(batch=p)) for p in split_batch(share.batch, pieces)]
+                lists = example_lists(share.batch) if share.lists is None else share.lists
+                with with_example_lists(lists):
+                    parts = split_batch(share.batch, pieces)
+                means = [step.of_rank(state, share._replace(batch=part)) for part in parts]
             except Exception as error:
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise

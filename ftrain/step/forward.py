@@ -213,9 +213,7 @@ def _memory_of(leaves: Sequence[Any]) -> list[int | None]:
 def _require_same_memory(old: list[int | None], new: list[int | None], spec: optree.PyTreeSpec, name: str) -> None:
     """Check that no leaf got other memory: an assignment to `.data` does not count as a write in place."""
     if old != new:
-        error = _written_in_place(name, _first_difference(old, new), spec)
-        error.add_note(f"{name}: it was assigned to its .data")
-        raise error
+        raise _written_in_place(name, _first_difference(old, new), spec, " by an assignment to its .data")
 
 
 def _first_difference(old: Sequence[int | None], new: Sequence[int | None]) -> int:
@@ -233,11 +231,11 @@ def _find_written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, 
     return _first_difference(old_versions, versions(copies))
 
 
-def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec) -> LossError:
+def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str = "") -> LossError:
     inputs = dict(zip(INPUTS, tree.unflatten(spec, range(spec.num_leaves)), strict=True))
     path = tree.leaf_names(inputs)[tree.leaves(inputs).index(index)]
     return LossError(
-        f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
+        f"{name}: changed its input {path} in place{how}; a loss must be a pure function: work on a copy "
         "(x = x.clone()), and return new buffers instead of writing them; moving averages of weights are buffers, or "
         "those of ft.ema"
     )

@@ -15,9 +15,8 @@ from torch import nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
-from ftrain.errors import StructureError, warn
+from ftrain.errors import StructureError
 from ftrain.step.initialise import initialised
-from ftrain.step.shared_memory import overlaps
 from ftrain.step.state_checks import require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
 from ftrain.tree.name_patterns import Select
@@ -59,8 +58,6 @@ def initial_parts(
             f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
             "requires_grad, or choose some with trainable="
         )
-    if module is None:
-        _warn_of_shared_memory(params)
     is_of_module = params is None or path is not None
     params = initial_params if is_of_module else params
     if names is not None:
@@ -141,18 +138,6 @@ class _Placement:
         )
         # A block without frozen parameters does not have their paths either.
         return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
-
-
-def _warn_of_shared_memory(params: PyTree) -> None:
-    """Warn of parameters of a tree that share memory; those of a module that do are an error."""
-    named = dict(zip(tree.leaf_names(params), tree.leaves(params), strict=True))
-    tensors = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf)}
-    if pair := next(iter(overlaps(tensors)), None):
-        warn(
-            f"Step.init: {tree.path('params', pair[0])} and {tree.path('params', pair[1])} share memory; in a state "
-            "they are separate, and are trained separately. To tie two weights, use one leaf in both places of the "
-            "loss; else pass clones"
-        )
 
 
 def _is_on_meta(module: nn.Module) -> bool:

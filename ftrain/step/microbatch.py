@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import optree
@@ -16,7 +16,10 @@ import torch
 
 from ftrain import tree
 from ftrain.errors import BatchError, OptionError
-from ftrain.types import Loss, Mean, PyTree
+from ftrain.types import NAMESPACE, Loss, Mean, PyTree
+
+ExampleLists: TypeAlias = frozenset[optree.PyTreeAccessor]
+"""Where lists and tuples with a value for each example are in a batch."""
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
 
@@ -120,16 +123,45 @@ def split_leaves(batch: PyTree, pieces: int) -> tuple[list[Sequence[Any]], optre
 
 def _flatten_examples(batch: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of a batch and its structure; a list or tuple with a value for each example is one leaf."""
-    leaves, spec = tree.flatten(batch)
+    lists = example_lists(batch)
+    if not lists:
+        return tree.flatten(batch)
+    nodes = {id(accessor(batch)) for accessor in lists}
+    return tree.flatten(batch, lambda node: id(node) in nodes)
+
+
+_example_lists: ContextVar[ExampleLists | None] = ContextVar("ftrain_example_lists", default=None)
+
+
+def example_lists(batch: PyTree) -> ExampleLists:
+    """Return where the lists and tuples with a value for each example are in a batch.
+
+    For a piece, in the context `with_example_lists` of the whole batch, whose length decides.
+    """
+    known = _example_lists.get()
+    if known is not None:
+        return known
+    leaves = tree.leaves(batch)
     lengths = _lengths(leaves)
     if len(lengths) != 1 or all(map(tree.is_tensor, leaves)):
-        return leaves, spec
+        return frozenset()
     (length,) = lengths
 
     def has_one_for_each(node: Any) -> bool:
         return type(node) in (list, tuple) and len(node) == length and not any(map(_has_axis, tree.leaves(node)))
 
-    return tree.flatten(batch, has_one_for_each)
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(batch, has_one_for_each, namespace=NAMESPACE)
+    return frozenset(each for each, node in zip(accessors, nodes, strict=True) if isinstance(node, list | tuple))
+
+
+@contextmanager
+def with_example_lists(lists: ExampleLists) -> Iterator[None]:
+    """Context of the computation on pieces of a batch, which may split them again."""
+    token = _example_lists.set(lists)
+    try:
+        yield
+    finally:
+        _example_lists.reset(token)
 
 
 def _cut(leaf: Any, pieces: int) -> Sequence[Any]:

@@ -15,9 +15,8 @@ from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
 from ftrain.step.accumulation import accumulate_grads
-from ftrain.step.across_ranks import ranks_of
 from ftrain.step.loss_forms import report
-from ftrain.step.microbatch import most_pieces, split_batch
+from ftrain.step.microbatch import example_lists, most_pieces, split_batch, with_example_lists
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
@@ -202,11 +201,15 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
     is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into single examples.
     `writes` records when the step begins to overwrite its state.
     """
-    wrappers, ranks = step.wrappers, ranks_of(step.wrappers)
+    wrappers = step.wrappers
     if pieces > 1:
         # Ranks take their rows of each piece, so they must know how many there are.
-        of_ranks = {"compile_inner": True} if ranks == 1 else {"microbatches": pieces}
-        split = OnGrad(lambda grad: _split(grad, pieces), **of_ranks)
+        takes_rows = any(wrapper.step is not None and wrapper.step.on_ranks is not None for wrapper in wrappers)
+        split = OnGrad(
+            lambda grad: _split(grad, pieces),
+            microbatches=pieces if takes_rows else None,
+            compile_inner=not takes_rows,
+        )
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if writes is not None:
         wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(writes.record)))
@@ -260,7 +263,8 @@ def _split(grad: GradFn, pieces: int) -> GradFn:
         microbatches = split_batch(batch, pieces)
         if len(microbatches) == 1:
             return grad(state, batch, rng)
-        gradients = accumulate_grads(grad, state, microbatches, rng)
+        with with_example_lists(example_lists(batch)):
+            gradients = accumulate_grads(grad, state, microbatches, rng)
         loss = gradients.loss
         if loss.plain:  # Equal pieces. An `accumulate` around this weighs microbatches by their examples.
             length = tree.batch_length(microbatches[0]) or 1

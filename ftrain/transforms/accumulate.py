@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ftrain.errors import require_positive
 from ftrain.step.accumulation import accumulate_grads
-from ftrain.step.microbatch import split_batch
+from ftrain.step.microbatch import example_lists, split_batch, with_example_lists
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState
 
@@ -56,7 +56,8 @@ def accumulate(n: int) -> Wrapper:
     def wrap(grad: GradFn) -> GradFn:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             microbatches = split_batch(batch, n, require_examples=f"accumulate({n})")
-            return accumulate_grads(grad, state, microbatches, rng)
+            with with_example_lists(example_lists(batch)):
+                return accumulate_grads(grad, state, microbatches, rng)
 
         return accumulating
 

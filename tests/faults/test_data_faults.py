@@ -1,6 +1,7 @@
 """Data that is empty, ends early, or can be gone through but once."""
 
 import pytest
+import torch
 
 import ftrain as ft
 from ftrain.errors import DataError, OptionError, StructureError
@@ -125,8 +126,9 @@ def test_any_error_of_fit_holds_what_was_trained():
         return squares(params, batch)
 
     step = make(loss, ft.accumulate(2))
+    uneven = {**batch(), "y": torch.zeros(2)}
     with failing(ft.errors.BatchError, "batch.x") as caught:
-        ft.fit(step, step.init(params()), [batch(), batch(), batch(3)], progress=False)
+        ft.fit(step, step.init(params()), [batch(), batch(), uneven], progress=False)
     state, history = caught.value.result
     assert int(state.step) == 2
     assert history["step"] == [1, 2]

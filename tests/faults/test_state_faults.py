@@ -200,7 +200,7 @@ def test_an_error_found_by_the_step_itself_loses_nothing(wrappers):
     state, _ = step(step.init(params()), batch())
     kept = ft.tree.clone(state)
     with failing(ft.errors.BatchError, "batch.x"):
-        step(state, batch(3))
+        step(state, {**batch(), "y": torch.zeros(2)})
     assert_bitwise(state, kept)
     step(state, batch())
 

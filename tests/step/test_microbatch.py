@@ -6,8 +6,10 @@ import torch
 
 import ftrain as ft
 from ftrain.step.microbatch import combined, is_combined, split_batch
+from ftrain.training.oom_retry import split_step
 from ftrain.types import Loss
 from tests.parallel.models import ragged_mean
+from tests.parallel.ranks import run
 
 NAN = float("nan")
 
@@ -59,6 +61,40 @@ def test_what_is_no_tensor_is_split_if_it_has_a_value_for_each_example():
     assert last["array"].tolist() == [[8, 9], [10, 11]]
     uneven = split_batch(batch, 4)
     assert [(len(piece["x"]), *piece["lengths"]) for piece in uneven] == [(2, 0, 1), (2, 2, 3), (1, 4), (1, 5)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_list_is_split_by_the_length_of_the_whole_batch_however_often_that_is_split(size):
+    """Constants that are as long as a microbatch, or as the rows of a rank, go to every piece."""
+
+    def loss(params, batch):
+        powers = torch.stack([c * batch["x"] ** n for n, c in enumerate(batch["coefs"])])
+        weights = torch.as_tensor(batch["weights"], dtype=torch.float64)
+        return ((powers.sum(0) * params["w"]).square() * weights).mean()
+
+    batch = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64), "coefs": (1.0, -2.0, 3.0, 0.5), "weights": [*range(8)]}
+    base = ft.train_step(loss, ft.optim.sgd(0.1))
+    state = base.init({"w": torch.ones((), dtype=torch.float64)})
+    needed, evaluated = base(state, batch)[0].params["w"], ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
+
+    def rank(_):
+        mesh = ft.parallel.mesh()
+        for wrappers in ([ft.accumulate(2)], [ft.sharded(mesh, 0)], [ft.accumulate(2), ft.sharded(mesh, 0)]):
+            for pieces in (1, 2):
+                step = split_step(ft.compose(base, *wrappers), pieces)
+                torch.testing.assert_close(step(state, batch)[0].params["w"], needed, rtol=1e-12, atol=0)
+        on_ranks = ft.eval_step(ft.compose(base, ft.sharded(mesh, 0)).loss)
+
+        def limited(params, batch):
+            if len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return loss(params, batch)
+
+        small = ft.eval_step(ft.compose(ft.train_step(limited, ft.optim.sgd(0.1)), ft.sharded(mesh, 0)).loss)
+        for step in (on_ranks, small):
+            assert ft.evaluate(step, state, [batch], on_oom="split")["loss"] == pytest.approx(evaluated, rel=1e-12)
+
+    run(size, rank)
 
 
 @pytest.mark.parametrize("convert", [list, tuple, np.array], ids=lambda convert: convert.__name__)
