@@ -172,7 +172,9 @@ class LocalStates:
                 "Bring it there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
             )
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(state.params))
-        if is_divided != (self._level > 0):
+        # Numbers are not divided.
+        can_be_divided = any(leaf.ndim for leaf in tree.leaves(state.params))
+        if is_divided != (self._level > 0 and can_be_divided):
             needs = "whole tensors, as level 0" if self._level == 0 else f"DTensors, as level {self._level}"
             raise StructureError(
                 f"sharded: the leaves of the state are {'DTensors' if is_divided else 'whole tensors'}; this step "

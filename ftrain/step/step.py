@@ -13,7 +13,7 @@ import torch
 
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
-from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.errors import ComposeError, OptionError, StructureError, warn
 from ftrain.optim.schedules.call import require_numbers
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
@@ -335,6 +335,11 @@ class Step:
         """
         require_state("Step", state)
         require_params(state.params)
+        if torch.is_autocast_enabled(tree.device_of(state.params).type):
+            warn(
+                "Step: it is called within torch.autocast, which changes what it computes, and a graph that is captured"
+                " now keeps it; leave autocast out, and use ft.with_amp"
+            )
         if self._on_ranks is None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
             raise StructureError(
                 "Step: the state is divided over ranks, but the step has no ft.sharded(mesh): add it to the step, or "

@@ -247,3 +247,9 @@ def test_clip_by_norm_and_value_at_once():
 def test_skip_limit_out_of_range(limit):
     with failing(OptionError, "skip_nonfinite", "limit", repr(limit), "whole number"):
         ft.skip_nonfinite(limit)
+
+
+def test_a_step_within_autocast_is_warned_of():
+    step = ft.train_step(squares, ft.optim.sgd(0.1))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match=r"torch\.autocast.*ft\.with_amp"):
+        step(step.init(params()), batch())

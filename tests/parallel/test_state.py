@@ -140,3 +140,20 @@ def test_torch_saves_a_divided_state_and_reads_it_on_any_number_of_ranks(tmp_pat
     for size, level, mesh in ((3, 3, {}), (4, 1, {"replicate": 2}), (1, 0, {})):
         for parts in run(size, loaded(level, **mesh)):
             assert all(map(torch.equal, ft.tree.leaves(parts), ft.tree.leaves(expected)))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_state_of_numbers_is_divided_nowhere(level):
+    def rank(_):
+        step = ft.compose(
+            ft.train_step(
+                lambda params, batch: (params["a"] * batch - params["b"]).square().mean(), ft.optim.adamw(0.1)
+            ),
+            ft.sharded(ft.parallel.mesh(), level),
+        )
+        state = step.init({"a": torch.tensor(1.0), "b": torch.tensor(2.0)})
+        for _ in range(2):
+            state, metrics = step(state, torch.arange(4.0))
+        return float(metrics["loss"])
+
+    assert run(2, rank) == pytest.approx(run(1, rank) * 2, rel=1e-6)
