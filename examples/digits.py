@@ -8,6 +8,7 @@ statistics are in ``state.buffers``, training steps update them, and evaluation 
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -79,4 +80,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -3,6 +3,7 @@
 ``python examples/pure.py`` trains a classifier of 569 tumours with a pure step, and holds a fifth of them out.
 """
 
+import argparse
 from collections.abc import Iterator
 
 import torch
@@ -56,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -152,7 +152,7 @@ def _stream(
             for index, grad in enumerate(_filled(grads, result, params, name, allow_unused)):
                 take(index, grad)
             return
-        taken: list[Tensor | None] = [None] * len(leaves)
+        placeholders: list[Tensor | None] = [None] * len(leaves)
 
         def take_one(index: int, leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
@@ -162,7 +162,7 @@ def _stream(
                 raise _sparse(params, index, name)
             take(index, grad)
             # A tensor that is expanded from a single number takes no memory.
-            taken[index] = grad.new_zeros(()).expand_as(grad)
+            placeholders[index] = grad.new_zeros(()).expand_as(grad)
 
         # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
         handles = [
@@ -176,8 +176,8 @@ def _stream(
         finally:
             for handle in handles:
                 handle.remove()
-        filled = _filled(tuple(taken), result, params, name, allow_unused)
-        for index, placeholder in enumerate(taken):
+        filled = _filled(tuple(placeholders), result, params, name, allow_unused)
+        for index, placeholder in enumerate(placeholders):
             if placeholder is None:
                 take(index, filled[index])
 

@@ -41,7 +41,7 @@ class Reduction:
                 "gradients are added while the backward pass runs, in their own dtype, and there is no other copy of "
                 "the state to send them to; use level=2, or ft.parallel.mesh(replicate=...)"
             )
-        self._remembers = method is not None and method.init is not None
+        self._remembering = method.text if method is not None and method.init is not None else None
         self._method = method if mesh.size() > 1 else None
         self._ranks = group(mesh, REPLICATE) if self._of_blocks else all_ranks(mesh)
         has_memory = self._method is not None and self._method.init is not None
@@ -81,10 +81,10 @@ class Reduction:
             ComposeError: naming the wrapper that takes it more than once.
         """
         twice = [other for other in wrappers if other.grad is not None and other.grad.evaluations > 1]
-        if self._remembers and twice:
+        if self._remembering is not None and twice:
             raise ComposeError(
-                f"sharded: {twice[0].text} takes several gradients in a step, and{self.text.removeprefix(',')} adds to "
-                "each what was not sent of the last one; use reduce='bf16' or 'fp16', which add nothing"
+                f"sharded: {twice[0].text} takes several gradients in a step, and {self._remembering} adds to each "
+                "what was not sent of the last one; use reduce='bf16' or 'fp16', which add nothing"
             )
 
     def __call__(
