@@ -335,7 +335,8 @@ class Step:
         """
         require_state("Step", state)
         require_params(state.params)
-        if torch.is_autocast_enabled(tree.device_of(state.params).type):
+        device_type = tree.device_of(state.params).type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             warn(
                 "Step: it is called within torch.autocast, which changes what it computes, and a graph that is captured"
                 " now keeps it; leave autocast out, and use ft.with_amp"
