@@ -34,8 +34,8 @@ from ftrain.types import STATIC, Mean, PyTree, replace, tree_class
 class Rows:
     """The examples of a batch that one rank computes on: the same rows of each microbatch.
 
-    If the microbatches do not divide the batch, a rank computes on rows of the whole batch, which it splits itself.
-    Then `fewest` is given, and the numbers that are of a microbatch are of the batch instead.
+    If the microbatches do not divide the batch, a rank takes rows of the whole batch, and splits them itself. Then
+    `fewest` is set, and `start`, `length` and `total` are those of the whole batch.
 
     Args:
         batch: these examples, microbatch by microbatch. Without examples, the first one of each microbatch, which
@@ -178,7 +178,7 @@ def rows_of(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: 
 def own_rows(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
     """Return the rows of one rank, given its own examples on `device`; those of all ranks are one batch.
 
-    Args: as those of `rows_of`, with the batch of this rank.
+    The arguments are those of `rows_of`, with the batch of this rank.
 
     Raises:
         BatchError: for tensors whose first axes differ in length, or a batch without any example.

@@ -43,9 +43,10 @@ _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=N
 
 @contextmanager
 def with_fewest_examples(fewest: int | None) -> Iterator[None]:
-    """Context in which each of many ranks splits its own batch, and the smallest of these has `fewest` examples.
+    """Context in which each rank splits its own rows into as many pieces as the others, of at least one example each.
 
-    All then have the same number of pieces. None: no other rank splits its batch.
+    Args:
+        fewest: number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal.
     """
     token = _fewest.set(fewest)
     try:
