@@ -39,8 +39,8 @@ class Pad:
         """Return the batch of some samples, mappings with the same fields.
 
         Raises:
-            DataError: if they are not, or if the tensors of a field cannot be stacked, or their dtype cannot hold its
-                padding value, or with `mask` if they have a mask; the message names the field.
+            DataError: if there are no samples, or they are not such mappings; naming the field, if its tensors cannot
+                be stacked, its dtype cannot hold the padding value, or with `mask`, if samples have a mask.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
@@ -172,6 +172,8 @@ def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
 
 
 def _names(samples: list[Any]) -> list[str]:
+    if not samples:
+        raise DataError("pad: the batch has no samples; needs at least one")
     for sample in samples:
         if not isinstance(sample, Mapping):
             raise DataError(

@@ -315,7 +315,13 @@ class _Sums:
     def read(self, step: EvalStep) -> dict[str, float]:
         """Return the means over all ranks; waits for the device."""
         self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
-        return {name: float(self._joined(name, mean)) for name, mean in self.totals.items()}
+        means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
+        if empty := [name for name, mean in means.items() if not mean.weight]:
+            warn(
+                f"evaluate: the mean of {', '.join(empty)} is NaN, for the weights of all batches are 0: they have no "
+                "examples, or no labels that count"
+            )
+        return {name: float(mean) for name, mean in means.items()}
 
     def _joined(self, name: str, mean: Mean) -> Mean:
         if name not in self._rest:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
@@ -59,6 +59,8 @@ def initial_parts(
             "requires_grad, or choose some with trainable="
         )
     is_of_module = params is None or path is not None
+    if not is_of_module and names is not None:
+        _require_fits(module, initial_params, params)
     params = initial_params if is_of_module else params
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
@@ -138,6 +140,20 @@ class _Placement:
         )
         # A block without frozen parameters does not have their paths either.
         return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
+
+
+def _require_fits(module: nn.Module, wanted: Mapping[str, Tensor], params: PyTree) -> None:
+    """Check that a tree has all parameters of a module, in their shapes. Wrappers may add others."""
+    known = params if isinstance(params, Mapping) else {}
+    problems = [f"{name}: missing" for name in wanted if name not in known]
+    problems += [
+        f"{name}: found {tree.describe(known[name])}, needs {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in known and tuple(getattr(known[name], "shape", ())) != tuple(tensor.shape)
+    ]
+    if problems:
+        listed = "\n  ".join(problems[: tree.MAX_LISTED])
+        raise StructureError(f"Step.init: the parameters do not fit {type(module).__name__}:\n  {listed}")
 
 
 def _is_on_meta(module: nn.Module) -> bool:

@@ -187,7 +187,11 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
             "number of labels, so that microbatches would be weighted twice; remove it from the batch"
         )
     weight = weigh(batch) if weigh else None
-    outputs = module(**(batch if weight is None else with_any_label(batch, weight)))
+    inputs = batch if weight is None else with_any_label(batch, weight)
+    if getattr(getattr(module, "config", None), "apply_spec_augment", False):
+        # SpecAugment masks the spectrogram in place.
+        inputs = {name: leaf.clone() if _is_float(leaf) else leaf for name, leaf in inputs.items()}
+    outputs = module(**inputs)
     loss: Tensor | None = getattr(outputs, "loss", None)
     if loss is None:
         raise LossError(
@@ -199,6 +203,10 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
     # In the dtype of a narrow loss, the count would be rounded or infinite.
     weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return Mean((loss * weight).masked_fill(weight == 0, 0), weight)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _has_other_losses(outputs: Any) -> bool:

@@ -102,6 +102,7 @@ def test_samples_of_length_zero():
 @pytest.mark.parametrize(
     ("samples", "options", "words"),
     [
+        ([], {}, "the batch has no samples"),
         ([[1, 2]], {}, "a sample is a list; needs mappings"),
         ([{"x": 1}, {"y": 1}], {}, r"fields \['x'\] and \['y'\]"),
         ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}], {}, r"field x has shapes \[\(1, 2\), \(2, 2\)\].*fields="),

@@ -77,8 +77,10 @@ def test_a_criterion_that_returns_no_loss():
 
 def test_parameters_that_are_not_the_modules():
     step = step_of(nn.Linear(3, 1), total)
-    with failing(LossError, "Linear", "'weight'", "step.init()"):
-        step(step.init(params()), torch.zeros(2, 3))
+    with failing(StructureError, "Step.init", "Linear", "weight: missing", "bias: missing"):
+        step.init(params())
+    with failing(StructureError, "Step.init", "Linear", "weight: found float32[1, 4], needs [1, 3]"):
+        step.init({"weight": torch.zeros(1, 4), "bias": torch.zeros(1)})
 
 
 def test_a_state_that_does_not_fit_the_module():

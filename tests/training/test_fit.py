@@ -676,6 +676,13 @@ def test_an_evaluation_may_return_vectors(capsys):
 
 
 @pytest.mark.usefixtures("heard")
+def test_an_evaluation_of_batches_without_examples():
+    step = make(loss=lambda params, batch: ((batch[0] @ params["w"] - batch[1]) ** 2).mean())
+    state, empty = step.init(params()), (torch.zeros(0, 3), torch.zeros(0))
+    with pytest.warns(UserWarning, match="evaluate: the mean of loss is NaN.*no examples"):
+        assert math.isnan(ft.evaluate(ft.eval_step(step.loss), state, [empty])["loss"])
+
+
 def test_an_evaluation_after_ctrl_c():
     seen = []
     _, history = fit(make(), interrupting(batches(6), 1), evaluate=lambda state: seen.append(int(state.step)) or {})

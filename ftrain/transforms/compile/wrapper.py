@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,7 +86,7 @@ def compiled(
         replay: record and replay on the device. Default: where that is possible.
         cache_dir: directory in which Inductor keeps its code for the next process. Default: the environment variable
             ``TORCHINDUCTOR_CACHE_DIR``, else a temporary directory of the user.
-        max_graphs: the largest number of graphs to compile for one step.
+        max_graphs: the largest number of graphs to compile for one step. Not used with ``dynamic=True``.
         options: options of Inductor, by name, such as ``max_autotune=True``.
 
     Raises:
@@ -127,7 +128,8 @@ class _Compiled:
     def __init__(self, step: Step, lowering: str, compiler: Compiler, *, may_fall_back: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
-        self._shapes = ShapeRegistry(compiler.max_graphs)
+        # One graph of changing shapes takes any number of them.
+        self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
         self._may_fall_back, self._eager = may_fall_back, Eager(step)
         # Why the step has its lowering, for print.
         self._why = OFFLOADED if step.optimizer.offloaded else ""
