@@ -94,7 +94,10 @@ def options() -> argparse.Namespace:
     add("layers", 3, "number of layers")
     add("sample", 240, "bytes to sample before and after")
     parser.add_argument("--out", type=Path, help="directory to save the adapters in; default: a temporary one")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rank < 1 or options.width < 1 or options.width % 32:
+        parser.error(f"--rank {options.rank} must be at least 1, and --width {options.width} a multiple of 32")
+    return options
 
 
 def report(name: str, text: str) -> None:

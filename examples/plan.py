@@ -153,11 +153,11 @@ def number_of_gpus(text: str) -> int:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    parser.add_argument("--gpus", nargs="+", type=number_of_gpus, default=[8, 64, 1024])
-    parser.add_argument("--memory", default="80GB", help="of each GPU")
-    parser.add_argument("--sequences", type=int, default=1, help="of the batch, for each GPU")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="default: all")
+    parser.add_argument("--gpus", nargs="+", type=number_of_gpus, default=[8, 64, 1024], help="default: %(default)s")
+    parser.add_argument("--memory", default="80GB", help="of each GPU; default: %(default)s")
+    parser.add_argument("--sequences", type=int, default=1, help="of the batch, for each GPU; default: %(default)s")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence; default: %(default)s")
     options = parser.parse_args()
     for name in options.models:
         for gpus in options.gpus:

@@ -229,7 +229,7 @@ def options() -> argparse.Namespace:
     add = parser.add
     add("steps", 600, "optimizer steps")
     add("batch", 32, "windows in a batch")
-    add("accumulate", 1, "microbatches per batch; must divide the batch")
+    add("accumulate", 1, "microbatches per batch")
     add("length", 128, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of twice the heads")
     add("layers", 4, "blocks")
@@ -258,7 +258,10 @@ def options() -> argparse.Namespace:
     add("sample", 400, "bytes to sample")
     add("save-every", 200, "steps between checkpoints")
     add("out", Path("runs/lm"), "directory of the run; a run found there is resumed")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.heads < 1 or options.width < 1 or options.width % (2 * options.heads):
+        parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
+    return options
 
 
 def pipeline(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh | None) -> ft.Step:
