@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.gather import Parameters
-from ftrain.parallel.gather_ahead import GatherAhead
 from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.rank_watch import Watch
 from ftrain.parallel.same_blocks import require_same_block
@@ -79,7 +78,7 @@ class BlockGather:
         Placeholders have no values: reading the parameter of a block outside its forward is an error.
         """
         if self._pass is not None:
-            self._pass.ahead.drop()
+            self._pass.params.drop_ahead()
         self._pass = _Pass(params, self._names_by_block)
         return {name: self._placeholder(params, name) for name in self.names}
 
@@ -106,7 +105,7 @@ class BlockGather:
             try:
                 yield
                 if self._pass is not None:
-                    self._pass.ahead.drop()
+                    self._pass.params.drop_ahead()
             finally:
                 self._pass, self._latest = None, {}
                 while self._gathered_again:
@@ -115,7 +114,7 @@ class BlockGather:
     def finish(self) -> None:
         """Check, in the first step, that no other rank runs one more block."""
         self._require_same(len(self._block_names))
-        cast(_Pass, self._pass).ahead.drop()
+        cast(_Pass, self._pass).params.drop_ahead()
 
     def take_part(self) -> None:
         """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
@@ -129,8 +128,8 @@ class BlockGather:
             return  # The first block would have shown in which dtype the others gather.
         for index, names in enumerate(left):
             if index:
-                current.ahead.start(names)
-            current.ahead.take(names)
+                current.params.start_ahead(names)
+            current.params.take(names)
 
     def _require_same(self, number: int) -> None:
         params = cast(_Pass, self._pass).params
@@ -148,15 +147,14 @@ class BlockGather:
             self._require_same(number)
             tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
-            again = _Again(current.ahead, names, self._gathered_again, tell)
-            wholes = current.params.joined(names, current.ahead.take(names), again.finish)
+            again = _Again(current.params, names, self._gathered_again, tell)
+            wholes = current.params.joined(dict(zip(names, current.params.take(names), strict=True)), again.finish)
             if _torch.in_backward():
                 current.start_before(number)
             else:
                 current.start_after(number, again)
             self._latest.update((name, (again, index)) for index, name in enumerate(names))
-            by_name = dict(zip(names, wholes, strict=True))
-            with bound(slots, [by_name[slot.name] for slot in slots]), again.saving(wholes, current.params):
+            with bound(slots, [wholes[slot.name] for slot in slots]), again.saving([*wholes.values()]):
                 return forward(*args, **kwargs)
 
         return gathering
@@ -179,7 +177,7 @@ class _Pass:
     """
 
     def __init__(self, params: Parameters, names_by_block: Sequence[Sequence[str]]) -> None:
-        self.params, self.ahead = params, GatherAhead(params)
+        self.params = params
         self._names_by_block = names_by_block
         self._is_in_order, self._guess = True, 0
         self._runs: list[tuple[int, _Again]] = []
@@ -205,7 +203,7 @@ class _Pass:
         self._is_in_order = self._is_in_order and number >= self._guess
         self._guess = number + 1
         if self._is_in_order and self._guess < len(self._names_by_block):
-            self.ahead.start(self._names_by_block[self._guess])
+            self.params.start_ahead(self._names_by_block[self._guess])
 
     def start_before(self, number: int) -> None:
         """Start the gather of the block that ran before the one that is computed again for its gradient."""
@@ -227,10 +225,10 @@ class _Again:
     """
 
     def __init__(
-        self, ahead: GatherAhead, names: Sequence[str], gathered_again: deque[_Again], tell: Callable[[], None]
+        self, params: Parameters, names: Sequence[str], gathered_again: deque[_Again], tell: Callable[[], None]
     ) -> None:
         self._tell = tell
-        self._ahead, self._names, self._gathered_again = ahead, names, gathered_again
+        self._params, self._names, self._gathered_again = params, names, gathered_again
         self._indices: dict[int, int] = {}
         self._sources: dict[tuple[Any, int], int] = {}
         self._strides: list[tuple[int, ...]] = []
@@ -244,14 +242,14 @@ class _Again:
         self.is_needed = False
 
     @contextmanager
-    def saving(self, wholes: Sequence[Tensor], params: Parameters) -> Iterator[None]:
+    def saving(self, wholes: Sequence[Tensor]) -> Iterator[None]:
         """Context in which autograd does not save these tensors, their views and casts, but gathers them again."""
         # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
         if _torch.saved_tensors_pack_hook() is not None:
             self.is_needed = True
             yield
             return
-        divided = [(index, whole) for index, whole in enumerate(wholes) if params.parts[self._names[index]]]
+        divided = [(index, whole) for index, whole in enumerate(wholes) if self._params.parts[self._names[index]]]
         self._indices = {_torch.storage_id(whole): index for index, whole in divided}
         self._sources = {(whole.grad_fn, whole.output_nr): index for index, whole in divided if whole.requires_grad}
         self._strides = [whole.stride() for whole in wholes]
@@ -306,7 +304,7 @@ class _Again:
         if index not in self._wholes:
             self.forget()
             self._tell()
-            self._wholes = dict(enumerate(self._ahead.take(self._names)))
+            self._wholes = dict(enumerate(self._params.take(self._names)))
             self._unread = {read: set() for read in self._indices_of_views}
             for number, read in enumerate(self._indices_of_views):
                 self._unread[read].add(number)
@@ -327,7 +325,7 @@ class _Again:
         """Start the gather of the block that has run before, whose backward pass is next."""
         self._has_started_before = True
         if self.before is not None and self.before.is_needed:
-            self._ahead.start(self.before._names)
+            self._params.start_ahead(self.before._names)
 
     def finish(self) -> None:
         """Free what was gathered again, when the gradients are complete."""

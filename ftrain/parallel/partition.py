@@ -19,11 +19,6 @@ BUCKET_BYTES = 32 << 20
 """Tensors are sent together in buffers of about this many bytes: large enough for the full bandwidth."""
 
 
-def axis_to_divide(shape: Sequence[int], size: int) -> int:
-    """Return the axis to divide over `size` ranks: the first, or the longest if the first is shorter than `size`."""
-    return 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
-
-
 @dataclass(frozen=True)
 class Part:
     """How one tensor is divided: into blocks of equal length along one axis, of which the last ones may be shorter.
@@ -39,6 +34,12 @@ class Part:
     shape: tuple[int, ...]
     axis: int
     size: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], size: int) -> Part:
+        """Divide a tensor with at least one axis: the first, or the longest if the first is shorter than `size`."""
+        axis = 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
+        return cls(tuple(shape), axis, size)
 
     @functools.cached_property
     def block(self) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from ftrain import tree
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.gradient_sums import Start
-from ftrain.parallel.loss_params import passing
+from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
@@ -55,32 +53,39 @@ class RankGradient:
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = current_layout.get().params_parts
-            in_backward = self._combines_in_backward(grad, rows)
-            over_copies = self._over_copies(grad, rows) if in_backward else None
-            wholes = None
-            if 0 < self._level < 3:
-                leaves, spec = tree.flatten(state.params)
-                wholes = gather_all(self._shard, leaves, parts)
-                state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
-            with program.required(state.params), passing(in_backward, wholes, over_copies):
+            leaves, spec = tree.flatten(state.params)
+            how = self._passing(grad, leaves, rows)
+            if how.wholes is not None and not how.in_backward:
+                state = replace(state, params=tree.unflatten(spec, how.wholes))
+            with program.required(state.params), passing(how):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
-            if local.stream_grads is not None:
-                # A block that is computed again uses these rows, too.
-                watched = used.required(state.params)
-                around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
+            stream_grads = local.stream_grads
+            if stream_grads is not None:
+
+                def backward(take: Callable[[int, Tensor], None]) -> None:
+                    # A block that is computed again uses these rows, too.
+                    with drawing, computing_on(rows), used.required(state.params), passing(how):
+                        stream_grads(take)
+
                 plan = self._stream_plan(state.params)
-                stream = partial(self._stream, local.stream_grads, around, in_backward, plan)
-                return replace(whole, stream_grads=stream)
-            leaves, spec = tree.flatten(local.grads)
+                return replace(whole, stream_grads=partial(self._stream, backward, how.in_backward, plan))
+            leaves = tree.leaves(local.grads)
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
                 return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            if over_copies is None:
-                leaves = self._combined(leaves, parts, in_backward)
+            if how.over_copies is None:
+                leaves = self._combined(leaves, parts, how.in_backward)
             return replace(whole, grads=tree.unflatten(spec, leaves))
 
         return combined
+
+    def _passing(self, grad: GradFn, params: list[Tensor], rows: Rows) -> Passing:
+        in_backward = self._combines_in_backward(grad, rows)
+        wholes = None
+        if 0 < self._level < 3:
+            wholes = gather_all(self._shard, params, current_layout.get().params_parts)
+        return Passing(in_backward, wholes, self._over_copies(grad, rows) if in_backward else None)
 
     def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
         """Return whether gradients are sent in each backward pass, and not after that of the last microbatch."""
@@ -103,13 +108,12 @@ class RankGradient:
 
     def _stream(
         self,
-        stream_grads: Callable[..., None],
-        around: AbstractContextManager[None],
+        backward: Callable[..., None],
         in_backward: bool,
         plan: list[list[int]],
         take: Callable[[int, Tensor], None],
     ) -> None:
-        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few are sent together."""
+        """Run a backward pass, and give `take` the gradients of all ranks; a few are sent together."""
         parts = current_layout.get().params_parts
 
         def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
@@ -123,8 +127,7 @@ class RankGradient:
             order.take(index, grad)
             order.start_complete()
 
-        with around:
-            stream_grads(take_local)
+        backward(take_local)
 
     def _stream_plan(self, params: PyTree) -> list[list[int]]:
         layout = current_layout.get()
@@ -151,11 +154,3 @@ def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) ->
     """Return the gradient of this rank's rows, on whole parameters."""
     with computing_on(rows), sharding.over(None):
         return grad(state, rows.batch, rng)
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield

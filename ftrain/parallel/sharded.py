@@ -18,7 +18,7 @@ from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.loss_params import LossParams, passing
+from ftrain.parallel.loss_params import Passing, loss_params, passing
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_all_ranks_of, require_ranks
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
@@ -135,7 +135,6 @@ class _RankStep:
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
-        self._loss_params = LossParams(level, self._all, self._shard)
         self._whole_batches, self._rows_of = whole_batches, rows_of if whole_batches else own_rows
         self._local_states, self._evaluated_states = LocalStates(mesh, level), LocalStates(mesh, level)
         self._shards_layout: Layout | None = None
@@ -273,7 +272,8 @@ class _RankStep:
             rows, layout = current(), current_layout.get(None)
             if layout is None:  # Not in a step: an evaluation with whole parameters.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            params = self._loss_params(params, layout, blocks, order)
+            ranks = self._shard if self._level else self._all
+            params = loss_params(self._level, ranks, params, layout.parts, blocks, order)
             if rows is None:  # An evaluation block by block.
                 with _completed(blocks):
                     return loss.fn(params, batch, rng=rng, buffers=buffers)
@@ -328,7 +328,7 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 def _evaluating_on(layout: Layout) -> Iterator[None]:
     token = current_layout.set(layout)
     try:
-        with passing(in_backward=True, wholes=None):
+        with passing(Passing(in_backward=True, wholes=None)):
             yield
     finally:
         current_layout.reset(token)

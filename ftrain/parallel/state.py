@@ -17,7 +17,7 @@ from ftrain._torch import dtensor
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.compression.memory_slot import carried
-from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.parallel.partition import Part
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.types import PyTree, TrainState, replace
 
@@ -63,10 +63,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     size = mesh.size(1)
 
     def block(leaf: Tensor) -> Tensor:
-        if not leaf.ndim:
-            return leaf
-        part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
-        return block_of(leaf, part, mesh, rank)
+        return block_of(leaf, Part.of(leaf.shape, size), mesh, rank) if leaf.ndim else leaf
 
     return tree.map(block, params)
 

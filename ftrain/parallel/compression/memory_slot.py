@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.parallel.compression.method import RESIDUAL, Compression, Memory
-from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.parallel.partition import Part
 from ftrain.types import NAMESPACE, PyTree, TrainState, replace
 
 SLOT = "sharded"
@@ -53,7 +53,7 @@ class Stored:
                 name: self._row(each, leaf, None) if name == RESIDUAL else each[None] for name, each in memory.items()
             }
         size = self.mesh.size(1)
-        part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
+        part = Part.of(leaf.shape, size)
         memory = init(
             index, local.new_empty(part.rest[: part.axis] + (part.block,) + part.rest[part.axis :]), part.axis
         )
