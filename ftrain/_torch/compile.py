@@ -40,13 +40,7 @@ def is_compiling() -> bool:
 def compile_with_inductor(
     graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph of ATen operations with Inductor.
-
-    Args:
-        graph: the graph.
-        inputs: tensors of the shapes, dtypes and devices of its inputs.
-        options: settings of Inductor, by name.
-    """
+    """Compile a graph of ATen operations with Inductor."""
     with private_names():
         from torch._inductor.compile_fx import compile_fx
     mode = fake_mode_with_symbols()

@@ -35,9 +35,7 @@ MOST_BLOCKS = 2
 class _View(NamedTuple):
     """A view of a gathered tensor, or of its cast to another dtype.
 
-    Args:
-        number: number of this view among those that autograd saves for a block.
-        source: index of the gathered tensor.
+    `number` counts what autograd saves for a block; `source` is the index of the gathered tensor.
     """
 
     number: int
@@ -59,14 +57,12 @@ class BlockGather:
 
     def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
         self._watch, self._as_autocast = watch, as_autocast
-        self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
+        self._slots = _slots_by_block(module)
         module_names = {part: name for name, part in module.named_modules()}
         self._block_names = [module_names[block] for block in self._slots]
-        self.names = _only_in(self._slots.values(), slots_of(module))
+        self._names_by_block = [[*dict.fromkeys(slot.name for slot in slots)] for slots in self._slots.values()]
+        self.names = {name for names in self._names_by_block for name in names}
         """The names of parameters that are gathered by block."""
-        self._names_by_block = [
-            [*dict.fromkeys(slot.name for slot in slots if slot.name in self.names)] for slots in self._slots.values()
-        ]
         self._gathered_again: deque[_Again] = deque()
         self._pass: _Pass | None = None
         self._latest: dict[str, tuple[_Again, int]] = {}
@@ -136,8 +132,7 @@ class BlockGather:
         require_same_block(params.group, self._block_names, number, params.device)
 
     def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
-        forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
-        names = self._names_by_block[number]
+        forward, names = block.forward, self._names_by_block[number]
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             current = cast(_Pass, self._pass)
@@ -169,12 +164,7 @@ def _require_plain(block: str, arguments: PyTree) -> None:
 
 
 class _Pass:
-    """One forward pass of a model and its backward pass: which blocks have run, and which is probably next.
-
-    Args:
-        params: parameters of the model.
-        names_by_block: the parameters of each block.
-    """
+    """One forward pass of a model and its backward pass: which blocks have run, and which is probably next."""
 
     def __init__(self, params: Parameters, names_by_block: Sequence[Sequence[str]]) -> None:
         self.params = params
@@ -262,7 +252,6 @@ class _Again:
             self._indices, self._sources = {}, {}
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return what is saved for a tensor."""
         base = _torch.base_of(tensor)
         index = self._indices.get(_torch.storage_id(tensor))
         if index is None:
@@ -284,7 +273,6 @@ class _Again:
         return index
 
     def _unpack(self, saved: Any) -> Tensor:
-        """Return the tensor that was saved."""
         if not isinstance(saved, _View):
             return cast(Tensor, saved)
         node = _torch.backward_node()
@@ -316,8 +304,7 @@ class _Again:
         return self._wholes[index]
 
     def _is_half_read(self) -> bool:
-        """Return whether less than half of the parameters that the backward pass needs will be read after this one."""
-        # In bytes of parameters, which are the same on all ranks.
+        # In bytes of the parameters that the backward pass needs, which are the same on all ranks.
         left = sum(nbytes for index, nbytes in self._nbytes.items() if self._unread[index])
         return left < sum(self._nbytes.values()) / 2
 
@@ -334,21 +321,21 @@ class _Again:
         self.forget()
 
     def forget(self) -> None:
-        """Free what was gathered again."""
         if self._wholes:
             self._wholes = {}
             self._gathered_again.remove(self)
 
 
-def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:
-    """Return the slots of the parameters of a block, with their names in the whole module."""
-    names = {(id(slot.tensors), slot.key): slot.name for slot in slots_of(module)}
-    return [slot._replace(name=names[id(slot.tensors), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
-
-
-def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
-    """Return the names of parameters that are used only in blocks."""
-    within = {(id(slot.tensors), slot.key) for slots in blocks for slot in slots}
-    outside = {slot.name for slot in everywhere if (id(slot.tensors), slot.key) not in within}
-    floating = {slot.name for slots in blocks for slot in slots if slot.tensors[slot.key].is_floating_point()}
-    return floating - outside
+def _slots_by_block(module: nn.Module) -> dict[nn.Module, list[Slot]]:
+    """Return the parameters of each block that are used only in blocks, with their names in the whole module."""
+    slots = {(id(slot.tensors), slot.key): slot for slot in slots_of(module)}
+    blocks = {
+        block: [slots[id(slot.tensors), slot.key] for slot in slots_of(block) if not slot.is_buffer]
+        for block in repeated_children(module)
+    }
+    within = {(id(slot.tensors), slot.key) for each in blocks.values() for slot in each}
+    outside = {slot.name for place, slot in slots.items() if place not in within}
+    return {
+        block: [slot for slot in each if slot.name not in outside and slot.tensors[slot.key].is_floating_point()]
+        for block, each in blocks.items()
+    }

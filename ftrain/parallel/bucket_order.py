@@ -20,13 +20,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class BucketOrder:
-    """Starts buckets in their order, each when it and all earlier ones are complete.
+    """Starts the buckets of a plan in their order, each when it and all earlier ones are complete.
 
-    Ranks that use different parameters get their gradients in different orders.
-
-    Args:
-        plan: the names or indices in each bucket, the same on all ranks.
-        start: function of the names and gradients of a bucket.
+    The plan is the same on all ranks; those that use different parameters get their gradients in different orders.
     """
 
     def __init__(self, plan: Iterable[Sequence[Any]], start: Callable[[Sequence[Any], list[Tensor]], None]) -> None:
@@ -62,13 +58,9 @@ class BucketOrder:
 
 
 def plan_of(names: Sequence[Name], tensors: Sequence[Tensor], sizes: Sequence[int], limit: int) -> list[list[Name]]:
-    """Return the names in each bucket of about `limit` bytes: gradients come in the opposite order of use.
+    """Return the names in each bucket of about `limit` bytes, given all in the order of their use.
 
-    Args:
-        names: names or indices of the parameters, in the order of their use.
-        tensors: tensors with the dtypes of their gradients, in the same order.
-        sizes: number of elements of each.
-        limit: size of a bucket in bytes.
+    Gradients come in the opposite order. `sizes` are numbers of elements.
     """
     members = buckets(tensors[::-1], sizes[::-1], limit)
     return [[names[-1 - member] for member in bucket] for bucket in members]
@@ -77,10 +69,8 @@ def plan_of(names: Sequence[Name], tensors: Sequence[Tensor], sizes: Sequence[in
 def stream_plan(params: PyTree, parts: Sequence[Part | None], order: Iterable[str]) -> list[list[int]]:
     """Return the numbers of the leaves of each bucket for gradients that are taken one by one.
 
-    Args:
-        params: parameters of a rank.
-        parts: how they are divided: ranks plan with the sizes of whole leaves, so that they agree.
-        order: names in the order of their use, as far as they are known.
+    Ranks plan with the sizes of whole leaves, so that they agree. `order` are the names in the order of their use, as
+    far as they are known.
     """
     leaves, places = tree.leaves(params), {name: place for place, name in enumerate(order)}
     names = tree.leaf_names(params)

@@ -83,16 +83,13 @@ class Parameters:
         )
 
     def _dtype(self, local: Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter is gathered."""
         is_wide = local.dim() > 1 and local.is_floating_point()
         return self.narrow if self.narrow is not None and is_wide else local.dtype
 
     def joined(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
         """Return the whole parameters of a block, whose gradients are reduce-scattered when all are complete.
 
-        Args:
-            wholes: the parameters without gradients.
-            on_backward: function that is called when the gradients are complete.
+        Before that, `on_backward` is called.
         """
         trained = self._trained(wholes)
         return {**wholes, **self.sums.at_once(trained, on_backward)} if trained else dict(wholes)

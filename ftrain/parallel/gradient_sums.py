@@ -80,12 +80,7 @@ class GradientSums:
         return new
 
     def at_once(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
-        """Return whole tensors for a block; their gradients are sent when all of them are complete.
-
-        Args:
-            wholes: the gathered parameters by name.
-            on_backward: function that is called before the gradients are sent.
-        """
+        """Return whole tensors for a block; their gradients are sent when all are complete, after `on_backward`."""
         names = list(wholes)
 
         def complete(grads: Sequence[Tensor | None]) -> None:
@@ -102,11 +97,7 @@ class GradientSums:
         return dict(zip(names, self._read([*wholes.values()], complete), strict=True))
 
     def backward(self, run: Backward) -> list[Tensor | None]:
-        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are.
-
-        Args:
-            run: ``tensors -> gradients``.
-        """
+        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are."""
         self._is_in_backward = True
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
@@ -137,7 +128,6 @@ class GradientSums:
         return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
 
     def _take(self, names: Sequence[Hashable], grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a bucket."""
         buckets = cast(BucketOrder, self._buckets)
         for name, grad in zip(names, grads, strict=True):
             if grad is None:

@@ -96,10 +96,7 @@ class Part:
 def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET_BYTES) -> Iterator[list[int]]:
     """Yield the indices of tensors that are sent together: of one dtype, and of `limit` bytes or a little more.
 
-    Args:
-        tensors: tensors, of which only the dtypes are used.
-        sizes: number of elements of each in a buffer.
-        limit: size of a buffer in bytes.
+    `sizes` are the numbers of elements in a buffer.
     """
     by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):

@@ -13,7 +13,7 @@ from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.gradient_sums import Start
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
-from ftrain.parallel.mesh import Group
+from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
 from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
@@ -29,18 +29,16 @@ class RankGradient:
 
     Args:
         level: level of `sharded`.
-        all_ranks: ranks over which gradients are summed at level 0.
-        shard: the ranks that have a part each from level 1 on.
-        replicate: the ranks that have the same part.
+        groups: the groups of this rank by axis.
         reduction: how gradients are compressed, if they are.
 
     Attributes:
         order: names of the parameters in the order of their use, as far as it is known.
     """
 
-    def __init__(self, level: int, all_ranks: Group, shard: Group, replicate: Group, reduction: Reduction) -> None:
+    def __init__(self, level: int, groups: Mapping[str, Group], reduction: Reduction) -> None:
         self._level, self._reduction = level, reduction
-        self._all, self._shard, self._replicate = all_ranks, shard, replicate
+        self._all, self._shard, self._replicate = groups[ALL], groups[SHARD], groups[REPLICATE]
         self._planned: tuple[Layout, list[list[int]]] | None = None
         self.order: Mapping[str, None] = {}
 
@@ -136,12 +134,9 @@ class RankGradient:
         return self._planned[1]
 
     def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
-        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
+        """Return the gradients of all ranks, or at level 1 and above this rank's parts of them.
 
-        Args:
-            grads: whole gradients of this rank, or what the backward pass has combined.
-            parts: how they are divided.
-            in_backward: whether the backward pass has combined them.
+        They are given whole, or as the backward pass has combined them.
         """
         if self._level == 0:
             return grads if in_backward else sum_all(self._all, grads)
@@ -151,6 +146,5 @@ class RankGradient:
 
 
 def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-    """Return the gradient of this rank's rows, on whole parameters."""
     with computing_on(rows), sharding.over(None):
         return grad(state, rows.batch, rng)

@@ -73,11 +73,9 @@ class Watch:
             self._number, self._steps_before = max(self._number, count) + 1, count
 
     def tell_place(self, place: str, *, waits: bool = False) -> None:
-        """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left.
+        """Note where in or after the step this rank is, such as ``"at block 3"``, and whether it waits there for all.
 
-        Args:
-            place: where it is.
-            waits: whether it only waits for all others there.
+        "" when it has left.
         """
         self._place, self._waits = place and f", {place}", waits
 

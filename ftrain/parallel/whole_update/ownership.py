@@ -65,10 +65,7 @@ class Plan:
 def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
     """Return the owners of the parameters whose update needs a whole leaf: name -> rank, with equal sums of sizes.
 
-    Args:
-        optimizer: one that has a `split`.
-        wholes: the whole parameters, perhaps without values.
-        ranks: number of ranks.
+    The optimizer has a `split`, also in what follows; `wholes` may have no values.
     """
     names, leaves, owners = tree.leaf_names(wholes), tree.leaves(wholes), dict[str, int]()
     singles = require_splittable(FUNCTION, optimizer)(wholes, [[index] for index in range(len(leaves))])
@@ -92,12 +89,6 @@ def parts_of_state(
     """Return how each leaf of an optimizer state is divided: None for one that every rank has.
 
     Every rank has what does not belong to one parameter, such as a count of updates, or belongs to a 0-d parameter.
-
-    Args:
-        optimizer: one that has a `split`.
-        wholes: the whole parameters, as `FakeTensor`s.
-        singles: their `single_groups`.
-        ranks: number of ranks.
     """
     leaves = tree.leaves(wholes)
     with _torch.without_modes():
@@ -145,7 +136,6 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
 
 
 def _round(groups: Sequence[ParamGroup | None], parts: Mapping[Key, Part | None], rank: int) -> Round:
-    """Return the round in which each rank updates its group."""
     leaves: dict[Key, Moved] = {}
     for owner, group in enumerate(groups):
         if group is not None:

@@ -122,15 +122,7 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
 
 
 class _Update:
-    """One update of the parts of this rank, and of the leaves that it owns.
-
-    Args:
-        plan: plan for these leaves.
-        ranks: ranks over which they are divided.
-        leaves: parameters, state and gradients.
-        hyper: the scheduled values of the step.
-        donate: whether the parameters and the state may be written.
-    """
+    """One update of the parts of this rank, and of the leaves that it owns; `donate` lets it write both."""
 
     def __init__(self, plan: Plan, ranks: Group, leaves: Mapping[Key, Tensor], hyper: Hyper, *, donate: bool) -> None:
         self._plan, self._ranks, self._leaves, self._hyper, self._donate = plan, ranks, leaves, hyper, donate
