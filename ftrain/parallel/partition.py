@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,15 +99,16 @@ def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET
 
     `sizes` are the numbers of elements in a buffer.
     """
-    by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
+    waiting: dict[torch.dtype, list[int]] = {}
+    nbytes: Counter[torch.dtype] = Counter()
     for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-        members, nbytes = by_dtype.get(tensor.dtype, ([], 0))
-        members, nbytes = [*members, index], nbytes + size * tensor.element_size()
-        if nbytes >= limit:
-            yield members
-            members, nbytes = [], 0
-        by_dtype[tensor.dtype] = members, nbytes
-    yield from (members for members, _ in by_dtype.values() if members)
+        dtype = tensor.dtype
+        waiting.setdefault(dtype, []).append(index)
+        nbytes[dtype] += size * dtype.itemsize
+        if nbytes[dtype] >= limit:
+            yield waiting.pop(dtype)
+            del nbytes[dtype]
+    yield from waiting.values()
 
 
 Results: TypeAlias = Callable[[], list[Tensor]]

@@ -78,11 +78,6 @@ class SameInputs:
 def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
     """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
 
-    Args:
-        ranks: ranks that must have the same tensors.
-        parts: name -> part of the state; what is not a tensor in it is left out.
-        device: device on which the ranks communicate.
-
     Raises:
         StructureError: on every rank, when they differ; names the rank and the tensor.
     """

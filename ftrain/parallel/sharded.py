@@ -23,7 +23,7 @@ from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, groups, require_all_rank
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
-from ftrain.parallel.rows import current, own_rows, rows_of
+from ftrain.parallel.rows import current, rows_of
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
@@ -134,7 +134,7 @@ class _RankStep:
         ranks = groups(mesh)
         self._all, self._shard = ranks[ALL], ranks[SHARD]
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
-        self._whole_batches, self._rows_of = whole_batches, rows_of if whole_batches else own_rows
+        self._whole_batches = whole_batches
         self._local_states, self._evaluated_states = (LocalStates(mesh, level, self._shard) for _ in range(2))
         self.gradient = RankGradient(level, ranks, reduction)
         self._watch = watch()
@@ -225,8 +225,8 @@ class _RankStep:
         self._watch.begin(state.step)
         with self._watch:
             device = tree.device_of(state.params)
-            rows = self._rows_of(batch, self._all.rank, self._all.size, step.splits, device)
-            rows = replace(rows, ranks=self._all)
+            ranks, is_whole = self._all, self._whole_batches
+            rows = replace(rows_of(batch, ranks.rank, ranks.size, step.splits, device, is_whole=is_whole), ranks=ranks)
             self._same_inputs.require(step, state, batch)
             local, layout = self._local_states.take(state)
 

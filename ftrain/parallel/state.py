@@ -43,10 +43,8 @@ current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     """Return a tree of DTensors over a mesh, of which this rank keeps only copies of its blocks.
 
-    Args:
-        params: whole tensors, or tensors in files; those without an axis stay whole, on every rank.
-        mesh: mesh of shape (replicate, shard).
-        rank: the place of this rank on the axis ``shard``.
+    The tree is of whole tensors, or tensors in files; those without an axis stay whole, on every rank. `rank` is the
+    place of this rank on the axis ``shard``.
     """
     size = mesh.size(1)
 

@@ -108,12 +108,7 @@ def wholes_of(params: PyTree) -> PyTree:
 def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mapping[str, int], ranks: Group) -> Plan:
     """Return how this rank updates its parts of leaves, and the leaves that it owns.
 
-    Args:
-        optimizer: one that has a `split`.
-        params: the parts of this rank.
-        opt_state: their state.
-        owners: name of a parameter -> the rank that updates it whole; the others are updated part by part.
-        ranks: ranks over which leaves are divided.
+    `owners` are the ranks that update parameters whole, by name; the others are updated part by part.
     """
     wholes = wholes_of(params)
     names, leaves, state = tree.leaf_names(wholes), tree.leaves(wholes), tree.leaves(opt_state)
