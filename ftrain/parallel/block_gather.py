@@ -9,7 +9,7 @@ is freed when the backward pass no longer needs it. The rest of the block takes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -33,13 +33,10 @@ MOST_BLOCKS = 2
 
 
 class _View(NamedTuple):
-    """A view of a gathered tensor, or of its cast to another dtype.
-
-    `number` counts what autograd saves for a block; `source` is the index of the gathered tensor.
-    """
+    """A view of a gathered parameter, or of its cast to another dtype; `number` counts what is saved for a block."""
 
     number: int
-    source: int
+    name: str
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -65,7 +62,7 @@ class BlockGather:
         """The names of parameters that are gathered by block."""
         self._gathered_again: deque[_Again] = deque()
         self._pass: _Pass | None = None
-        self._latest: dict[str, tuple[_Again, int]] = {}
+        self._latest: dict[str, _Again] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Parameters) -> dict[str, Tensor]:
@@ -83,13 +80,9 @@ class BlockGather:
         key = name, local.dtype, local.requires_grad
         if key not in self._placeholders:
             shape = local.shape if part is None else part.shape
-            self._placeholders[key] = NotGathered(name, shape, local, partial(self._gather_latest, name))
+            # In the backward pass of its block, a part of the block may be computed again.
+            self._placeholders[key] = NotGathered(name, shape, local, lambda: self._latest[name].whole(name))
         return self._placeholders[key]
-
-    def _gather_latest(self, name: str) -> Tensor:
-        """Return a whole parameter in the backward pass of its block, when a part of the block is computed again."""
-        again, index = self._latest[name]
-        return again.whole(index)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -148,8 +141,8 @@ class BlockGather:
                 current.start_before(number)
             else:
                 current.start_after(number, again)
-            self._latest.update((name, (again, index)) for index, name in enumerate(names))
-            with bound(slots, [wholes[slot.name] for slot in slots]), again.saving([*wholes.values()]):
+            self._latest |= dict.fromkeys(names, again)
+            with bound(slots, [wholes[slot.name] for slot in slots]), again.saving(wholes):
                 return forward(*args, **kwargs)
 
         return gathering
@@ -219,58 +212,58 @@ class _Again:
     ) -> None:
         self._tell = tell
         self._params, self._names, self._gathered_again = params, names, gathered_again
-        self._indices: dict[int, int] = {}
-        self._sources: dict[tuple[Any, int], int] = {}
-        self._strides: list[tuple[int, ...]] = []
-        self._indices_of_views: list[int] = []
-        self._unread: dict[int, set[int]] = {}
-        self._wholes: dict[int, Tensor] = {}
-        self._nbytes: dict[int, int] = {}
+        self._names_by_memory: dict[int, str] = {}
+        self._names_by_node: dict[tuple[Any, int], str] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._names_of_views: list[str] = []
+        self._unread: dict[str, set[int]] = {}
+        self._wholes: dict[str, Tensor] = {}
+        self._nbytes: dict[str, int] = {}
         self._node = -1
         self._has_started_before = False
         self.before: _Again | None = None
         self.is_needed = False
 
     @contextmanager
-    def saving(self, wholes: Sequence[Tensor]) -> Iterator[None]:
-        """Context in which autograd does not save these tensors, their views and casts, but gathers them again."""
+    def saving(self, wholes: Mapping[Any, Tensor]) -> Iterator[None]:
+        """Context in which autograd does not save these parameters, their views and casts, but gathers them again."""
         # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
         if _torch.saved_tensors_pack_hook() is not None:
             self.is_needed = True
             yield
             return
-        divided = [(index, whole) for index, whole in enumerate(wholes) if self._params.parts[self._names[index]]]
-        self._indices = {_torch.storage_id(whole): index for index, whole in divided}
-        self._sources = {(whole.grad_fn, whole.output_nr): index for index, whole in divided if whole.requires_grad}
-        self._strides = [whole.stride() for whole in wholes]
+        divided = [(name, whole) for name, whole in wholes.items() if self._params.parts[name]]
+        self._names_by_memory = {_torch.storage_id(whole): name for name, whole in divided}
+        self._names_by_node = {(whole.grad_fn, whole.output_nr): name for name, whole in divided if whole.requires_grad}
+        self._strides = {name: whole.stride() for name, whole in divided}
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             # Only while the forward runs, when they exist: the number of freed memory may come back for other memory,
             # and the nodes hold this object.
-            self._indices, self._sources = {}, {}
+            self._names_by_memory, self._names_by_node = {}, {}
 
     def _pack(self, tensor: Tensor) -> Any:
         base = _torch.base_of(tensor)
-        index = self._indices.get(_torch.storage_id(tensor))
-        if index is None:
-            index = self._cast_of(base)
+        name = self._names_by_memory.get(_torch.storage_id(tensor))
+        if name is None:
+            name = self._cast_of(base)
         # A view as complex numbers has another dtype; one of the imaginary parts of a conjugate is marked as negative.
-        if index is None or tensor.dtype != base.dtype or tensor.is_neg():
+        if name is None or tensor.dtype != base.dtype or tensor.is_neg():
             return tensor
         self.is_needed = True
-        self._indices_of_views.append(index)
-        number = len(self._indices_of_views) - 1
-        return _View(number, index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._names_of_views.append(name)
+        number = len(self._names_of_views) - 1
+        return _View(number, name, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _cast_of(self, tensor: Tensor) -> int | None:
-        """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
+    def _cast_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter of which a tensor is a cast; autocast makes one for each use."""
         source = _torch.cast_from(tensor)
-        index = None if source is None else self._sources.get(source)
-        if index is None or tensor.stride() != self._strides[index] or _torch.version_of(tensor):
+        name = None if source is None else self._names_by_node.get(source)
+        if name is None or tensor.stride() != self._strides[name] or _torch.version_of(tensor):
             return None  # Made contiguous, say, or written to.
-        return index
+        return name
 
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _View):
@@ -279,33 +272,33 @@ class _Again:
         if node != self._node:
             # Not when they are read for the last time: a function may ask twice for what it has saved.
             self._node = node
-            for index in [index for index, numbers in self._unread.items() if not numbers]:
-                self._wholes.pop(index, None)
-        whole = self.whole(saved.source)
-        self._unread[saved.source].discard(saved.number)
+            for name in [name for name, numbers in self._unread.items() if not numbers]:
+                self._wholes.pop(name, None)
+        whole = self.whole(saved.name)
+        self._unread[saved.name].discard(saved.number)
         if not self._has_started_before and self._is_half_read():
             self.start_before()
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
-    def whole(self, index: int) -> Tensor:
-        """Return the tensor with a number, gathered again."""
-        if index not in self._wholes:
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter, gathered again."""
+        if name not in self._wholes:
             self.forget()
             self._tell()
-            self._wholes = dict(enumerate(self._params.take(self._names)))
-            self._unread = {read: set() for read in self._indices_of_views}
-            for number, read in enumerate(self._indices_of_views):
+            self._wholes = dict(zip(self._names, self._params.take(self._names), strict=True))
+            self._unread = {read: set() for read in self._names_of_views}
+            for number, read in enumerate(self._names_of_views):
                 self._unread[read].add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again[0].forget()
-        return self._wholes[index]
+        return self._wholes[name]
 
     def _is_half_read(self) -> bool:
         # In bytes of the parameters that the backward pass needs, which are the same on all ranks.
-        left = sum(nbytes for index, nbytes in self._nbytes.items() if self._unread[index])
+        left = sum(nbytes for name, nbytes in self._nbytes.items() if self._unread[name])
         return left < sum(self._nbytes.values()) / 2
 
     def start_before(self) -> None:
