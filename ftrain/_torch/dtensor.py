@@ -77,16 +77,6 @@ def axes_of(tensor: DTensor) -> list[int | None]:
     return [each.dim if isinstance(each, _names().Shard) else None for each in tensor.placements]
 
 
-def axis_of(tensor: DTensor) -> int:
-    """Return the axis along which a DTensor is divided.
-
-    Raises:
-        ValueError: when it is not divided along one axis.
-    """
-    (axis,) = (axis for axis in axes_of(tensor) if axis is not None)
-    return axis
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the shard of a DTensor on this rank, without a graph; another tensor as it is."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor

@@ -61,10 +61,6 @@ def _free() -> int | None:
     return free
 
 
-def _emulated_dtypes() -> tuple[torch.dtype, ...]:
-    return tuple(dtype for dtype in NARROW if not _is_native(dtype))
-
-
 def _is_native(dtype: torch.dtype) -> bool:
     if not _onednn_computes_in(dtype):
         return False
@@ -91,7 +87,7 @@ BACKEND = Backend(
     available=lambda: True,
     describe=lambda: f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
     autocast_dtypes=lambda: NARROW,
-    emulated_dtypes=_emulated_dtypes,
+    emulated_dtypes=lambda: tuple(dtype for dtype in NARROW if not _is_native(dtype)),
     seeded=seeded,
     generators=save_generators,
     deterministic=deterministic,

@@ -192,7 +192,7 @@ class Agreement:
 
         def compare() -> None:
             for name, value in own.items():
-                if not _is_same(value, first[name]):
+                if repr(value) != repr(first[name]):
                     raise OptionError(
                         f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
                         "call it with the same arguments"
@@ -212,8 +212,3 @@ def _as_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_data(each) for each in value]
     return value if value is None or type(value) in (bool, int, float, str) else f"a {type(value).__name__}"
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    # NaN, of which an error follows, is not equal to itself.
-    return type(value) is type(other) and (value == other or (value != value and other != other))

@@ -136,7 +136,7 @@ class BlockGather:
             tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
             again = _Again(current.params, names, self._gathered_again, tell)
-            wholes = current.params.joined(dict(zip(names, current.params.take(names), strict=True)), again.finish)
+            wholes = current.params.sums.at_once(current.params.take(names), again.finish)
             if _torch.in_backward():
                 current.start_before(number)
             else:
@@ -217,7 +217,7 @@ class _Again:
         self._strides: dict[str, tuple[int, ...]] = {}
         self._names_of_views: list[str] = []
         self._unread: dict[str, set[int]] = {}
-        self._wholes: dict[str, Tensor] = {}
+        self._wholes: dict[Any, Tensor] = {}
         self._nbytes: dict[str, int] = {}
         self._node = -1
         self._has_started_before = False
@@ -285,7 +285,7 @@ class _Again:
         if name not in self._wholes:
             self.forget()
             self._tell()
-            self._wholes = dict(zip(self._names, self._params.take(self._names), strict=True))
+            self._wholes = self._params.take(self._names)
             self._unread = {read: set() for read in self._names_of_views}
             for number, read in enumerate(self._names_of_views):
                 self._unread[read].add(number)

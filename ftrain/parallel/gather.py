@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ftrain.parallel.gradient_sums import GradientSums, Start
+from ftrain.parallel.gradient_sums import GradientSums
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_gather_all
 
@@ -22,7 +22,7 @@ class Parameters:
         group: the ranks that have a part each.
         locals_: the parts of this rank by name; those that require no gradient are gathered without one.
         parts: how each is divided; None for one that every rank has.
-        over_copies: see `GradientSums`.
+        copies: see `GradientSums`.
 
     Attributes:
         narrow: the dtype in which parameters with two or more axes are gathered; None for their own.
@@ -33,11 +33,11 @@ class Parameters:
         group: Group,
         locals_: Mapping[Hashable, Tensor],
         parts: Mapping[Hashable, Part | None],
-        over_copies: Start | None = None,
+        copies: Group | None = None,
     ) -> None:
         self.group, self.leaves, self.parts = group, locals_, parts
         trained = {name: local for name, local in locals_.items() if local.requires_grad}
-        self.sums = GradientSums(group, trained, parts, over_copies)
+        self.sums = GradientSums(group, trained, parts, copies)
         self.narrow: torch.dtype | None = None
         self._ahead: tuple[Sequence[Hashable], Results] | None = None
 
@@ -55,13 +55,13 @@ class Parameters:
         if names and self._whole_bytes(names) <= LARGEST:
             self._ahead = names, self._start(names)
 
-    def take(self, names: Sequence[Hashable]) -> list[Tensor]:
-        """Return whole parameters, which have no gradient yet, whether their gather was started ahead or not."""
+    def take(self, names: Sequence[Hashable]) -> dict[Hashable, Tensor]:
+        """Return whole parameters by name, without gradients, whether their gather was started ahead or not."""
         if self._ahead is None or list(names) != list(self._ahead[0]):
             self.drop_ahead()
-            return self._start(names)()
+            return dict(zip(names, self._start(names)(), strict=True))
         (_, results), self._ahead = self._ahead, None
-        return results()
+        return dict(zip(names, results(), strict=True))
 
     def drop_ahead(self) -> None:
         """Free what was started ahead and is not needed."""
@@ -85,18 +85,3 @@ class Parameters:
     def _dtype(self, local: Tensor) -> torch.dtype:
         is_wide = local.dim() > 1 and local.is_floating_point()
         return self.narrow if self.narrow is not None and is_wide else local.dtype
-
-    def joined(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
-        """Return the whole parameters of a block, whose gradients are reduce-scattered when all are complete.
-
-        Before that, `on_backward` is called.
-        """
-        trained = self._trained(wholes)
-        return {**wholes, **self.sums.at_once(trained, on_backward)} if trained else dict(wholes)
-
-    def joined_in_buckets(self, wholes: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
-        """As `joined`, for parameters that are used in this order throughout the model."""
-        return {**wholes, **self.sums.in_buckets(self._trained(wholes))}
-
-    def _trained(self, wholes: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
-        return {name: whole for name, whole in wholes.items() if self.leaves[name].requires_grad}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ftrain import _torch
 from ftrain.errors import LossError
 from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, Results, start_scatter_all
+from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.step.rank_backward import Backward, unused_on_rank
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
@@ -30,9 +30,6 @@ SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 SMALLEST_REDUCED = 8 << 20
 """Bytes of the smallest bucket that is all-reduced: smaller ones take CPUs more time than their overlap saves."""
 
-Start: TypeAlias = Callable[[list[Tensor]], Results]
-"""``gradients -> results``: starts to sum gradients over the copies of the state."""
-
 
 class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.rank_backward.CombinedGrads`.
@@ -41,8 +38,7 @@ class GradientSums:
         group: ranks over which gradients are summed.
         params: parameters of this rank by name; a sum has the shape of its parameter.
         parts: how each is divided over the ranks; None for one that every rank has.
-        over_copies: function that sums over the copies of the state what was summed within one; None if that is done
-            later.
+        copies: ranks that have the same parts, over which the sums are summed again; None if that is done later.
     """
 
     def __init__(
@@ -50,9 +46,9 @@ class GradientSums:
         group: Group,
         params: Mapping[Hashable, Tensor],
         parts: Mapping[Hashable, Part | None],
-        over_copies: Start | None = None,
+        copies: Group | None = None,
     ) -> None:
-        self._group, self._params, self._parts, self._over_copies = group, params, parts, over_copies
+        self._group, self._params, self._parts, self._copies = group, params, parts, copies
         self._started: deque[tuple[Sequence[Hashable], Results, int]] = deque()
         self._started_over_copies: list[tuple[Sequence[Hashable], Results]] = []
         self._sums: dict[Hashable, Tensor] = {}
@@ -66,22 +62,28 @@ class GradientSums:
     def in_buckets(self, wholes: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         """Return the tensors that a loss reads; their gradients are sent in buckets, in one order on all ranks.
 
-        `wholes` are whole tensors by the names of their parameters, in the order of their use.
+        `wholes` are whole tensors by the names of their parameters, in the order of their use; those without a
+        gradient are returned as they are.
         """
-        is_reduced = all(self._parts[name] is None for name in wholes)
-        plan = _plan_of(wholes, SMALLEST_REDUCED if is_reduced else SMALLEST)
+        trained = {name: whole for name, whole in wholes.items() if name in self._params}
+        smallest = SMALLEST_REDUCED if all(self._parts[name] is None for name in trained) else SMALLEST
+        tensors = [*trained.values()]
+        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, smallest), LARGEST)
+        plan = plan_of([*trained], tensors, [tensor.numel() for tensor in tensors], limit)
         self._buckets = BucketOrder(plan, self._start)
-        new: dict[Hashable, Tensor] = {}
+        new = dict(wholes)
         for names in plan:
-            tensors = self._read([wholes[name] for name in names], partial(self._take, names))
+            read = self._read([wholes[name] for name in names], partial(self._take, names))
             # Autograd runs the newest nodes first, and this one is older than the loss.
-            _torch.run_when_ready(tensors[0])
-            new.update(zip(names, tensors, strict=True))
+            _torch.run_when_ready(read[0])
+            new.update(zip(names, read, strict=True))
         return new
 
     def at_once(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
-        """Return whole tensors for a block; their gradients are sent when all are complete, after `on_backward`."""
-        names = list(wholes)
+        """As `in_buckets`, for a block: its gradients are sent when all are complete, after `on_backward`."""
+        names = [name for name in wholes if name in self._params]
+        if not names:
+            return dict(wholes)
 
         def complete(grads: Sequence[Tensor | None]) -> None:
             on_backward()
@@ -94,7 +96,8 @@ class GradientSums:
             )
 
         self._has_blocks = True
-        return dict(zip(names, self._read([*wholes.values()], complete), strict=True))
+        tensors = self._read([wholes[name] for name in names], complete)
+        return {**wholes, **dict(zip(names, tensors, strict=True))}
 
     def backward(self, run: Backward) -> list[Tensor | None]:
         """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are."""
@@ -106,11 +109,11 @@ class GradientSums:
             self._buckets = None
         while self._started:
             self._finish()
-        for names, over_copies in self._started_over_copies:
-            self._add(names, over_copies())
+        for names, results in self._started_over_copies:
+            self._add(names, results())
         self._note_used()
-        results = {**self._sums, **self._sparse}
-        return [results[name] if name in results else torch.zeros_like(param) for name, param in self._params.items()]
+        sums = {**self._sums, **self._sparse}
+        return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
     def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:
         """Return tensors with the same values; a function gets their gradients when all are complete."""
@@ -150,10 +153,10 @@ class GradientSums:
 
     def _finish(self) -> None:
         names, results, _ = self._started.popleft()
-        if self._over_copies is None:
+        if self._copies is None:
             self._add(names, results())
         else:
-            self._started_over_copies.append((names, self._over_copies(results())))
+            self._started_over_copies.append((names, start_sum_all(self._copies, results())))
 
     def _add(self, names: Sequence[Hashable], grads: list[Tensor]) -> None:
         for name, grad in zip(names, grads, strict=True):
@@ -185,9 +188,3 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.complete(grads)
         return None, None, None
-
-
-def _plan_of(tensors: Mapping[Hashable, Tensor], smallest: int) -> list[list[Hashable]]:
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return plan_of([*tensors], [*tensors.values()], sizes, min(max(nbytes // BUCKETS, smallest), LARGEST))

@@ -12,7 +12,6 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import Parameters
-from ftrain.parallel.gradient_sums import Start
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part
 from ftrain.step.rank_backward import announce
@@ -26,12 +25,12 @@ class Passing(NamedTuple):
         in_backward: whether their gradients are sent in the backward pass.
         wholes: the trained parameters, gathered for all microbatches; None if the loss gathers them, or none is
             divided.
-        over_copies: function that sums gradients over the copies of the state in the backward pass too, if any.
+        copies: the ranks over which gradients are summed in the backward pass too, because they have the same parts.
     """
 
     in_backward: bool
     wholes: list[Tensor] | None
-    over_copies: Start | None = None
+    copies: Group | None = None
 
 
 _passing: ContextVar[Passing] = ContextVar("ftrain_passing")
@@ -70,14 +69,14 @@ def loss_params(
     names = sorted(params) if is_named else tree.leaf_names(params)
     by_name = dict(zip(names, leaves, strict=True))
     used = dict.fromkeys([*(name for name in order if name in by_name), *names])
-    of_ranks = Parameters(ranks, by_name, dict(zip(names, parts, strict=True)), how.over_copies)
+    of_ranks = Parameters(ranks, by_name, dict(zip(names, parts, strict=True)), how.copies)
     announce(of_ranks.sums)
     if level < 3:
         trained = [name for name in names if by_name[name].requires_grad]
         wholes = by_name if how.wholes is None else {**by_name, **dict(zip(trained, how.wholes, strict=True))}
-        new = of_ranks.joined_in_buckets({name: wholes[name] for name in used})
+        new = of_ranks.sums.in_buckets({name: wholes[name] for name in used})
     else:
         in_blocks = blocks.leave_out(of_ranks) if blocks is not None else {}
         others = [name for name in used if name not in in_blocks]
-        new = of_ranks.joined_in_buckets(dict(zip(others, of_ranks.take(others), strict=True))) | in_blocks
+        new = of_ranks.sums.in_buckets(of_ranks.take(others)) | in_blocks
     return tree.unflatten(spec, [new[name] for name in names])

@@ -159,11 +159,10 @@ def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Pa
     """Start `gather_all`."""
     if group.size == 1:
         return partial(list, locals_)
-    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
-    started = []
-    for members in buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided]):
-        bucket = [divided[member] for member in members]
-        started.append((bucket, group.start_gather([part.row(locals_[index]) for index, part in bucket])))
+    started = [
+        (bucket, group.start_gather([part.row(locals_[index]) for index, part in bucket]))
+        for bucket in _divided_buckets(locals_, parts)
+    ]
 
     def results() -> list[Tensor]:
         wholes = dict(enumerate(locals_))
@@ -183,11 +182,9 @@ def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Pa
     """Start `scatter_all`."""
     if group.size == 1:
         return partial(list, wholes)
-    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     undivided = [index for index, part in enumerate(parts) if part is None]
     started = []
-    for members in buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided]):
-        bucket = [divided[member] for member in members]
+    for bucket in _divided_buckets(wholes, parts):
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
         started.append((bucket, group.start_scatter(flat)))
     undivided_sums = start_sum_all(group, [wholes[index] for index in undivided])
@@ -200,3 +197,10 @@ def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Pa
         return [sums[index] for index in range(len(parts))]
 
     return results
+
+
+def _divided_buckets(tensors: Sequence[Tensor], parts: Sequence[Part | None]) -> Iterator[list[tuple[int, Part]]]:
+    """Yield the tensors of each bucket that are divided: their indices and parts."""
+    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
+    for members in buckets([tensors[index] for index, _ in divided], [part.padded for _, part in divided]):
+        yield [divided[member] for member in members]

@@ -10,11 +10,10 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.gradient_sums import Start
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
-from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
+from ftrain.parallel.partition import Part, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
@@ -51,10 +50,13 @@ class RankGradient:
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = current_layout.get().params_parts
-            leaves, spec = tree.flatten(state.params)
-            how = self._passing(grad, leaves, rows)
-            if how.wholes is not None and not how.in_backward:
-                state = replace(state, params=tree.unflatten(spec, how.wholes))
+            in_backward = self._combines_in_backward(grad, rows)
+            wholes = None
+            if 0 < self._level < 3:
+                leaves, spec = tree.flatten(state.params)
+                wholes = gather_all(self._shard, leaves, parts)
+                state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
+            how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
             with program.required(state.params), passing(how):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
@@ -67,23 +69,16 @@ class RankGradient:
                         stream_grads(take)
 
                 plan = self._stream_plan(state.params)
-                return replace(whole, stream_grads=partial(self._stream, backward, how.in_backward, plan))
-            leaves = tree.leaves(local.grads)
+                return replace(whole, stream_grads=partial(self._stream, backward, in_backward, plan))
+            leaves, spec = tree.flatten(local.grads)
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
                 return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            if how.over_copies is None:
-                leaves = self._combined(leaves, parts, how.in_backward)
+            if how.copies is None:
+                leaves = self._combined(leaves, parts, in_backward)
             return replace(whole, grads=tree.unflatten(spec, leaves))
 
         return combined
-
-    def _passing(self, grad: GradFn, params: list[Tensor], rows: Rows) -> Passing:
-        in_backward = self._combines_in_backward(grad, rows)
-        wholes = None
-        if 0 < self._level < 3:
-            wholes = gather_all(self._shard, params, current_layout.get().params_parts)
-        return Passing(in_backward, wholes, self._over_copies(grad, rows) if in_backward else None)
 
     def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
         """Return whether gradients are sent in each backward pass, and not after that of the last microbatch."""
@@ -94,15 +89,15 @@ class RankGradient:
         ranks = self._shard if self._level else self._all
         return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
 
-    def _over_copies(self, grad: GradFn, rows: Rows) -> Start | None:
-        """Return a function that sums gradients over the copies of the state while the backward pass runs.
+    def _copies(self, grad: GradFn, rows: Rows) -> Group | None:
+        """Return the ranks with the same parts, if their gradients are summed while the backward pass runs.
 
         None if they are summed later: once for all microbatches, compressed, or as they are streamed.
         """
         is_one_sum = rows.microbatches == 1 and not isinstance(grad, StreamingGrad)
         if self._level == 0 or self._replicate.size == 1 or self._reduction.is_active or not is_one_sum:
             return None
-        return partial(start_sum_all, self._replicate)
+        return self._replicate
 
     def _stream(
         self,

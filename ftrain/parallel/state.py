@@ -174,4 +174,5 @@ class LocalStates:
 def _part(leaf: Tensor) -> Part | None:
     if not dtensor.is_dtensor(leaf):
         return None
-    return Part(tuple(leaf.shape), dtensor.axis_of(leaf), leaf.device_mesh.size(1))
+    (axis,) = (axis for axis in dtensor.axes_of(leaf) if axis is not None)
+    return Part(tuple(leaf.shape), axis, leaf.device_mesh.size(1))
