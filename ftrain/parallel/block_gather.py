@@ -8,7 +8,6 @@ is freed when the backward pass no longer needs it. The rest of the block takes 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +59,7 @@ class BlockGather:
         self._names_by_block = [[*dict.fromkeys(slot.name for slot in slots)] for slots in self._slots.values()]
         self.names = {name for names in self._names_by_block for name in names}
         """The names of parameters that are gathered by block."""
-        self._gathered_again: deque[_Again] = deque()
+        self._gathered_again: list[_Again] = []
         self._pass: _Pass | None = None
         self._latest: dict[str, _Again] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
@@ -208,7 +207,7 @@ class _Again:
     """
 
     def __init__(
-        self, params: Parameters, names: Sequence[str], gathered_again: deque[_Again], tell: Callable[[], None]
+        self, params: Parameters, names: Sequence[str], gathered_again: list[_Again], tell: Callable[[], None]
     ) -> None:
         self._tell = tell
         self._params, self._names, self._gathered_again = params, names, gathered_again

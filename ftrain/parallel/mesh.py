@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.join import at_exit, join
 from ftrain.parallel.rank_watch import watch
+from ftrain.types import PyTree
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
@@ -189,13 +190,15 @@ def require_all_ranks_of(mesh: DeviceMesh) -> None:
         )
 
 
-def require_ranks(mesh: DeviceMesh, leaves: Iterable[Any]) -> None:
+def require_ranks(mesh: DeviceMesh, tensors: PyTree) -> None:
     """Check that the ranks of a mesh exist, if tensors have values to compute with.
 
     Raises:
         OptionError: when the mesh is planned.
     """
-    if isinstance(mesh, PlannedMesh) and any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in leaves):
+    if not isinstance(mesh, PlannedMesh):
+        return
+    if any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in tree.leaves(tensors)):
         sizes = f"replicate={mesh.size(0)}, shard={mesh.size(1)}"
         raise OptionError(
             f"sharded: the {mesh.size():,} ranks of this step are planned, and do not exist; start as many with "

@@ -150,13 +150,8 @@ def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[
     return results
 
 
-def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
-    """Return the whole tensors of which each rank has a block; those without a part are already whole."""
-    return start_gather_all(group, locals_, parts)()
-
-
 def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
-    """Start `gather_all`."""
+    """Start to gather the whole tensors of which each rank has a block; those without a part are already whole."""
     if group.size == 1:
         return partial(list, locals_)
     started = [

@@ -13,7 +13,7 @@ from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
-from ftrain.parallel.partition import Part, gather_all, scatter_all, sum_all
+from ftrain.parallel.partition import Part, scatter_all, start_gather_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
@@ -43,9 +43,9 @@ class RankGradient:
 
     def of(self, grad: GradFn) -> GradFn:
         """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
-        draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
+        draws, results = StockDraws(self._all), LossResults(self._all)
+        program = SameProgram(self._all)
         used = SameProgram(self._all)  # For a backward pass that runs later.
-        results = LossResults(self._all)
         starting = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
@@ -54,7 +54,7 @@ class RankGradient:
             wholes = None
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
-                wholes = gather_all(self._shard, leaves, parts)
+                wholes = start_gather_all(self._shard, leaves, parts)()
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
             how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
             with program.required(state.params), passing(how):

@@ -44,9 +44,8 @@ class SameInputs:
             BatchError: on every rank, when the batches differ; names the rank. With ``batches="rows"``, also when
                 their number is not that of the first step: on this rank alone, if others have as many as before.
         """
-        count = tree.batch_length(batch)
         if not self._whole_batches:
-            self._require_length(count)
+            self._require_length(tree.batch_length(batch))
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
         device = tree.device_of(state.params)
@@ -56,12 +55,12 @@ class SameInputs:
                 f"sharded: the ranks make different steps: {difference}; every rank must build the same model, "
                 "optimizer and wrappers, and make its state with the same seed"
             )
-        text = f"a batch of digest {digest(batch)}" if self._whole_batches else f"a batch of {count} examples"
-        difference = _first_difference(self._ranks, [text], device)
+        text = f"digest {digest(batch)}" if self._whole_batches else f"{self._length} examples"
+        difference = _first_difference(self._ranks, [f"a batch of {text}"], device)
         if difference is not None:
             what = f"{DIFFERENT_BATCHES}, or pass sharded(batches='rows')" if self._whole_batches else UNEVEN
             raise BatchError(f"sharded: {what}: {difference}")
-        if not self._whole_batches and count:
+        if self._length:
             _warn_of_same_rows(self._ranks, digest(batch), device)
         self._is_checked = True
 

@@ -219,7 +219,7 @@ class _RankStep:
         self, step: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and a function that makes DTensors of the new state."""
-        require_ranks(self._mesh, tree.leaves(batch))
+        require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
         self._watch.begin(state.step)
