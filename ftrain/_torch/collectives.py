@@ -72,13 +72,7 @@ def waiting_after(is_waited_for: Callable[[Exception], bool]) -> Iterator[None]:
 
     Torch keeps the memory of a collective until something waits for it. The other ranks start the same ones, unless
     they fail: then the wait fails as well, at the latest after the timeout of the process group, and the error of this
-    rank is raised.
-
-    Args:
-        is_waited_for: whether to wait after an error.
-
-    Raises:
-        Exception: the error.
+    rank is raised. `is_waited_for` returns whether to wait after an error.
     """
     started: dict[int, Tensor] = {}
     token = _unwaited.set(started)

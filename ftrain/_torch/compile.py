@@ -19,14 +19,6 @@ with private_names():
     from torch.fx.experimental.proxy_tensor import make_fx
 
 
-def fake_mode_with_symbols() -> FakeTensorMode:
-    """Return a mode that can hold symbolic shapes, which Inductor needs to cache code for the next process."""
-    # Imported here: it imports sympy, which takes as long as half of torch.
-    with private_names():
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
 def make_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Run a function on tensors, and return every ATen operation that it dispatched, as a graph."""
     return make_fx(function, tracing_mode="real")(*inputs)
@@ -40,16 +32,12 @@ def is_compiling() -> bool:
 def compile_with_inductor(
     graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph of ATen operations with Inductor.
-
-    Args:
-        graph: the graph.
-        inputs: tensors of the shapes, dtypes and devices of its inputs.
-        options: settings of Inductor, by name.
-    """
+    """Compile a graph of ATen operations with Inductor."""
     with private_names():
         from torch._inductor.compile_fx import compile_fx
-    mode = fake_mode_with_symbols()
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    # With symbolic shapes, which it needs to cache code for the next process.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]
     with torch.no_grad(), tracing(TracingContext(mode)):
         return compile_fx(graph, fakes, config_patches=dict(options))  # type: ignore[return-value]

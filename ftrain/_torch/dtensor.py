@@ -59,13 +59,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shape: Sequence[int]) -> DTensor:
-    """Return the contiguous DTensor whose shard on this rank is `local`.
+    """Return the contiguous DTensor of a whole shape whose shard on this rank is `local`.
 
-    Args:
-        local: the shard of this rank.
-        mesh: mesh over which it is sharded.
-        axes: the axis of the tensor that each axis of the mesh shards, as `torch.chunk` does; None if it is replicated.
-        shape: shape of the whole tensor.
+    `axes` are the axes of the tensor that the axes of the mesh shard, as `torch.chunk` does; None where replicated.
     """
     names = _names()
     placements = [names.Replicate() if axis is None else names.Shard(axis) for axis in axes]
@@ -79,16 +75,6 @@ def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shap
 def axes_of(tensor: DTensor) -> list[int | None]:
     """Return for each axis of the mesh the axis of the tensor that it shards; None if it is replicated."""
     return [each.dim if isinstance(each, _names().Shard) else None for each in tensor.placements]
-
-
-def axis_of(tensor: DTensor) -> int:
-    """Return the axis along which a DTensor is divided.
-
-    Raises:
-        ValueError: when it is not divided along one axis.
-    """
-    (axis,) = (axis for axis in axes_of(tensor) if axis is not None)
-    return axis
 
 
 def local_part(tensor: Tensor) -> Tensor:

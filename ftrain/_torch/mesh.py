@@ -11,13 +11,7 @@ from ftrain._torch import private_names
 
 
 class PlannedMesh(DeviceMesh):
-    """A mesh of any size, seen from its first rank, without communication: for tensors without values.
-
-    Args:
-        device_type: device type of its tensors.
-        names: names of its axes.
-        shape: the length of each axis.
-    """
+    """A mesh of any size, seen from its first rank, without communication: for tensors without values."""
 
     def __init__(self, device_type: str, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
         ranks = torch.arange(torch.Size(shape).numel()).view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -26,15 +26,8 @@ def connect() -> Any:
     return _default_store().clone()
 
 
-class _Connection(threading.local):
-    """The connection of a thread, and the store that it belongs to."""
-
-    def __init__(self) -> None:
-        self.store: Any = None
-        self.of: Callable[[], Any] = lambda: None
-
-
-_connection = _Connection()
+_connection = threading.local()
+"""The connection of a thread (``store``), and the store that it belongs to (``of``)."""
 
 
 def store() -> Any:
@@ -44,7 +37,7 @@ def store() -> Any:
     new connection takes rank 0 a socket, and this rank a question to its name server, which may be slow to answer.
     """
     default = _default_store()
-    if _connection.of() is not default:
+    if getattr(_connection, "of", lambda: None)() is not default:
         _connection.store, _connection.of = default.clone(), weakref.ref(default)
     _connection.store.set_timeout(default.timeout)
     return _connection.store

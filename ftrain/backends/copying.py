@@ -17,11 +17,7 @@ DEPTH = 4
 
 
 class StreamCopier:
-    """A `Copier` with a stream of its own.
-
-    Args:
-        module: the module of the device, ``torch.<name>``.
-    """
+    """A `Copier` with a stream of its own."""
 
     ahead = True
 

@@ -40,7 +40,6 @@ CGROUP_LIMIT, CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgr
 
 
 def _memory() -> Memory:
-    """Return the resident memory of the process."""
     # VmHWM, see proc_pid_status(5). The peak of getrusage(2) survives exec: on Linux it is at least that of the process
     # that started this one.
     in_status = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
@@ -60,10 +59,6 @@ def _free() -> int | None:
     if free is not None and CGROUP_LIMIT.exists() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
         free = max(0, min(free, int(limit) - int(CGROUP_USED.read_text())))
     return free
-
-
-def _emulated_dtypes() -> tuple[torch.dtype, ...]:
-    return tuple(dtype for dtype in NARROW if not _is_native(dtype))
 
 
 def _is_native(dtype: torch.dtype) -> bool:
@@ -92,7 +87,7 @@ BACKEND = Backend(
     available=lambda: True,
     describe=lambda: f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
     autocast_dtypes=lambda: NARROW,
-    emulated_dtypes=_emulated_dtypes,
+    emulated_dtypes=lambda: tuple(dtype for dtype in NARROW if not _is_native(dtype)),
     seeded=seeded,
     generators=save_generators,
     deterministic=deterministic,

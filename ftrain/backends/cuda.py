@@ -11,17 +11,16 @@ from functools import partial
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_matmul_precision
-from ftrain.backends.generators import Generator, functions_of
 
 VOLTA, AMPERE, ADA = (7, 0), (8, 0), (8, 9)
 
 
 class _Cuda(DeviceModule):
     @property
-    def generator(self) -> Generator:
+    def generator(self) -> torch.Generator:
         # Fewer calls than the functions of torch.cuda make, since every step runs in `seeded`.
         index = torch.cuda.current_device()  # The first call also makes the generators.
-        return functions_of(torch.cuda.default_generators[index])
+        return torch.cuda.default_generators[index]
 
 
 DEVICE = _Cuda("cuda")

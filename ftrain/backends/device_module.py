@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ftrain.backends.copying import StreamCopier
-from ftrain.backends.generators import Generator, save_generators, seeded
+from ftrain.backends.generators import AnyGenerator, Generator, save_generators, seeded
 from ftrain.backends.graph_recorder import GraphRecorder
 from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import OptionError
@@ -28,11 +28,7 @@ class DeviceModule:
         self._name = name
 
     def record(self, **fields: Any) -> Backend:
-        """Make the record of the device: the fields of `Backend` that are given, and the others from its module.
-
-        Raises:
-            OptionError: for a field of the wrong type.
-        """
+        """Make the record of the device: the fields of `Backend` that are given, and the others from its module."""
         defaults: dict[str, Any] = {
             "name": self._name,
             "available": lambda: bool(self.module.is_available()),
@@ -58,8 +54,8 @@ class DeviceModule:
         return tuple(dtype for dtype in NARROW if dtype in supported)
 
     @property
-    def generator(self) -> Generator:
-        """The functions of the device's generator."""
+    def generator(self) -> AnyGenerator:
+        """The device's generator."""
         return Generator(self.module.get_rng_state, self.module.set_rng_state, self.module.manual_seed)
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:

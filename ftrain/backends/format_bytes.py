@@ -32,11 +32,7 @@ def unit_of(value: float, base: int = 1024, names: Sequence[str] = UNITS) -> tup
 
 
 def parse_bytes(function: str, memory: int | str) -> int:
-    """Return the bytes of an amount of memory: a number of bytes, or text with a unit.
-
-    Args:
-        function: name of the caller, for the message.
-        memory: the amount.
+    """Return the bytes of an amount of memory: a number of bytes, or text with a unit. Errors name `function`.
 
     Raises:
         OptionError: if it is neither.

@@ -1,35 +1,32 @@
-"""Save, seed and restore the random generators of the host and of a device."""
+"""Save, seed and restore the random generators of the host and of a device; turn off kernels that draw within."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Generator(NamedTuple):
-    """The functions of one generator. The type of its state depends on the device."""
+    """The functions of a generator that is no `torch.Generator`. The type of its state depends on the device."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
     manual_seed: Callable[[int], object]
 
 
-def functions_of(generator: torch.Generator) -> Generator:
-    """Return the functions of a generator of torch."""
-    return Generator(generator.get_state, generator.set_state, generator.manual_seed)
-
-
-HOST = functions_of(torch.default_generator)
+AnyGenerator: TypeAlias = Generator | torch.Generator
 
 _get_state = methodcaller("get_state")
 
 
-def save_generators(*devices: Generator) -> Callable[[], None]:
+def save_generators(*devices: AnyGenerator) -> Callable[[], None]:
     """Save the states of the generators of host and device, and return a function that restores them."""
-    generators = HOST, *devices
+    generators: tuple[Any, ...] = torch.default_generator, *devices
     states = [generator.get_state() for generator in generators]
 
     def restore() -> None:
@@ -44,8 +41,9 @@ class seeded:  # noqa: N801
 
     __slots__ = ("_generators", "_seed", "_states")
 
-    def __init__(self, seed: int, *devices: Generator) -> None:
-        self._seed, self._generators = seed, (HOST, *devices)
+    def __init__(self, seed: int, *devices: AnyGenerator) -> None:
+        self._seed = seed
+        self._generators: tuple[Any, ...] = torch.default_generator, *devices
 
     # Every eager step does this, so it does not make the extra calls of `save_generators`.
     def __enter__(self) -> None:
@@ -56,3 +54,20 @@ class seeded:  # noqa: N801
     def __exit__(self, *error: object) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def without_fused_draws() -> Iterator[None]:
+    """Context in which attention and recurrent nets are made of operations, of which dropout is one.
+
+    The fused kernels of GPUs draw random numbers within. It is a setting of the process, so it holds in all threads.
+    Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html, and
+    https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cudnn (MIOpen has the same switch).
+    """
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cudnn.enabled = enabled

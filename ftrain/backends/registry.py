@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -93,9 +93,6 @@ class Backend:
         package: the vendor's package that adds the device to torch. It is imported when the backend is requested by
             name.
         install: how to install that package, for messages.
-
-    Raises:
-        OptionError: for a field of the wrong type.
     """
 
     name: str
@@ -128,15 +125,6 @@ class Backend:
     install: str = ""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, annotation = getattr(self, field.name), str(field.type)
-            if annotation.startswith("Callable"):
-                is_optional = annotation.endswith("| None")
-                if not callable(value) and not (is_optional and value is None):
-                    needed = "a function, or None" if is_optional else "a function"
-                    raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs {needed}")
-            elif annotation == "str" and not isinstance(value, str):
-                raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs a string")
         if self.caches_memory is None:
             object.__setattr__(self, "caches_memory", self.empty_cache is not None)
 
@@ -196,7 +184,7 @@ def get(name: str) -> Backend:
         _load_entry_points()
     backend = _records.get(name)
     if backend is None:
-        raise DeviceError(f"backends.get: no backend {name!r}; registered are {_listed()}{_more_about(name)}")
+        raise _unknown(name)
     if backend.package:
         _import(backend)
     if not backend.available():
@@ -304,17 +292,15 @@ def _import(backend: Backend) -> None:
         ) from error
 
 
-def _listed() -> str:
-    records = (_records[name] for name in names())
-    return ", ".join(record.name + (f" ({record.platform})" if record.platform else "") for record in records)
-
-
-def _more_about(name: str) -> str:
+def _unknown(name: str) -> DeviceError:
+    records = (_records[other] for other in names())
+    known = ", ".join(record.name + (f" ({record.platform})" if record.platform else "") for record in records)
+    more = ""
     if name in _broken:
-        return f", and the package that adds it does not load: {_broken[name]}"
-    if name and name == _torch.privateuse1_name():
-        return f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
-    return ""
+        more = f", and the package that adds it does not load: {_broken[name]}"
+    elif name and name == _torch.privateuse1_name():
+        more = f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
+    return DeviceError(f"backends.get: no backend {name!r}; registered are {known}{more}")
 
 
 def _load_entry_points() -> None:

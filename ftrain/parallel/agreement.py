@@ -1,11 +1,6 @@
 """Agreement of all ranks, on the host: on numbers, on errors, and on what the first rank decides.
 
 Messages are sent in a process group of their own: they wait neither for a device nor for the collectives of a step.
-
-When ranks save (`ftrain.checkpoint.ranks`), their messages go through the store of the process
-group instead: that works in the thread that writes and without `fit`, and a rank can stop waiting for dead ones.
-There each rank reads the messages of all. After every step that would be too slow for many ranks; a collective is
-not.
 """
 
 from __future__ import annotations
@@ -23,9 +18,6 @@ from ftrain.errors import OptionError, RankError
 from ftrain.parallel.rank_watch import watch
 
 T = TypeVar("T")
-
-PLAIN = bool, int, float, str
-"""Types of which equal values are the same in all processes."""
 
 
 class Agreement:
@@ -78,15 +70,15 @@ class Agreement:
 
     def largest(self, number: int) -> int:
         """Return the largest number that a rank has; waits for all of them."""
-        return self._finished(self._started(number))[0] if self._ranks > 1 else number
+        return int(self._finished(self._start_largest(number))[0]) if self._ranks > 1 else number
 
     def sums(self, numbers: list[float]) -> list[float]:
         """Return the sums of numbers over ranks; waits for all of them."""
         if self._ranks == 1 or not numbers:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.float64, device=tree.HOST)
-        sums = self._waited(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
-        return [float(each) for each in sums]
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return [float(each) for each in self._finished((tensor, work))]
 
     def vote(self, *numbers: int) -> list[int]:
         """Start `largest` of each number, and return what the previous call started; [] in the first call.
@@ -96,22 +88,20 @@ class Agreement:
         if self._ranks == 1:
             return list(numbers)
         result = self.last_vote()
-        self._vote = self._started(*numbers)
+        self._vote = self._start_largest(*numbers)
         return result
 
     def last_vote(self) -> list[int]:
         """Return the result of the last `vote`, or [] if it is known already."""
         vote, self._vote = self._vote, None
-        return self._finished(vote) if vote is not None else []
+        return [int(number) for number in self._finished(vote)] if vote is not None else []
 
-    def _started(self, *numbers: int) -> tuple[torch.Tensor, Any]:
+    def _start_largest(self, *numbers: int) -> tuple[torch.Tensor, Any]:
         tensor = torch.tensor(numbers, device=tree.HOST)
         return tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _finished(self, started: tuple[torch.Tensor, Any]) -> list[int]:
-        return [int(number) for number in self._waited(*started)]
-
-    def _waited(self, tensor: torch.Tensor, work: Any) -> torch.Tensor:
+    def _finished(self, started: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        tensor, work = started
         with self._named():
             work.wait()
         return tensor
@@ -130,16 +120,13 @@ class Agreement:
         if self._ranks > 1:
             self._watch.tell_place(place)
 
-    def from_first(self, value: T) -> T:
-        """Return the value that the first rank has, which is pickled; waits for it."""
-        return self._from(0, value)
-
-    def _from(self, rank: int, value: T) -> T:
+    def from_first(self, value: T, first: int = 0) -> T:
+        """Return the value that the first rank has, or another that is named; it is pickled. Waits for that rank."""
         if self._ranks == 1:
             return value
-        values: list[Any] = [value if self._rank == rank else None]
+        values: list[Any] = [value if self._rank == first else None]
         with self._named():
-            dist.broadcast_object_list(values, src=rank, group=self._group)
+            dist.broadcast_object_list(values, src=first, group=self._group)
         return values[0]  # type: ignore[no-any-return]
 
     def together(self, name: str, function: Callable[[], T]) -> T:
@@ -176,7 +163,7 @@ class Agreement:
         if failed:
             # All know of it, and may save together what was trained.
             self._watch.tell_failure(None)
-            text = self._from(failed - 1, f"{type(error).__name__}: {error}")
+            text = self.from_first(f"{type(error).__name__}: {error}", failed - 1)
             error = error or RankError(f"fit: rank {failed - 1} failed in {name}, and so all ranks stop: {text}")
             self._shared_error = error
             raise error
@@ -205,7 +192,7 @@ class Agreement:
 
         def compare() -> None:
             for name, value in own.items():
-                if not _is_same(value, first[name]):
+                if repr(value) != repr(first[name]):
                     raise OptionError(
                         f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
                         "call it with the same arguments"
@@ -224,9 +211,4 @@ def _as_data(value: Any) -> Any:
         return {name: _as_data(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_as_data(each) for each in value]
-    return value if value is None or type(value) in PLAIN else f"a {type(value).__name__}"
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    # NaN, of which an error follows, is not equal to itself.
-    return type(value) is type(other) and (value == other or (value != value and other != other))
+    return value if value is None or type(value) in (bool, int, float, str) else f"a {type(value).__name__}"

@@ -8,8 +8,7 @@ is freed when the backward pass no longer needs it. The rest of the block takes 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -21,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.gather import Parameters
-from ftrain.parallel.gather_ahead import GatherAhead
 from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.rank_watch import Watch
 from ftrain.parallel.same_blocks import require_same_block
@@ -34,15 +32,10 @@ MOST_BLOCKS = 2
 
 
 class _View(NamedTuple):
-    """A view of a gathered tensor, or of its cast to another dtype.
-
-    Args:
-        number: number of this view among those that autograd saves for a block.
-        source: index of the gathered tensor.
-    """
+    """A view of a gathered parameter, or of its cast to another dtype; `number` counts what is saved for a block."""
 
     number: int
-    source: int
+    name: str
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -60,17 +53,15 @@ class BlockGather:
 
     def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
         self._watch, self._as_autocast = watch, as_autocast
-        self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
+        self._slots = _slots_by_block(module)
         module_names = {part: name for name, part in module.named_modules()}
         self._block_names = [module_names[block] for block in self._slots]
-        self.names = _only_in(self._slots.values(), slots_of(module))
+        self._names_by_block = [[*dict.fromkeys(slot.name for slot in slots)] for slots in self._slots.values()]
+        self.names = {name for names in self._names_by_block for name in names}
         """The names of parameters that are gathered by block."""
-        self._names_by_block = [
-            [*dict.fromkeys(slot.name for slot in slots if slot.name in self.names)] for slots in self._slots.values()
-        ]
-        self._gathered_again: deque[_Again] = deque()
+        self._gathered_again: list[_Again] = []
         self._pass: _Pass | None = None
-        self._latest: dict[str, tuple[_Again, int]] = {}
+        self._latest: dict[str, _Again] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Parameters) -> dict[str, Tensor]:
@@ -79,7 +70,7 @@ class BlockGather:
         Placeholders have no values: reading the parameter of a block outside its forward is an error.
         """
         if self._pass is not None:
-            self._pass.ahead.drop()
+            self._pass.params.drop_ahead()
         self._pass = _Pass(params, self._names_by_block)
         return {name: self._placeholder(params, name) for name in self.names}
 
@@ -88,13 +79,9 @@ class BlockGather:
         key = name, local.dtype, local.requires_grad
         if key not in self._placeholders:
             shape = local.shape if part is None else part.shape
-            self._placeholders[key] = NotGathered(name, shape, local, partial(self._gather_latest, name))
+            # In the backward pass of its block, a part of the block may be computed again.
+            self._placeholders[key] = NotGathered(name, shape, local, lambda: self._latest[name].whole(name))
         return self._placeholders[key]
-
-    def _gather_latest(self, name: str) -> Tensor:
-        """Return a whole parameter in the backward pass of its block, when a part of the block is computed again."""
-        again, index = self._latest[name]
-        return again.whole(index)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -106,7 +93,7 @@ class BlockGather:
             try:
                 yield
                 if self._pass is not None:
-                    self._pass.ahead.drop()
+                    self._pass.params.drop_ahead()
             finally:
                 self._pass, self._latest = None, {}
                 while self._gathered_again:
@@ -115,7 +102,7 @@ class BlockGather:
     def finish(self) -> None:
         """Check, in the first step, that no other rank runs one more block."""
         self._require_same(len(self._block_names))
-        cast(_Pass, self._pass).ahead.drop()
+        cast(_Pass, self._pass).params.drop_ahead()
 
     def take_part(self) -> None:
         """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
@@ -129,16 +116,15 @@ class BlockGather:
             return  # The first block would have shown in which dtype the others gather.
         for index, names in enumerate(left):
             if index:
-                current.ahead.start(names)
-            current.ahead.take(names)
+                current.params.start_ahead(names)
+            current.params.take(names)
 
     def _require_same(self, number: int) -> None:
         params = cast(_Pass, self._pass).params
         require_same_block(params.group, self._block_names, number, params.device)
 
     def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
-        forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
-        names = self._names_by_block[number]
+        forward, names = block.forward, self._names_by_block[number]
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             current = cast(_Pass, self._pass)
@@ -148,15 +134,14 @@ class BlockGather:
             self._require_same(number)
             tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
-            again = _Again(current.ahead, names, self._gathered_again, tell)
-            wholes = current.params.joined(names, current.ahead.take(names), again.finish)
+            again = _Again(current.params, names, self._gathered_again, tell)
+            wholes = current.params.sums.at_once(current.params.take(names), again.finish)
             if _torch.in_backward():
                 current.start_before(number)
             else:
                 current.start_after(number, again)
-            self._latest.update((name, (again, index)) for index, name in enumerate(names))
-            by_name = dict(zip(names, wholes, strict=True))
-            with bound(slots, [by_name[slot.name] for slot in slots]), again.saving(wholes, current.params):
+            self._latest |= dict.fromkeys(names, again)
+            with bound(slots, [wholes[slot.name] for slot in slots]), again.saving(wholes):
                 return forward(*args, **kwargs)
 
         return gathering
@@ -171,15 +156,10 @@ def _require_plain(block: str, arguments: PyTree) -> None:
 
 
 class _Pass:
-    """One forward pass of a model and its backward pass: which blocks have run, and which is probably next.
-
-    Args:
-        params: parameters of the model.
-        names_by_block: the parameters of each block.
-    """
+    """One forward pass of a model and its backward pass: which blocks have run, and which is probably next."""
 
     def __init__(self, params: Parameters, names_by_block: Sequence[Sequence[str]]) -> None:
-        self.params, self.ahead = params, GatherAhead(params)
+        self.params = params
         self._names_by_block = names_by_block
         self._is_in_order, self._guess = True, 0
         self._runs: list[tuple[int, _Again]] = []
@@ -205,7 +185,7 @@ class _Pass:
         self._is_in_order = self._is_in_order and number >= self._guess
         self._guess = number + 1
         if self._is_in_order and self._guess < len(self._names_by_block):
-            self.ahead.start(self._names_by_block[self._guess])
+            self.params.start_ahead(self._names_by_block[self._guess])
 
     def start_before(self, number: int) -> None:
         """Start the gather of the block that ran before the one that is computed again for its gradient."""
@@ -227,107 +207,104 @@ class _Again:
     """
 
     def __init__(
-        self, ahead: GatherAhead, names: Sequence[str], gathered_again: deque[_Again], tell: Callable[[], None]
+        self, params: Parameters, names: Sequence[str], gathered_again: list[_Again], tell: Callable[[], None]
     ) -> None:
         self._tell = tell
-        self._ahead, self._names, self._gathered_again = ahead, names, gathered_again
-        self._indices: dict[int, int] = {}
-        self._sources: dict[tuple[Any, int], int] = {}
-        self._strides: list[tuple[int, ...]] = []
-        self._indices_of_views: list[int] = []
-        self._unread: dict[int, set[int]] = {}
-        self._wholes: dict[int, Tensor] = {}
-        self._nbytes: dict[int, int] = {}
+        self._params, self._names, self._gathered_again = params, names, gathered_again
+        self._names_by_memory: dict[int, str] = {}
+        self._names_by_node: dict[tuple[Any, int], str] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._names_of_views: list[str] = []
+        self._unread: dict[str, set[int]] = {}
+        self._wholes: dict[Any, Tensor] = {}
+        self._nbytes: dict[str, int] = {}
         self._node = -1
         self._has_started_before = False
         self.before: _Again | None = None
         self.is_needed = False
 
     @contextmanager
-    def saving(self, wholes: Sequence[Tensor], params: Parameters) -> Iterator[None]:
-        """Context in which autograd does not save these tensors, their views and casts, but gathers them again."""
+    def saving(self, wholes: Mapping[Any, Tensor]) -> Iterator[None]:
+        """Context in which autograd does not save these parameters, their views and casts, but gathers them again."""
         # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
         if _torch.saved_tensors_pack_hook() is not None:
             self.is_needed = True
             yield
             return
-        divided = [(index, whole) for index, whole in enumerate(wholes) if params.parts[self._names[index]]]
-        self._indices = {_torch.storage_id(whole): index for index, whole in divided}
-        self._sources = {(whole.grad_fn, whole.output_nr): index for index, whole in divided if whole.requires_grad}
-        self._strides = [whole.stride() for whole in wholes]
+        divided = [(name, whole) for name, whole in wholes.items() if self._params.parts[name]]
+        self._names_by_memory = {_torch.storage_id(whole): name for name, whole in divided}
+        self._names_by_node = {(whole.grad_fn, whole.output_nr): name for name, whole in divided if whole.requires_grad}
+        self._strides = {name: whole.stride() for name, whole in divided}
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             # Only while the forward runs, when they exist: the number of freed memory may come back for other memory,
             # and the nodes hold this object.
-            self._indices, self._sources = {}, {}
+            self._names_by_memory, self._names_by_node = {}, {}
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Return what is saved for a tensor."""
         base = _torch.base_of(tensor)
-        index = self._indices.get(_torch.storage_id(tensor))
-        if index is None:
-            index = self._cast_of(base)
+        name = self._names_by_memory.get(_torch.storage_id(tensor))
+        if name is None:
+            name = self._cast_of(base)
         # A view as complex numbers has another dtype; one of the imaginary parts of a conjugate is marked as negative.
-        if index is None or tensor.dtype != base.dtype or tensor.is_neg():
+        if name is None or tensor.dtype != base.dtype or tensor.is_neg():
             return tensor
         self.is_needed = True
-        self._indices_of_views.append(index)
-        number = len(self._indices_of_views) - 1
-        return _View(number, index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._names_of_views.append(name)
+        number = len(self._names_of_views) - 1
+        return _View(number, name, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _cast_of(self, tensor: Tensor) -> int | None:
-        """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
+    def _cast_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter of which a tensor is a cast; autocast makes one for each use."""
         source = _torch.cast_from(tensor)
-        index = None if source is None else self._sources.get(source)
-        if index is None or tensor.stride() != self._strides[index] or _torch.version_of(tensor):
+        name = None if source is None else self._names_by_node.get(source)
+        if name is None or tensor.stride() != self._strides[name] or _torch.version_of(tensor):
             return None  # Made contiguous, say, or written to.
-        return index
+        return name
 
     def _unpack(self, saved: Any) -> Tensor:
-        """Return the tensor that was saved."""
         if not isinstance(saved, _View):
             return cast(Tensor, saved)
         node = _torch.backward_node()
         if node != self._node:
             # Not when they are read for the last time: a function may ask twice for what it has saved.
             self._node = node
-            for index in [index for index, numbers in self._unread.items() if not numbers]:
-                self._wholes.pop(index, None)
-        whole = self.whole(saved.source)
-        self._unread[saved.source].discard(saved.number)
+            for name in [name for name, numbers in self._unread.items() if not numbers]:
+                self._wholes.pop(name, None)
+        whole = self.whole(saved.name)
+        self._unread[saved.name].discard(saved.number)
         if not self._has_started_before and self._is_half_read():
             self.start_before()
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
-    def whole(self, index: int) -> Tensor:
-        """Return the tensor with a number, gathered again."""
-        if index not in self._wholes:
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter, gathered again."""
+        if name not in self._wholes:
             self.forget()
             self._tell()
-            self._wholes = dict(enumerate(self._ahead.take(self._names)))
-            self._unread = {read: set() for read in self._indices_of_views}
-            for number, read in enumerate(self._indices_of_views):
+            self._wholes = self._params.take(self._names)
+            self._unread = {read: set() for read in self._names_of_views}
+            for number, read in enumerate(self._names_of_views):
                 self._unread[read].add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again[0].forget()
-        return self._wholes[index]
+        return self._wholes[name]
 
     def _is_half_read(self) -> bool:
-        """Return whether less than half of the parameters that the backward pass needs will be read after this one."""
-        # In bytes of parameters, which are the same on all ranks.
-        left = sum(nbytes for index, nbytes in self._nbytes.items() if self._unread[index])
+        # In bytes of the parameters that the backward pass needs, which are the same on all ranks.
+        left = sum(nbytes for name, nbytes in self._nbytes.items() if self._unread[name])
         return left < sum(self._nbytes.values()) / 2
 
     def start_before(self) -> None:
         """Start the gather of the block that has run before, whose backward pass is next."""
         self._has_started_before = True
         if self.before is not None and self.before.is_needed:
-            self._ahead.start(self.before._names)
+            self._params.start_ahead(self.before._names)
 
     def finish(self) -> None:
         """Free what was gathered again, when the gradients are complete."""
@@ -336,21 +313,21 @@ class _Again:
         self.forget()
 
     def forget(self) -> None:
-        """Free what was gathered again."""
         if self._wholes:
             self._wholes = {}
             self._gathered_again.remove(self)
 
 
-def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:
-    """Return the slots of the parameters of a block, with their names in the whole module."""
-    names = {(id(slot.tensors), slot.key): slot.name for slot in slots_of(module)}
-    return [slot._replace(name=names[id(slot.tensors), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
-
-
-def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
-    """Return the names of parameters that are used only in blocks."""
-    within = {(id(slot.tensors), slot.key) for slots in blocks for slot in slots}
-    outside = {slot.name for slot in everywhere if (id(slot.tensors), slot.key) not in within}
-    floating = {slot.name for slots in blocks for slot in slots if slot.tensors[slot.key].is_floating_point()}
-    return floating - outside
+def _slots_by_block(module: nn.Module) -> dict[nn.Module, list[Slot]]:
+    """Return the parameters of each block that are used only in blocks, with their names in the whole module."""
+    slots = {(id(slot.tensors), slot.key): slot for slot in slots_of(module)}
+    blocks = {
+        block: [slots[id(slot.tensors), slot.key] for slot in slots_of(block) if not slot.is_buffer]
+        for block in repeated_children(module)
+    }
+    within = {(id(slot.tensors), slot.key) for each in blocks.values() for slot in each}
+    outside = {slot.name for place, slot in slots.items() if place not in within}
+    return {
+        block: [slot for slot in each if slot.name not in outside and slot.tensors[slot.key].is_floating_point()]
+        for block, each in blocks.items()
+    }

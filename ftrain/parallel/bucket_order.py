@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,72 +16,61 @@ STREAM_BYTES = 1 << 19
 """Bytes of gradients that are sent together, with `update_in_backward`."""
 
 
+Name = TypeVar("Name", bound=Hashable)
+
+
 class BucketOrder:
-    """Starts buckets in their order, each when it and all earlier ones are complete.
+    """Starts the buckets of a plan in their order, each when it and all earlier ones are complete.
 
-    Ranks that use different parameters get their gradients in different orders.
-
-    Args:
-        plan: the indices of each bucket, the same on all ranks.
-        start: function of the indices and gradients of a bucket.
+    The plan is the same on all ranks; those that use different parameters get their gradients in different orders.
     """
 
-    def __init__(self, plan: Iterable[Sequence[int]], start: Callable[[Sequence[int], list[Tensor]], None]) -> None:
+    def __init__(self, plan: Iterable[Sequence[Any]], start: Callable[[Sequence[Any], list[Tensor]], None]) -> None:
         self._plan, self._start = iter(plan), start
-        self._waiting: dict[int, Tensor] = {}
+        self._waiting: dict[Hashable, Tensor] = {}
         self._advance()
 
-    def take(self, index: int, grad: Tensor) -> None:
+    def take(self, name: Hashable, grad: Tensor) -> None:
         """Take a complete gradient."""
-        self._waiting[index] = grad
-        self._missing.discard(index)
+        self._waiting[name] = grad
+        self._missing.discard(name)
 
     def start_complete(self) -> None:
         """Start the buckets that are next and complete."""
         while self._next and not self._missing:
             self._start_next()
 
-    def start_rest(self, missing: Callable[[int], Tensor]) -> None:
-        """Start the buckets in which a gradient of this rank is missing, and those after them.
-
-        Args:
-            missing: function that returns what is sent in place of a missing gradient.
-        """
+    def start_rest(self, zeros: Callable[[Any], Tensor]) -> None:
+        """Start the other buckets, with zeros in place of the gradients that this rank does not have."""
         while self._next:
-            self._waiting.update((index, missing(index)) for index in self._missing)
+            self._waiting.update((name, zeros(name)) for name in self._missing)
             self._start_next()
 
     def _start_next(self) -> None:
-        indices = self._next
-        grads = [self._waiting.pop(index) for index in indices]
+        names = self._next
+        grads = [self._waiting.pop(name) for name in names]
         self._advance()
-        self._start(indices, grads)
+        self._start(names, grads)
 
     def _advance(self) -> None:
-        self._next: Sequence[int] = next(self._plan, ())
-        self._missing = {index for index in self._next if index not in self._waiting}
+        self._next: Sequence[Any] = next(self._plan, ())
+        self._missing = {name for name in self._next if name not in self._waiting}
 
 
-def plan_of(indices: Sequence[int], tensors: Sequence[Tensor], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the indices of each bucket: gradients come in the opposite order of use.
+def plan_of(names: Sequence[Name], tensors: Sequence[Tensor], sizes: Sequence[int], limit: int) -> list[list[Name]]:
+    """Return the names in each bucket of about `limit` bytes, given all in the order of their use.
 
-    Args:
-        indices: indices of the parameters, in the order of their use.
-        tensors: tensors with the dtypes of their gradients, in the same order.
-        sizes: number of elements of each.
-        limit: size of a bucket in bytes.
+    Gradients come in the opposite order. `sizes` are numbers of elements.
     """
     members = buckets(tensors[::-1], sizes[::-1], limit)
-    return [[indices[-1 - member] for member in bucket] for bucket in members]
+    return [[names[-1 - member] for member in bucket] for bucket in members]
 
 
 def stream_plan(params: PyTree, parts: Sequence[Part | None], order: Iterable[str]) -> list[list[int]]:
     """Return the numbers of the leaves of each bucket for gradients that are taken one by one.
 
-    Args:
-        params: parameters of a rank.
-        parts: how they are divided: ranks plan with the sizes of whole leaves, so that they agree.
-        order: names in the order of their use, as far as they are known.
+    Ranks plan with the sizes of whole leaves, so that they agree. `order` are the names in the order of their use, as
+    far as they are known.
     """
     leaves, places = tree.leaves(params), {name: place for place, name in enumerate(order)}
     names = tree.leaf_names(params)

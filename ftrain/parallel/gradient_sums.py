@@ -7,9 +7,9 @@ bucket, or of a block, when all of them are complete.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.errors import LossError
 from ftrain.parallel.bucket_order import BucketOrder, plan_of
-from ftrain.parallel.partition import Results
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.step.rank_backward import Backward, unused_on_rank
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
@@ -29,97 +30,90 @@ SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 SMALLEST_REDUCED = 8 << 20
 """Bytes of the smallest bucket that is all-reduced: smaller ones take CPUs more time than their overlap saves."""
 
-Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]
-"""``(indices, gradients) -> results``: starts to combine the gradients of the parameters of these indices."""
-
-Start: TypeAlias = Callable[[list[Tensor]], Results]
-"""``gradients -> results``: starts to sum what was combined over the copies of the state."""
-
 
 class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.rank_backward.CombinedGrads`.
 
     Args:
-        names: names of the parameters.
-        params: parameters of this rank; a sum has the shape of its parameter.
-        over_copies: function that sums over the copies of the state what was combined within one; None if that is done
-            later.
+        group: ranks over which gradients are summed.
+        params: parameters of this rank by name; a sum has the shape of its parameter.
+        parts: how each is divided over the ranks; None for one that every rank has.
+        copies: ranks that have the same parts, over which the sums are summed again; None if that is done later.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[Tensor], over_copies: Start | None = None) -> None:
-        self._names, self._params, self._over_copies = names, params, over_copies
-        self._started: deque[tuple[Sequence[int], Results]] = deque()
-        self._started_over_copies: list[tuple[Sequence[int], Results]] = []
-        self._nbytes: deque[int] = deque()  # Of what was started.
-        self._sums: dict[int, Tensor] = {}
-        self._used: set[int] = set()
-        self._sparse: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        group: Group,
+        params: Mapping[Hashable, Tensor],
+        parts: Mapping[Hashable, Part | None],
+        copies: Group | None = None,
+    ) -> None:
+        self._group, self._params, self._parts, self._copies = group, params, parts, copies
+        self._started: deque[tuple[Sequence[Hashable], Results, int]] = deque()
+        self._started_over_copies: list[tuple[Sequence[Hashable], Results]] = []
+        self._sums: dict[Hashable, Tensor] = {}
+        self._used: set[Hashable] = set()
+        self._sparse: dict[Hashable, Tensor] = {}
         self._buckets: BucketOrder | None = None
-        self._forms: dict[int, _Form] = {}  # Of what is in buckets.
         self._has_blocks = False
         self._source: Tensor | None = None
         self._is_in_backward = False
 
-    def in_buckets(
-        self, wholes: Mapping[int, Tensor], combine: Combine, *, all_reduces: bool = False
-    ) -> dict[int, Tensor]:
+    def in_buckets(self, wholes: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         """Return the tensors that a loss reads; their gradients are sent in buckets, in one order on all ranks.
 
-        Args:
-            wholes: whole tensors by the indices of their parameters, in the order of their use.
-            combine: function of the gradients of one bucket.
-            all_reduces: whether `combine` all-reduces them.
+        `wholes` are whole tensors by the names of their parameters, in the order of their use; those without a
+        gradient are returned as they are.
         """
-        plan = _plan_of(wholes, SMALLEST_REDUCED if all_reduces else SMALLEST)
-        self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}
-        self._buckets = BucketOrder(plan, partial(self._start, combine))
-        new: dict[int, Tensor] = {}
-        for indices in plan:
-            tensors = self._read([wholes[index] for index in indices], partial(self._take, indices))
+        trained = {name: whole for name, whole in wholes.items() if name in self._params}
+        smallest = SMALLEST_REDUCED if all(self._parts[name] is None for name in trained) else SMALLEST
+        tensors = [*trained.values()]
+        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, smallest), LARGEST)
+        plan = plan_of([*trained], tensors, [tensor.numel() for tensor in tensors], limit)
+        self._buckets = BucketOrder(plan, self._start)
+        new = dict(wholes)
+        for names in plan:
+            read = self._read([wholes[name] for name in names], partial(self._take, names))
             # Autograd runs the newest nodes first, and this one is older than the loss.
-            _torch.run_when_ready(tensors[0])
-            new.update(zip(indices, tensors, strict=True))
+            _torch.run_when_ready(read[0])
+            new.update(zip(names, read, strict=True))
         return new
 
-    def at_once(self, wholes: Sequence[Tensor], indices: Sequence[int], combine: Combine) -> list[Tensor]:
-        """Return whole tensors for a block; their gradients are sent when all of them are complete.
-
-        Args:
-            wholes: the gathered parameters.
-            indices: indices of the parameters.
-            combine: function of the gradients of `wholes`.
-        """
-        forms = [_Form.of(whole) for whole in wholes]
+    def at_once(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
+        """As `in_buckets`, for a block: its gradients are sent when all are complete, after `on_backward`."""
+        names = [name for name in wholes if name in self._params]
+        if not names:
+            return dict(wholes)
 
         def complete(grads: Sequence[Tensor | None]) -> None:
-            self._used.update(index for index, grad in zip(indices, grads, strict=True) if grad is not None)
-            pairs = zip(grads, forms, strict=True)
-            self._start(combine, indices, [form.zeros() if grad is None else grad for grad, form in pairs])
+            on_backward()
+            pairs = list(zip(names, grads, strict=True))
+            self._used.update(name for name, grad in pairs if grad is not None)
+            # Gradients of what was gathered in another dtype are summed in the dtype of the parameters.
+            self._start(
+                names,
+                [self._zeros(name) if grad is None else grad.to(self._params[name].dtype) for name, grad in pairs],
+            )
 
         self._has_blocks = True
-        return self._read(wholes, complete)
+        tensors = self._read([wholes[name] for name in names], complete)
+        return {**wholes, **dict(zip(names, tensors, strict=True))}
 
     def backward(self, run: Backward) -> list[Tensor | None]:
-        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are.
-
-        Args:
-            run: ``tensors -> gradients``.
-        """
+        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are."""
         self._is_in_backward = True
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
-            self._buckets.start_rest(lambda index: self._forms[index].zeros())
+            self._buckets.start_rest(self._zeros)
             # It refers to this object: the sums would stay in memory until Python collects the cycle.
             self._buckets = None
         while self._started:
             self._finish()
-        for indices, over_copies in self._started_over_copies:
-            self._add(indices, over_copies())
+        for names, results in self._started_over_copies:
+            self._add(names, results())
         self._note_used()
-        results = {**self._sums, **self._sparse}
-        return [
-            results[index] if index in results else torch.zeros_like(param) for index, param in enumerate(self._params)
-        ]
+        sums = {**self._sums, **self._sparse}
+        return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
     def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:
         """Return tensors with the same values; a function gets their gradients when all are complete."""
@@ -136,59 +130,47 @@ class GradientSums:
 
         return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
 
-    def _take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a bucket."""
+    def _take(self, names: Sequence[Hashable], grads: Sequence[Tensor | None]) -> None:
         buckets = cast(BucketOrder, self._buckets)
-        for index, grad in zip(indices, grads, strict=True):
+        for name, grad in zip(names, grads, strict=True):
             if grad is None:
                 continue
             if grad.is_sparse:
-                self._sparse[index] = grad
+                self._sparse[name] = grad
                 continue
-            self._used.add(index)
-            buckets.take(index, grad)
+            self._used.add(name)
+            buckets.take(name, grad)
         # With blocks, a bucket would start at another point on a rank that lacks one of its gradients.
         if not self._has_blocks:
             buckets.start_complete()
 
-    def _start(self, combine: Combine, indices: Sequence[int], grads: list[Tensor]) -> None:
-        """Start to combine gradients; waits for the oldest if many are being sent."""
-        self._started.append((indices, combine(indices, grads)))
-        self._nbytes.append(sum(grad.nbytes for grad in grads))
-        while len(self._started) > AT_ONCE or sum(self._nbytes) > AT_ONCE_BYTES:
+    def _start(self, names: Sequence[Hashable], grads: list[Tensor]) -> None:
+        """Start to sum gradients; waits for the oldest if many are being sent."""
+        results = start_scatter_all(self._group, grads, [self._parts[name] for name in names])
+        self._started.append((names, results, sum(grad.nbytes for grad in grads)))
+        while len(self._started) > AT_ONCE or sum(nbytes for _, _, nbytes in self._started) > AT_ONCE_BYTES:
             self._finish()
 
     def _finish(self) -> None:
-        indices, results = self._started.popleft()
-        self._nbytes.popleft()
-        if self._over_copies is None:
-            self._add(indices, results())
+        names, results, _ = self._started.popleft()
+        if self._copies is None:
+            self._add(names, results())
         else:
-            self._started_over_copies.append((indices, self._over_copies(results())))
+            self._started_over_copies.append((names, start_sum_all(self._copies, results())))
 
-    def _add(self, indices: Sequence[int], grads: list[Tensor]) -> None:
-        for index, grad in zip(indices, grads, strict=True):
-            self._sums[index] = self._sums[index] + grad if index in self._sums else grad
+    def _add(self, names: Sequence[Hashable], grads: list[Tensor]) -> None:
+        for name, grad in zip(names, grads, strict=True):
+            self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+
+    def _zeros(self, name: Hashable) -> Tensor:
+        """Return the gradient of a parameter that this rank does not use."""
+        param, part = self._params[name], self._parts[name]
+        return param.new_zeros(param.shape if part is None else part.shape)
 
     def _note_used(self) -> None:
         on_rank = unused_on_rank()
         if on_rank is not None:
-            on_rank.note_gathered(self._names, [index in self._used for index in range(len(self._names))])
-
-
-class _Form(NamedTuple):
-    """Shape, dtype and device of a gradient, without the memory of its parameter."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            on_rank.note_gathered([str(name) for name in self._params], [name in self._used for name in self._params])
 
 
 class _Read(torch.autograd.Function):
@@ -206,9 +188,3 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.complete(grads)
         return None, None, None
-
-
-def _plan_of(tensors: Mapping[int, Tensor], smallest: int) -> list[list[int]]:
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return plan_of([*tensors], [*tensors.values()], sizes, min(max(nbytes // BUCKETS, smallest), LARGEST))

@@ -121,13 +121,8 @@ def _take_device(module: Any) -> None:
 def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that the ranks of this start share, and those of no other start; waits for all of them.
 
-    Each rank asks rank 0 under a new unique name; only a running rank 0 answers, with the name of this start.
-
-    Args:
-        launcher_store: store in which earlier starts have left what they wrote.
-        rank: the number of this rank.
-        size: number of ranks.
-        seconds: how long to wait.
+    In the store are also things that earlier starts have left. Each rank asks rank 0 under a new unique name; only a
+    running rank 0 answers, with the name of this start.
 
     Raises:
         RankError: when a rank does not come in time; names it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +18,12 @@ from ftrain.step.value_and_grad import ValueAndGrad
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 
-class _Started(NamedTuple):
-    """Sums over ranks that were started, and what is summed."""
-
-    total: Tensor
-    metrics: Metrics
-    buffers: PyTree
-    sums: Callable[[], Any]
-
-    def are_of(self, local: Gradients) -> bool:
-        """Whether they are all that must be summed: nothing is known only after the backward pass, as with fp16."""
-        metrics = local.metrics
-        return (
-            local.finite is None
-            and local.loss.total is self.total
-            and local.buffers is self.buffers
-            and len(metrics) == len(self.metrics)
-            and all(metrics[name] is metric for name, metric in self.metrics.items())
-        )
-
-
 class LossResults:
-    """Sums the results of a loss over ranks.
-
-    Args:
-        ranks: all ranks.
-    """
+    """Sums the results of a loss over all ranks."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
-        self._started: _Started | None = None
+        self._started: Callable[[], Any] | None = None
 
     def started_by(self, grad: GradFn) -> GradFn:
         """Return a gradient of one microbatch that starts the sums before its backward pass; others as they are."""
@@ -58,10 +34,10 @@ class LossResults:
     def _starting(self, forward: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
         def run(state: TrainState, *args: Any) -> ForwardResult:
             result, rows = forward(state, *args), current()
-            if rows is not None:
+            # Some metrics are known only after the backward pass.
+            if rows is not None and result.finish_metrics is dict:
                 addends = _addends(result.loss.total, result.metrics, result.buffers, state.buffers, rows)
-                sums = self._start(addends)
-                self._started = _Started(result.loss.total, result.metrics, result.buffers, sums)
+                self._started = self._start(addends)
             return result
 
         return run
@@ -69,17 +45,14 @@ class LossResults:
     def of_all_ranks(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
         """Return the gradients with the loss, the metrics, the buffers and `finite` of all ranks.
 
-        Args:
-            local: gradients of this rank. The weight of the loss is already that of all ranks.
-            buffers: buffers of the state.
-            rows: rows of this rank.
+        The weight of the loss is already that of all ranks. `buffers` are those of the state.
         """
         started, self._started = self._started, None
-        sums: Any = None if started is None else started.sums()
-        if started is None or not started.are_of(local):
+        if started is None:
             addends = _addends(local.loss.total, local.metrics, local.buffers, buffers, rows)
             addends["not_finite"] = None if local.finite is None else (~local.finite).to(torch.int32)
-            sums = self._start(addends)()
+            started = self._start(addends)
+        sums = started()
         return replace(
             local,
             loss=replace(local.loss, total=sums["total"]),
@@ -101,7 +74,6 @@ class LossResults:
 
 
 def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
-    """Return what this rank adds to the results."""
     _require_scalars(metrics)
     # A metric that a loss has made on the host could not be in one buffer with the others.
     metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.join import at_exit, join
 from ftrain.parallel.rank_watch import watch
+from ftrain.types import PyTree
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
@@ -82,7 +83,8 @@ Result: TypeAlias = Callable[[], Tensor]
 class Group:
     """Ranks along one axis of a mesh, and the collectives between them.
 
-    A collective whose name ends with an underscore may overwrite its argument.
+    A collective whose name ends with an underscore may overwrite its argument. Those that are only started need more
+    than one rank.
 
     Args:
         name: name of the group in torch.
@@ -117,7 +119,7 @@ class Group:
 
     def start_sum_(self, tensor: Tensor) -> Result:
         """Start to sum a tensor over the ranks."""
-        return self._result(collectives.all_reduce_(tensor, "sum", self.name) if self.size > 1 else tensor, tensor)
+        return partial(_wait, collectives.all_reduce_(tensor, "sum", self.name), tensor)
 
     def start_gather(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Start to gather vectors, which have the same lengths on all ranks.
@@ -126,11 +128,9 @@ class Group:
             a function that waits, once, and returns per vector a new matrix with a row of each rank.
         """
         lengths = [tensor.shape[0] for tensor in tensors]
-        if self.size == 1:
-            return lambda: [tensor.unsqueeze(0) for tensor in tensors]
         if self.has_reduce_scatter:
             flat = torch.cat([*tensors])
-            started = [self._result(collectives.all_gather(flat, self.size, self.name), flat)]
+            started = [partial(_wait, collectives.all_gather(flat, self.size, self.name), flat)]
             # Popped, so that what was sent is freed before anything is copied.
             return lambda: [*_split_copy(started.pop()().view(self.size, -1), lengths, 1)]
         # An all-gather of gloo takes the memory of two more copies. In an exchange a rank sends nothing to itself.
@@ -146,10 +146,8 @@ class Group:
 
     def start_scatter(self, tensor: Tensor) -> Result:
         """Start to reduce-scatter a tensor: each rank gets its part of the first axis of the sum over ranks."""
-        if self.size == 1 or self.has_reduce_scatter:
-            return self._result(
-                collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor, tensor
-            )
+        if self.has_reduce_scatter:
+            return partial(_wait, collectives.reduce_scatter(tensor, self.size, self.name), tensor)
         lengths = [tensor.shape[0] // self.size for _ in range(self.size)]
         exchanged = self.start_exchange(tensor, lengths, lengths)
         return lambda: exchanged().view(self.size, -1, *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
@@ -162,16 +160,11 @@ class Group:
             sent: how many rows each rank gets.
             received: how many rows each rank sends.
         """
-        return self._result(
-            collectives.all_to_all(tensor, received, sent, self.name) if self.size > 1 else tensor, tensor
-        )
+        return partial(_wait, collectives.all_to_all(tensor, received, sent, self.name), tensor)
 
     def start_broadcast_(self, tensor: Tensor) -> Result:
         """Start to broadcast the tensor of the first rank."""
-        return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor, tensor)
-
-    def _result(self, started: Tensor, source: Tensor) -> Result:
-        return partial(_wait, started, source) if self.size > 1 else lambda: started
+        return partial(_wait, collectives.broadcast_(tensor, 0, self.name), tensor)
 
 
 def _wait(started: Tensor, source: Tensor) -> Tensor:
@@ -197,13 +190,15 @@ def require_all_ranks_of(mesh: DeviceMesh) -> None:
         )
 
 
-def require_ranks(mesh: DeviceMesh, leaves: Iterable[Any]) -> None:
+def require_ranks(mesh: DeviceMesh, tensors: PyTree) -> None:
     """Check that the ranks of a mesh exist, if tensors have values to compute with.
 
     Raises:
         OptionError: when the mesh is planned.
     """
-    if isinstance(mesh, PlannedMesh) and any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in leaves):
+    if not isinstance(mesh, PlannedMesh):
+        return
+    if any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in tree.leaves(tensors)):
         sizes = f"replicate={mesh.size(0)}, shard={mesh.size(1)}"
         raise OptionError(
             f"sharded: the {mesh.size():,} ranks of this step are planned, and do not exist; start as many with "
@@ -211,23 +206,13 @@ def require_ranks(mesh: DeviceMesh, leaves: Iterable[Any]) -> None:
         )
 
 
-def group(mesh: DeviceMesh, axis: str) -> Group:
-    """Return the group of this rank along an axis of a mesh."""
-    if isinstance(mesh, PlannedMesh):
-        return Group(axis, mesh.size((REPLICATE, SHARD).index(axis)), 0)
-    return _group(mesh.get_group(axis), mesh)
-
-
 def groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """Return the groups of this rank by axis; ``"all"`` is that of all ranks."""
-    return {ALL: all_ranks(mesh), REPLICATE: group(mesh, REPLICATE), SHARD: group(mesh, SHARD)}
-
-
-def all_ranks(mesh: DeviceMesh) -> Group:
-    """Return the group of all ranks of the run, which are those of its mesh."""
+    """Return the groups of this rank by axis; ``"all"`` is that of all ranks of the run."""
     if isinstance(mesh, PlannedMesh):
-        return Group(ALL, mesh.size(), 0)
-    return _group(dist.group.WORLD, mesh)
+        sizes = {ALL: mesh.size(), REPLICATE: mesh.size(0), SHARD: mesh.size(1)}
+        return {name: Group(name, size, 0) for name, size in sizes.items()}
+    ranks = {ALL: dist.group.WORLD, REPLICATE: mesh.get_group(REPLICATE), SHARD: mesh.get_group(SHARD)}
+    return {name: _group(each, mesh) for name, each in ranks.items()}
 
 
 def _group(ranks: Any, mesh: DeviceMesh) -> Group:

@@ -23,15 +23,7 @@ class NotGathered(Tensor):
 
     @staticmethod
     def __new__(cls, name: str, shape: Sequence[int], local: Tensor, gather: Callable[[], Tensor]) -> Self:
-        """Return a placeholder for a parameter.
-
-        Args:
-            cls: this class.
-            name: name of the parameter.
-            shape: shape of the whole parameter.
-            local: the part of this rank.
-            gather: function that returns the whole parameter, in a backward pass.
-        """
+        """Return a placeholder for a parameter of this whole shape, of which this rank has the part `local`."""
         # What is computed again must save the same tensors, so it requires a gradient if the parameter does.
         self: Self = _torch.tensor_without_values(cls, shape, local, requires_grad=local.requires_grad)
         self._name, self._gather = name, gather

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,6 @@ from ftrain.parallel.mesh import Group, Result
 
 BUCKET_BYTES = 32 << 20
 """Tensors are sent together in buffers of about this many bytes: large enough for the full bandwidth."""
-
-
-def axis_to_divide(shape: Sequence[int], size: int) -> int:
-    """Return the axis to divide over `size` ranks: the first, or the longest if the first is shorter than `size`."""
-    return 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,12 @@ class Part:
     shape: tuple[int, ...]
     axis: int
     size: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], size: int) -> Part:
+        """Divide a tensor with at least one axis: the first, or the longest if the first is shorter than `size`."""
+        axis = 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
+        return cls(tuple(shape), axis, size)
 
     @functools.cached_property
     def block(self) -> int:
@@ -95,20 +97,18 @@ class Part:
 def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET_BYTES) -> Iterator[list[int]]:
     """Yield the indices of tensors that are sent together: of one dtype, and of `limit` bytes or a little more.
 
-    Args:
-        tensors: tensors, of which only the dtypes are used.
-        sizes: number of elements of each in a buffer.
-        limit: size of a buffer in bytes.
+    `sizes` are the numbers of elements in a buffer.
     """
-    by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
+    waiting: dict[torch.dtype, list[int]] = {}
+    nbytes: Counter[torch.dtype] = Counter()
     for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-        members, nbytes = by_dtype.get(tensor.dtype, ([], 0))
-        members, nbytes = [*members, index], nbytes + size * tensor.element_size()
-        if nbytes >= limit:
-            yield members
-            members, nbytes = [], 0
-        by_dtype[tensor.dtype] = members, nbytes
-    yield from (members for members, _ in by_dtype.values() if members)
+        dtype = tensor.dtype
+        waiting.setdefault(dtype, []).append(index)
+        nbytes[dtype] += size * dtype.itemsize
+        if nbytes[dtype] >= limit:
+            yield waiting.pop(dtype)
+            del nbytes[dtype]
+    yield from waiting.values()
 
 
 Results: TypeAlias = Callable[[], list[Tensor]]
@@ -150,20 +150,14 @@ def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[
     return results
 
 
-def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
-    """Return the whole tensors of which each rank has a block; those without a part are already whole."""
-    return start_gather_all(group, locals_, parts)()
-
-
 def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
-    """Start `gather_all`."""
+    """Start to gather the whole tensors of which each rank has a block; those without a part are already whole."""
     if group.size == 1:
         return partial(list, locals_)
-    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
-    started = []
-    for members in buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided]):
-        bucket = [divided[member] for member in members]
-        started.append((bucket, group.start_gather([part.row(locals_[index]) for index, part in bucket])))
+    started = [
+        (bucket, group.start_gather([part.row(locals_[index]) for index, part in bucket]))
+        for bucket in _divided_buckets(locals_, parts)
+    ]
 
     def results() -> list[Tensor]:
         wholes = dict(enumerate(locals_))
@@ -183,11 +177,9 @@ def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Pa
     """Start `scatter_all`."""
     if group.size == 1:
         return partial(list, wholes)
-    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     undivided = [index for index, part in enumerate(parts) if part is None]
     started = []
-    for members in buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided]):
-        bucket = [divided[member] for member in members]
+    for bucket in _divided_buckets(wholes, parts):
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
         started.append((bucket, group.start_scatter(flat)))
     undivided_sums = start_sum_all(group, [wholes[index] for index in undivided])
@@ -200,3 +192,10 @@ def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Pa
         return [sums[index] for index in range(len(parts))]
 
     return results
+
+
+def _divided_buckets(tensors: Sequence[Tensor], parts: Sequence[Part | None]) -> Iterator[list[tuple[int, Part]]]:
+    """Yield the tensors of each bucket that are divided: their indices and parts."""
+    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
+    for members in buckets([tensors[index] for index, _ in divided], [part.padded for _, part in divided]):
+        yield [divided[member] for member in members]

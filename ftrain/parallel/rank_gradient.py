@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from ftrain import tree
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.gradient_sums import Start
-from ftrain.parallel.loss_params import passing
+from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
-from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
+from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
+from ftrain.parallel.partition import Part, scatter_all, start_gather_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
@@ -31,52 +28,53 @@ class RankGradient:
 
     Args:
         level: level of `sharded`.
-        all_ranks: ranks over which gradients are summed at level 0.
-        shard: the ranks that have a part each from level 1 on.
-        replicate: the ranks that have the same part.
+        groups: the groups of this rank by axis.
         reduction: how gradients are compressed, if they are.
 
     Attributes:
         order: names of the parameters in the order of their use, as far as it is known.
     """
 
-    def __init__(self, level: int, all_ranks: Group, shard: Group, replicate: Group, reduction: Reduction) -> None:
+    def __init__(self, level: int, groups: Mapping[str, Group], reduction: Reduction) -> None:
         self._level, self._reduction = level, reduction
-        self._all, self._shard, self._replicate = all_ranks, shard, replicate
+        self._all, self._shard, self._replicate = groups[ALL], groups[SHARD], groups[REPLICATE]
         self._planned: tuple[Layout, list[list[int]]] | None = None
         self.order: Mapping[str, None] = {}
 
     def of(self, grad: GradFn) -> GradFn:
         """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
-        draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
+        draws, results = StockDraws(self._all), LossResults(self._all)
+        program = SameProgram(self._all)
         used = SameProgram(self._all)  # For a backward pass that runs later.
-        results = LossResults(self._all)
         starting = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = current_layout.get().params_parts
             in_backward = self._combines_in_backward(grad, rows)
-            over_copies = self._over_copies(grad, rows) if in_backward else None
             wholes = None
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
-                wholes = gather_all(self._shard, leaves, parts)
+                wholes = start_gather_all(self._shard, leaves, parts)()
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
-            with program.required(state.params), passing(in_backward, wholes, over_copies):
+            how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
+            with program.required(state.params), passing(how):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
-            if local.stream_grads is not None:
-                # A block that is computed again uses these rows, too.
-                watched = used.required(state.params)
-                around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
+            stream_grads = local.stream_grads
+            if stream_grads is not None:
+
+                def backward(take: Callable[[int, Tensor], None]) -> None:
+                    # A block that is computed again uses these rows, too.
+                    with drawing, computing_on(rows), used.required(state.params), passing(how):
+                        stream_grads(take)
+
                 plan = self._stream_plan(state.params)
-                stream = partial(self._stream, local.stream_grads, around, in_backward, plan)
-                return replace(whole, stream_grads=stream)
+                return replace(whole, stream_grads=partial(self._stream, backward, in_backward, plan))
             leaves, spec = tree.flatten(local.grads)
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
                 return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            if over_copies is None:
+            if how.copies is None:
                 leaves = self._combined(leaves, parts, in_backward)
             return replace(whole, grads=tree.unflatten(spec, leaves))
 
@@ -91,25 +89,24 @@ class RankGradient:
         ranks = self._shard if self._level else self._all
         return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
 
-    def _over_copies(self, grad: GradFn, rows: Rows) -> Start | None:
-        """Return a function that sums gradients over the copies of the state while the backward pass runs.
+    def _copies(self, grad: GradFn, rows: Rows) -> Group | None:
+        """Return the ranks with the same parts, if their gradients are summed while the backward pass runs.
 
         None if they are summed later: once for all microbatches, compressed, or as they are streamed.
         """
         is_one_sum = rows.microbatches == 1 and not isinstance(grad, StreamingGrad)
         if self._level == 0 or self._replicate.size == 1 or self._reduction.is_active or not is_one_sum:
             return None
-        return partial(start_sum_all, self._replicate)
+        return self._replicate
 
     def _stream(
         self,
-        stream_grads: Callable[..., None],
-        around: AbstractContextManager[None],
+        backward: Callable[..., None],
         in_backward: bool,
         plan: list[list[int]],
         take: Callable[[int, Tensor], None],
     ) -> None:
-        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few are sent together."""
+        """Run a backward pass, and give `take` the gradients of all ranks; a few are sent together."""
         parts = current_layout.get().params_parts
 
         def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
@@ -123,8 +120,7 @@ class RankGradient:
             order.take(index, grad)
             order.start_complete()
 
-        with around:
-            stream_grads(take_local)
+        backward(take_local)
 
     def _stream_plan(self, params: PyTree) -> list[list[int]]:
         layout = current_layout.get()
@@ -133,12 +129,9 @@ class RankGradient:
         return self._planned[1]
 
     def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
-        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
+        """Return the gradients of all ranks, or at level 1 and above this rank's parts of them.
 
-        Args:
-            grads: whole gradients of this rank, or what the backward pass has combined.
-            parts: how they are divided.
-            in_backward: whether the backward pass has combined them.
+        They are given whole, or as the backward pass has combined them.
         """
         if self._level == 0:
             return grads if in_backward else sum_all(self._all, grads)
@@ -148,14 +141,5 @@ class RankGradient:
 
 
 def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-    """Return the gradient of this rank's rows, on whole parameters."""
     with computing_on(rows), sharding.over(None):
         return grad(state, rows.batch, rng)
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield

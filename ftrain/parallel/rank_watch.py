@@ -46,10 +46,9 @@ class Watch:
         self.rank, self.size = store.rank_and_size()
         # A group keeps its threads after it is destroyed if something still refers to it.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
-        self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
+        self._note: dict[str, Any] = {"number": 0, "doing": BETWEEN_STEPS, "place": "", "waits": False}
+        self._note |= {"failure": "", "has_waited": False, "has_ended": False, "beats": 0}
         self._steps_before: int | None = None
-        self._failure, self._has_waited, self._has_ended, self._waits = "", False, False, False
-        self._beats = 0
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
         if self._is_telling:
@@ -70,31 +69,29 @@ class Watch:
         """Note the number of the step that begins. A step that is retried, as without memory, has the same number."""
         if not _torch.is_fake(step) and (count := int(step)) != self._steps_before:
             # A later number also for the first step of another run.
-            self._number, self._steps_before = max(self._number, count) + 1, count
+            self._note["number"], self._steps_before = max(self._note["number"], count) + 1, count
 
     def tell_place(self, place: str, *, waits: bool = False) -> None:
-        """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left.
+        """Note where in or after the step this rank is, such as ``"at block 3"``, and whether it waits there for all.
 
-        Args:
-            place: where it is.
-            waits: whether it only waits for all others there.
+        "" when it has left.
         """
-        self._place, self._waits = place and f", {place}", waits
+        self._note.update(place=place and f", {place}", waits=waits)
 
     def __enter__(self) -> None:
-        self._doing, self._failure, self._has_waited = IN_STEP, "", False
+        self._note.update(doing=IN_STEP, failure="", has_waited=False)
         self.tell_place("")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._doing = BETWEEN_STEPS
+            self._note["doing"] = BETWEEN_STEPS
             self.tell_place("")
         else:
             self.explain(error)
 
     def tell_failure(self, error: BaseException | None) -> None:
         """Tell the others that this rank has failed; with None, that it continues."""
-        self._failure = "" if error is None else f"{type(error).__name__}: {error!s:.200}"
+        self._note["failure"] = "" if error is None else f"{type(error).__name__}: {error!s:.200}"
         if self._is_telling:
             self._tell()
 
@@ -109,12 +106,12 @@ class Watch:
         if not is_failed_collective(error):
             self.tell_failure(error)
             return
-        self._has_waited = True
+        self._note["has_waited"] = True
         self._tell()
-        what = "sharded: step" if self._doing == IN_STEP else "fit: what follows step"
+        what = "sharded: step" if self._note["doing"] == IN_STEP else "fit: what follows step"
         raise RankError(
-            f"{what} {self._number} did not end on rank {self.rank}{self._place}: {self._blame()}. What was saved is "
-            f"as it was: run the program again. The error of the collective: {error!s:.200}"
+            f"{what} {self._note['number']} did not end on rank {self.rank}{self._note['place']}: {self._blame()}. "
+            f"What was saved is as it was: run the program again. The error of the collective: {error!s:.200}"
         ) from error
 
     def _blame(self) -> str:
@@ -132,7 +129,7 @@ class Watch:
         later = self._told()
         dead, failed, behind, beside, waited = [], [], [], [], []
         for rank, note in later.items():
-            where = f"{note['doing']} step {note['number']}{note['place']}" if note else ""
+            where = _where(note)
             if note is None:
                 dead.append(f"rank {rank} never came")
             elif note["failure"]:
@@ -143,7 +140,7 @@ class Watch:
                 waited.append(f"rank {rank} has waited, too, {where}")
             elif note == earlier[rank]:
                 dead.append(f"rank {rank} died or hangs, and was {where} when it was last heard of")
-            elif (note["number"], note["doing"]) < (self._number, self._doing):
+            elif (note["number"], note["doing"]) < (self._note["number"], self._note["doing"]):
                 behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
             else:
                 beside.append(f"rank {rank} is still {where}, and hangs there")
@@ -157,23 +154,13 @@ class Watch:
         return {rank: json.loads(self._store.get(key)) if rank in came else None for rank, key in keys.items()}
 
     def _tell(self) -> None:
-        self._beats += 1
-        note = {
-            "number": self._number,
-            "doing": self._doing,
-            "place": self._place,
-            "failure": self._failure,
-            "has_waited": self._has_waited,
-            "has_ended": self._has_ended,
-            "waits": self._waits,
-            "beats": self._beats,
-        }
-        self._store.set(heartbeat_key(self.rank), json.dumps(note))
+        self._note["beats"] += 1
+        self._store.set(heartbeat_key(self.rank), json.dumps(self._note))
 
     def _keep_telling(self) -> None:
-        reached, seconds = (0, "", ""), 0.0
+        reached, seconds = "", 0.0
         while self.is_current and not self._ended.wait(BEAT):
-            earlier, reached = reached, (self._number, self._doing, self._place)
+            earlier, reached = reached, _where(self._note)
             seconds = seconds + BEAT if reached == earlier else 0.0
             try:
                 self._tell()
@@ -186,17 +173,19 @@ class Watch:
         """Log what a `RankError` would say: with NCCL the host does not wait, and torch ends the process."""
         gone, _ = self._others()
         if gone:
-            log.error(
-                "rank %d waits %s step %d%s: %s", self.rank, self._doing, self._number, self._place, "; ".join(gone)
-            )
+            log.error("rank %d waits %s: %s", self.rank, _where(self._note), "; ".join(gone))
 
     def _end(self, thread: threading.Thread) -> None:
         self._ended.set()
         thread.join()
-        self._has_ended = True
+        self._note["has_ended"] = True
         if self.is_current:
             with suppress(RuntimeError):  # The process with the store may have ended.
                 self._tell()
+
+
+def _where(note: dict[str, Any] | None) -> str:
+    return "" if note is None else f"{note['doing']} step {note['number']}{note['place']}"
 
 
 _watch: Watch | None = None

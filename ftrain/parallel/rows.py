@@ -133,7 +133,9 @@ def computing_on(rows: Rows) -> Iterator[None]:
         _current.reset(token)
 
 
-def rows_of(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
+def rows_of(
+    batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device, *, is_whole: bool = True
+) -> Rows:
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
     What `split_batch` does not split goes to every rank. Only these rows are copied to `device`; if they are there
@@ -145,53 +147,39 @@ def rows_of(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: 
         size: the number of ranks.
         splits: into how many pieces wrappers split the batch, each of these pieces, and so on.
         device: where the rows are.
+        is_whole: False if the batch has the examples of this rank alone, on `device`; those of all ranks are one batch.
 
     Raises:
         BatchError: for tensors whose first axes differ in length, or a batch without any example.
     """
-    microbatches = math.prod(splits)
-    if (tree.batch_length(batch) or 0) % microbatches:
-        whole = rows_of(batch, rank, size, (), device)
-        return _split_by_rank(whole, whole.total // size, splits)
-    require_rows(batch, _splitting(microbatches))
+    microbatches, count = math.prod(splits), tree.batch_length(batch) or 0
+    if count % microbatches:
+        rows = rows_of(batch, rank, size, (), device, is_whole=is_whole)
+        return _split_by_rank(rows, rows.total // size, splits)
+    require_rows(batch, f"accumulate({microbatches})" if microbatches > 1 else "sharded")
+    lists, length = example_lists(batch), count // microbatches
+    if not is_whole:
+        return Rows(batch, rank * count, length, length * size, count, microbatches, lists=lists)
+    each, more = divmod(length, size)
+    start, own_length = rank * each + min(rank, more), each + (rank < more)
+    taken = slice(start, start + own_length) if own_length else slice(0, 1)
     columns, spec = split_leaves(batch, microbatches)
-    total = (tree.batch_length(batch) or 0) // microbatches
-    each, more = divmod(total, size)
-    start, length = rank * each + min(rank, more), each + (rank < more)
-    rows_taken = slice(start, start + length) if length else slice(0, 1)
-
-    def rows(first: Any, *more: Any) -> Any:
-        if isinstance(first, list | tuple):
-            return type(first)(itertools.chain.from_iterable(piece[rows_taken] for piece in (first, *more)))
-        if isinstance(first, np.ndarray) and first.ndim:
-            return np.concatenate([piece[rows_taken] for piece in (first, *more)])
-        if not tree.is_tensor(first):
-            return first
-        if first.ndim:
-            first = torch.cat([piece[rows_taken] for piece in (first, *more)]) if more else first[rows_taken]
-        return first.to(device, non_blocking=True)
-
-    own_batch = tree.unflatten(spec, [rows(*pieces) for pieces in columns])
-    return Rows(own_batch, start, length, total, length, microbatches, lists=example_lists(batch))
+    own_batch = tree.unflatten(spec, [_joined(pieces, taken, device) for pieces in columns])
+    return Rows(own_batch, start, own_length, length, own_length, microbatches, lists=lists)
 
 
-def own_rows(batch: PyTree, rank: int, size: int, splits: Sequence[int], device: torch.device) -> Rows:
-    """Return the rows of one rank, given its own examples on `device`; those of all ranks are one batch.
-
-    The arguments are those of `rows_of`, with the batch of this rank.
-
-    Raises:
-        BatchError: for tensors whose first axes differ in length, or a batch without any example.
-    """
-    microbatches = math.prod(splits)
-    if (tree.batch_length(batch) or 0) % microbatches:
-        whole = own_rows(batch, rank, size, (), device)
-        return _split_by_rank(whole, whole.length, splits)
-    require_rows(batch, _splitting(microbatches))
-    length = (tree.batch_length(batch) or 0) // microbatches
-    start = rank * length * microbatches
-    lists = example_lists(batch)
-    return Rows(batch, start, length, length * size, length * microbatches, microbatches, lists=lists)
+def _joined(pieces: Sequence[Any], taken: slice, device: torch.device) -> Any:
+    """Return the rows that are taken of each piece of a leaf."""
+    first = pieces[0]
+    if isinstance(first, list | tuple):
+        return type(first)(itertools.chain.from_iterable(piece[taken] for piece in pieces))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate([piece[taken] for piece in pieces])
+    if not tree.is_tensor(first):
+        return first
+    if first.ndim:
+        first = torch.cat([piece[taken] for piece in pieces]) if len(pieces) > 1 else first[taken]
+    return first.to(device, non_blocking=True)
 
 
 def _split_by_rank(rows: Rows, fewest: int, splits: Sequence[int]) -> Rows:
@@ -201,8 +189,3 @@ def _split_by_rank(rows: Rows, fewest: int, splits: Sequence[int]) -> Rows:
         pieces = pieces_of_fewest(split, left)
         microbatches, left = microbatches * pieces, left // pieces
     return replace(rows, microbatches=microbatches, fewest=fewest)
-
-
-def _splitting(microbatches: int) -> str:
-    """Return the name of the function that splits a batch, for errors."""
-    return f"accumulate({microbatches})" if microbatches > 1 else "sharded"

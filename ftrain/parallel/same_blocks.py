@@ -28,9 +28,6 @@ class SameProgram:
 
         What is captured as a graph is the same on all ranks, and is checked without them.
 
-        Args:
-            params: the parameters that are trained.
-
         Raises:
             LossError: on every rank, for parameters that no rank uses unless that is allowed, or a block that some
                 ranks run.
@@ -68,11 +65,7 @@ def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) 
 def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:
     """Check that ranks run the same block next, if they compare what they run; waits for the device then.
 
-    Args:
-        ranks: ranks that gather their parameters together.
-        blocks: the names of the blocks.
-        number: number of the block; the number of blocks after the last one.
-        device: device of the parameters.
+    After the last block, `number` is the number of blocks.
 
     Raises:
         LossError: on every rank, when they run different blocks.

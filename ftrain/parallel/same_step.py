@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,6 @@ from ftrain.types import PyTree, TrainState
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 UNEVEN = "with batches='rows' the batches of all ranks and steps need the same number of examples"
-
-
-class _Line(NamedTuple):
-    """A line of what ranks must have alike, and whether it is about the batch."""
-
-    text: str
-    of_batch: bool = False
 
 
 class SameInputs:
@@ -51,31 +44,25 @@ class SameInputs:
             BatchError: on every rank, when the batches differ; names the rank. With ``batches="rows"``, also when
                 their number is not that of the first step: on this rank alone, if others have as many as before.
         """
-        count = tree.batch_length(batch)
         if not self._whole_batches:
-            self._require_length(count)
+            self._require_length(tree.batch_length(batch))
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
-        inputs = f"of digest {digest(batch)}" if self._whole_batches else f"of {count} examples"
-        lines = [*map(_Line, [*_description(step), *_structure(state)]), _Line(f"a batch {inputs}", of_batch=True)]
-        difference = _first_difference(self._ranks, lines, tree.device_of(state.params))
+        device = tree.device_of(state.params)
+        difference = _first_difference(self._ranks, [*_description(step), *_structure(state)], device)
         if difference is not None:
-            self._refuse(*difference)
-        if not self._whole_batches and count:
-            _warn_of_same_rows(self._ranks, digest(batch), tree.device_of(state.params))
-        self._is_checked = True
-
-    def _refuse(self, rank: int, first: _Line, other: _Line) -> NoReturn:
-        """Raise the error for a line in which another rank differs from rank 0."""
-        lines = f"rank 0 has {first.text}, and rank {rank} has {other.text}"
-        if not (first.of_batch and other.of_batch):
             raise StructureError(
-                f"sharded: the ranks make different steps: {lines}; every rank must build the same model, "
+                f"sharded: the ranks make different steps: {difference}; every rank must build the same model, "
                 "optimizer and wrappers, and make its state with the same seed"
             )
-        if self._whole_batches:
-            raise BatchError(f"sharded: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'): {lines}")
-        raise BatchError(f"sharded: {UNEVEN}: {lines}")
+        text = f"digest {digest(batch)}" if self._whole_batches else f"{self._length} examples"
+        difference = _first_difference(self._ranks, [f"a batch of {text}"], device)
+        if difference is not None:
+            what = f"{DIFFERENT_BATCHES}, or pass sharded(batches='rows')" if self._whole_batches else UNEVEN
+            raise BatchError(f"sharded: {what}: {difference}")
+        if self._length:
+            _warn_of_same_rows(self._ranks, digest(batch), device)
+        self._is_checked = True
 
     def _require_length(self, count: int | None) -> None:
         self._length = self._length or count
@@ -90,26 +77,20 @@ class SameInputs:
 def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
     """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
 
-    Args:
-        ranks: ranks that must have the same tensors.
-        parts: name -> part of the state; what is not a tensor in it is left out.
-        device: device on which the ranks communicate.
-
     Raises:
         StructureError: on every rank, when they differ; names the rank and the tensor.
     """
     lines = [
-        _Line(f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}")
+        f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
         for name, part in parts.items()
         for leaf_name, leaf in zip(tree.leaf_names(part), tree.leaves(part), strict=True)
         if tree.is_tensor(leaf)
     ]
     difference = _first_difference(ranks, lines, device)
     if difference is not None:
-        rank, first, other = difference
         raise StructureError(
-            f"sharded: the ranks begin with different tensors: rank 0 has {first.text}, and rank {rank} has "
-            f"{other.text}; every rank must build the same model, in the same dtype"
+            f"sharded: the ranks begin with different tensors: {difference}; every rank must build the same model, in "
+            "the same dtype"
         )
 
 
@@ -165,20 +146,21 @@ def _structure(state: TrainState) -> list[str]:
     ]
 
 
-def _first_difference(ranks: Group, lines: list[_Line], device: torch.device) -> tuple[int, _Line, _Line] | None:
-    """Return the first rank whose lines differ from rank 0's, and the first such line, of rank 0 and of that rank.
+def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> str | None:
+    """Return the first line in which the first rank that differs from rank 0 does so; None when all have the same.
 
-    None when all have the same. It waits for all ranks.
+    It waits for all ranks.
     """
-    number = _digest("\n".join(line.text for line in lines).encode())
+    number = _digest("\n".join(lines).encode())
     largest, minus_smallest = ranks.max(torch.tensor([number, -number], device=device)).tolist()
     if largest == -minus_smallest:
         return None
     lines_of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(lines_of_ranks, lines)
     rank, other = next((rank, other) for rank, other in enumerate(lines_of_ranks) if other != lines_of_ranks[0])
-    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue=_Line("nothing"))
-    return rank, *next(pair for pair in pairs if pair[0] != pair[1])
+    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue="nothing")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"rank 0 has {first}, and rank {rank} has {second}"
 
 
 def _bytes(leaf: object) -> bytes:

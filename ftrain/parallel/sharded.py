@@ -15,22 +15,21 @@ from ftrain import _torch, tree
 from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError
 from ftrain.parallel.block_gather import BlockGather
-from ftrain.parallel.compression import Compression, compression_of
+from ftrain.parallel.compression import Compression
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.loss_params import LossParams, passing
-from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_all_ranks_of, require_ranks
+from ftrain.parallel.loss_params import Passing, loss_params, passing
+from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, groups, require_all_ranks_of, require_ranks
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
-from ftrain.parallel.rows import current, own_rows, rows_of
+from ftrain.parallel.rows import current, rows_of
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
-from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide
+from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
-from ftrain.tree.sharding import Shards
 from ftrain.types import (
     Loss,
     LossOutput,
@@ -107,7 +106,7 @@ def sharded(
         raise OptionError(f"sharded: batches is {batches!r}; needs 'whole' or 'rows'")
     if gather not in ("own", "amp") or (gather == "amp" and level < 3):
         raise OptionError(f"sharded: gather is {gather!r} at level {level}; needs 'own', or at level 3 'amp'")
-    reduction = Reduction(compression_of(reduce), mesh, level)
+    reduction = Reduction(reduce, mesh, level)
     more = (", rows" if batches == "rows" else "") + (", gather=amp" if gather == "amp" else "")
     text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{more})"
     of_rank = _RankStep(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
@@ -132,15 +131,12 @@ class _RankStep:
     ) -> None:
         self._mesh, self._level, self._text, self._reduction = mesh, level, text, reduction
         self._as_autocast = as_autocast
-        self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
-        self._all = all_ranks(mesh)
+        ranks = groups(mesh)
+        self._all, self._shard = ranks[ALL], ranks[SHARD]
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
-        self._loss_params = LossParams(level, self._all, self._shard)
-        self._whole_batches, self._rows_of = whole_batches, rows_of if whole_batches else own_rows
-        self._local_states, self._evaluated_states = LocalStates(mesh, level), LocalStates(mesh, level)
-        self._shards_layout: Layout | None = None
-        self._shards: Shards | None = None
-        self.gradient = RankGradient(level, self._all, self._shard, self._replicate, reduction)
+        self._whole_batches = whole_batches
+        self._local_states, self._evaluated_states = (LocalStates(mesh, level, self._shard) for _ in range(2))
+        self.gradient = RankGradient(level, ranks, reduction)
         self._watch = watch()
 
     def validate(self, step: Any) -> None:
@@ -185,7 +181,6 @@ class _RankStep:
         return self._level > 0 and not optimizer.by_element and optimizer.split is not None
 
     def on_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give whole leaves to an optimizer that needs them."""
         if not self._needs_wholes(optimizer):
             return optimizer
         if optimizer.offloaded is not None:
@@ -224,24 +219,23 @@ class _RankStep:
         self, step: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and a function that makes DTensors of the new state."""
-        require_ranks(self._mesh, tree.leaves(batch))
+        require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
         self._watch.begin(state.step)
         with self._watch:
             device = tree.device_of(state.params)
-            rows = self._rows_of(batch, self._all.rank, self._all.size, step.splits, device)
-            rows = replace(rows, ranks=self._all)
+            ranks, is_whole = self._all, self._whole_batches
+            rows = replace(rows_of(batch, ranks.rank, ranks.size, step.splits, device, is_whole=is_whole), ranks=ranks)
             self._same_inputs.require(step, state, batch)
             local, layout = self._local_states.take(state)
-        shards = self._shards_of(layout) if self._level else None
 
         def around(runner: Runner) -> Callable[..., Any]:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
                 token = current_layout.set(layout)
                 try:
                     # Outermost, so that the others know of the error before this rank waits for them.
-                    with waiting_after(_leaves_ranks_connected), self._watch, sharding.over(shards):
+                    with waiting_after(_leaves_ranks_connected), self._watch, sharding.over(layout.shards):
                         new, metrics = runner(*args)
                 finally:
                     current_layout.reset(token)
@@ -250,15 +244,6 @@ class _RankStep:
             return run
 
         return local, rows, around
-
-    def _shards_of(self, layout: Layout) -> Shards | None:
-        if layout is not self._shards_layout:
-            parts = tree.leaves(layout.params)
-            names = tree.leaf_names(layout.params)
-            shapes = {name: () if part is WHOLE else part.shape for name, part in zip(names, parts, strict=True)}
-            shards = Shards(self._shard.sum, self._shard.rank == 0, shapes) if self._shard.size > 1 else None
-            self._shards_layout, self._shards = layout, shards
-        return self._shards
 
     def on_loss(self, loss: Loss) -> Loss:
         """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
@@ -273,7 +258,8 @@ class _RankStep:
             rows, layout = current(), current_layout.get(None)
             if layout is None:  # Not in a step: an evaluation with whole parameters.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            params = self._loss_params(params, layout, blocks, order)
+            ranks = self._shard if self._level else self._all
+            params = loss_params(self._level, ranks, params, layout.parts, blocks, order)
             if rows is None:  # An evaluation block by block.
                 with _completed(blocks):
                     return loss.fn(params, batch, rng=rng, buffers=buffers)
@@ -328,7 +314,7 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 def _evaluating_on(layout: Layout) -> Iterator[None]:
     token = current_layout.set(layout)
     try:
-        with passing(in_backward=True, wholes=None):
+        with passing(Passing(in_backward=True, wholes=None)):
             yield
     finally:
         current_layout.reset(token)

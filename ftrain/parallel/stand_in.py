@@ -87,11 +87,7 @@ class OutOfMemoryOnRankError(DeviceError):
 
 
 class GraphStandIn:
-    """Runs the compiled graphs of a step on all ranks, or on none.
-
-    Args:
-        agreement: agreement of the ranks.
-    """
+    """Runs the compiled graphs of a step on all ranks, or on none."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -108,10 +104,7 @@ class GraphStandIn:
     def run(self, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what a compiled graph returns; the hosts of all ranks wait for each other.
 
-        Args:
-            run: the graph.
-            captured: what it was compiled from.
-            inputs: inputs of the graph; some may be overwritten if it fails.
+        If it fails, some of its inputs may have been overwritten. It was compiled from `captured`.
 
         Raises:
             OutOfMemoryOnRankError: on every rank, when one had no memory for it.
@@ -169,8 +162,6 @@ def _require_all(started: int, captured: int) -> None:
 
 
 def _join(node: fx.Node) -> None:
-    """Take part in a collective of a graph, with zeros."""
-
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
             return leaf

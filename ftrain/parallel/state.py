@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,35 +15,25 @@ from ftrain._torch import dtensor
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.compression.memory_slot import carried
-from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part
 from ftrain.step.across_ranks import require_to_gather
+from ftrain.tree.sharding import Shards
 from ftrain.types import PyTree, TrainState, replace
 
-WHOLE = "whole"
-"""In a tree of parts, marks a leaf that every rank has."""
 
-
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the leaves of a state are divided.
 
     Args:
-        params: a `Part` for each leaf of the parameters, or `WHOLE`.
-        frozen: the same for the frozen parameters.
+        params_parts: the part of each of the parameters; None for one that every rank has.
+        parts: the parts of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`.
+        shards: the ranks over which the parameters are divided; None if this rank has all of each.
     """
 
-    params: PyTree
-    frozen: PyTree
-
-    @functools.cached_property
-    def params_parts(self) -> list[Part | None]:
-        """The parts of the parameters; None for one that every rank has."""
-        return _without_marks(self.params)
-
-    @functools.cached_property
-    def parts(self) -> list[Part | None]:
-        """The parts of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`."""
-        return _without_marks(self.params if self.frozen is None else tree.overlay(self.params, self.frozen))
+    params_parts: list[Part | None]
+    parts: list[Part | None]
+    shards: Shards | None
 
 
 current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
@@ -55,18 +43,13 @@ current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     """Return a tree of DTensors over a mesh, of which this rank keeps only copies of its blocks.
 
-    Args:
-        params: whole tensors, or tensors in files; those without an axis stay whole, on every rank.
-        mesh: mesh of shape (replicate, shard).
-        rank: the place of this rank on the axis ``shard``.
+    The tree is of whole tensors, or tensors in files; those without an axis stay whole, on every rank. `rank` is the
+    place of this rank on the axis ``shard``.
     """
     size = mesh.size(1)
 
     def block(leaf: Tensor) -> Tensor:
-        if not leaf.ndim:
-            return leaf
-        part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
-        return block_of(leaf, part, mesh, rank)
+        return block_of(leaf, Part.of(leaf.shape, size), mesh, rank) if leaf.ndim else leaf
 
     return tree.map(block, params)
 
@@ -126,18 +109,14 @@ class LocalStates:
     """Takes states of DTensors apart, and puts them together again.
 
     The layout is computed once for consecutive states of one structure.
-
-    Args:
-        mesh: mesh over which the leaves must be divided.
-        level: level of `sharded`; at 0 leaves are whole.
     """
 
-    def __init__(self, mesh: DeviceMesh, level: int) -> None:
-        self._mesh, self._level = mesh, level
+    def __init__(self, mesh: DeviceMesh, level: int, ranks: Group) -> None:
+        self._mesh, self._level, self._ranks = mesh, level, ranks
         self._structure: Any = None
         self._specs: list[Any] = []
         self._is_divided = False
-        self._layout = Layout(None, None)
+        self._layout = Layout([], [], None)
 
     def take(self, state: TrainState) -> tuple[TrainState, Layout]:
         """Return a state of the local parts of all DTensors, and how the parameters are divided.
@@ -149,11 +128,20 @@ class LocalStates:
         specs = dtensor.specs(leaves)
         if structure != self._structure or not all(map(operator.is_, specs, self._specs)):
             self._require_fitting(state, leaves)
-            self._layout = Layout(tree.map(_part, state.params), tree.map(_part, state.frozen))
+            self._layout = self._layout_of(state)
             self._structure, self._specs = structure, specs
             self._is_divided = any(specs)
         local = tree.unflatten(structure, dtensor.local_parts(leaves)) if self._is_divided else state
         return local, self._layout
+
+    def _layout_of(self, state: TrainState) -> Layout:
+        params = tree.leaves(state.params)
+        together = params if state.frozen is None else tree.leaves(tree.overlay(state.params, state.frozen))
+        shards = None
+        if self._level and self._ranks.size > 1:
+            shapes = {name: tuple(leaf.shape) for name, leaf in zip(tree.leaf_names(state.params), params, strict=True)}
+            shards = Shards(self._ranks.sum, self._ranks.rank == 0, shapes)
+        return Layout([_part(leaf) for leaf in params], [_part(leaf) for leaf in together], shards)
 
     def put_back(self, local: TrainState, state: TrainState) -> TrainState:
         """Return a state of local parts as DTensors like the same leaves of another state."""
@@ -183,11 +171,8 @@ class LocalStates:
             )
 
 
-def _part(leaf: Tensor) -> Any:
+def _part(leaf: Tensor) -> Part | None:
     if not dtensor.is_dtensor(leaf):
-        return WHOLE
-    return Part(tuple(leaf.shape), dtensor.axis_of(leaf), leaf.device_mesh.size(1))
-
-
-def _without_marks(parts: PyTree) -> list[Part | None]:
-    return [None if part is WHOLE else part for part in tree.leaves(parts)]
+        return None
+    (axis,) = (axis for axis in dtensor.axes_of(leaf) if axis is not None)
+    return Part(tuple(leaf.shape), axis, leaf.device_mesh.size(1))

@@ -27,13 +27,11 @@ class StockDraws:
     Drawing from a key takes a few microseconds of Python per operation, so the first run finds out whether there
     is a draw. If there was none, later runs only check whether torch's generator has advanced, and run again if so.
 
-    Args:
-        ranks: all ranks, which agree after the first run.
-        can_repeat: whether a rank may run again alone, because nothing in a run waits for other ranks.
+    All ranks agree after the first run. One of several cannot run again alone, because they would wait for each other.
     """
 
-    def __init__(self, ranks: Group, *, can_repeat: bool) -> None:
-        self._ranks, self._can_repeat = ranks, can_repeat
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
         self._is_drawing: bool | None = None
 
     def run(self, function: Callable[[], T], state: TrainState) -> tuple[T, AbstractContextManager[Any]]:
@@ -50,7 +48,7 @@ class StockDraws:
             if torch.equal(generator, _generator_state(device)):
                 return result, nullcontext()
             self._is_drawing = True
-            if not self._can_repeat:
+            if self._ranks.size > 1:
                 log.warning(
                     "sharded: torch's generator moved in step %d, and did not in the first step: what the loss drew in "
                     "this step depends on the number of ranks; from now on it does not",

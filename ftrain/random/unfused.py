@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ftrain import tree
-from ftrain.backends.fused_draws import without_fused_draws
+from ftrain.backends.generators import without_fused_draws
 
 ATTENTION: dict[Callable[..., Any], tuple[str, ...]] = {
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),

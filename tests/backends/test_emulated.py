@@ -88,8 +88,6 @@ def test_a_cpu_that_is_held_to_avx2_emulates_both(monkeypatch):
 def test_a_record_that_says_nothing_emulates_nothing():
     record = dataclasses.replace(cpu.BACKEND, emulated_dtypes=tuple)
     assert record.native_dtypes == record.autocast_dtypes()
-    with failing(OptionError, "Backend cpu", "emulated_dtypes is True", "needs a function"):
-        dataclasses.replace(cpu.BACKEND, emulated_dtypes=True)
 
 
 # with_amp("auto")

@@ -75,23 +75,6 @@ def test_torch_serves_two_makers_under_one_name():
 # Records that are not whole
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("name", None, "Backend None: name is None; needs a string"),
-        ("distributed", 3, "distributed is 3; needs a string"),
-        ("memory", None, "memory is None; needs a function"),
-        ("tf32", True, "tf32 is True; needs a function"),
-        ("available", True, "available is True; needs a function"),
-        ("empty_cache", 0, "empty_cache is 0; needs a function, or None"),
-        ("recorder", "graph", "recorder is 'graph'; needs a function, or None"),
-    ],
-)
-def test_a_record_with_a_field_of_the_wrong_kind(field, value, said):
-    with pytest.raises(OptionError, match=said):
-        dataclasses.replace(ft.backends.get("cpu"), **{field: value})
-
-
 def test_a_record_without_its_device_or_a_package_that_brings_it():
     record = dataclasses.replace(ft.backends.get("cpu"), name="npux")
     with pytest.raises(OptionError, match=r"no device type 'npux'.*or name it in the record as its `package`"):

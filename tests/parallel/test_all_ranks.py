@@ -51,7 +51,7 @@ def calling(tell, rank, name, goes_on):
         step(state, next(models.batches(1)))
     else:
         rank_watch.watch()._ended.set()
-        rank_watch.watch()._has_ended = True
+        rank_watch.watch()._note["has_ended"] = True
         rank_watch.watch()._tell()
 
 

@@ -8,9 +8,9 @@ import torch
 import ftrain as ft
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.compression import Exchange
-from ftrain.parallel.compression.named import compression_of
+from ftrain.parallel.compression.reduction import compression_of
 from ftrain.parallel.compression.sign import packed, unpacked
-from ftrain.parallel.mesh import all_ranks
+from ftrain.parallel.mesh import ALL, groups
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -33,7 +33,7 @@ def combined(name, size, steps=3, shapes=SHAPES):
     """Return for each rank its gradients, the sums that it got and what it remembers, step by step."""
 
     def rank(number):
-        ranks = all_ranks(ft.parallel.mesh())
+        ranks = groups(ft.parallel.mesh())[ALL]
         method, history = compression_of(METHODS[name]()), []
         memories = [
             method.init(index, torch.empty(shape, dtype=torch.float64), None) if method.init else {}
@@ -84,7 +84,7 @@ def test_matrices_of_the_rank_that_travels_are_exact():
     shape = (8, 9)
 
     def rank(number):
-        ranks = all_ranks(ft.parallel.mesh())
+        ranks = groups(ft.parallel.mesh())[ALL]
         method = ft.parallel.powersgd(2)
         # Of two ranks, each with a gradient of rank 1: their sum has rank 2.
         column, row = gradients(number, 0, [(8, 1), (1, 9)])
@@ -102,7 +102,7 @@ def test_a_power_iteration_goes_on_with_the_factors_of_the_last_step():
     """Of a constant gradient, with nothing left over, the sums become the best approximation of that rank."""
 
     def rank(number):
-        ranks = all_ranks(ft.parallel.mesh())
+        ranks = groups(ft.parallel.mesh())[ALL]
         method, shape = ft.parallel.powersgd(1), (6, 7)
         grad = gradients(number, 0, [shape])[0]
         memory = method.init(0, torch.empty(shape, dtype=torch.float64), None)
@@ -119,7 +119,7 @@ def test_a_power_iteration_goes_on_with_the_factors_of_the_last_step():
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
 def test_float16_neither_overflows_nor_loses_what_is_small(scale):
     def rank(number):
-        ranks = all_ranks(ft.parallel.mesh())
+        ranks = groups(ft.parallel.mesh())[ALL]
         grads = [grad.float() * scale * (number + 1) for grad in gradients(number, 0)]
         sums, _ = compression_of("fp16").combine(grads, [{}] * len(grads), Exchange(ranks, [None] * len(grads)))
         return grads, sums
@@ -143,7 +143,7 @@ def test_bits_are_packed_by_eight(length):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_arrives_as_such(name, bad):
     def rank(number):
-        ranks = all_ranks(ft.parallel.mesh())
+        ranks = groups(ft.parallel.mesh())[ALL]
         method, shape = compression_of(METHODS[name]()), (7, 5)
         grad = gradients(number, 0, [shape])[0]
         grad[2, 3] = bad if number else 1.0

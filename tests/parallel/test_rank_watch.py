@@ -159,5 +159,5 @@ def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_c
     watch, numbers = rank_watch.Watch(), []
     for steps_before in (0, 0, 1, 7, 0, 1):
         watch.begin(torch.tensor(steps_before))
-        numbers.append(watch._number)
+        numbers.append(watch._note["number"])
     assert numbers == [1, 1, 2, 8, 9, 10]

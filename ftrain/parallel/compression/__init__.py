@@ -2,6 +2,5 @@
 
 from ftrain.parallel.compression.method import Compression as Compression
 from ftrain.parallel.compression.method import Exchange as Exchange
-from ftrain.parallel.compression.named import compression_of as compression_of
 from ftrain.parallel.compression.power_sgd import powersgd as powersgd
 from ftrain.parallel.compression.sign import sign as sign

@@ -7,8 +7,9 @@ blocks of a leaf if the ranks of one copy of the state hold different blocks, el
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import optree
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.parallel.compression.method import RESIDUAL, Compression, Memory
-from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.parallel.partition import Part
 from ftrain.types import NAMESPACE, PyTree, TrainState, replace
 
 SLOT = "sharded"
@@ -45,18 +46,17 @@ class Stored:
         return tree.unflatten(spec, [self._of_leaf(index, leaf) for index, leaf in enumerate(leaves)])
 
     def _of_leaf(self, index: int, leaf: Tensor) -> Memory:
-        local = dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf
-        init: Any = self.method.init
+        local, init = dtensor.local_part(leaf), cast(Callable[..., Memory], self.method.init)
         if not (self.of_blocks and leaf.ndim):
-            memory: Memory = init(index, local.new_empty(leaf.shape), None)
+            memory = init(index, local.new_empty(leaf.shape), None)
             return {
                 name: self._row(each, leaf, None) if name == RESIDUAL else each[None] for name, each in memory.items()
             }
         size = self.mesh.size(1)
-        part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
-        memory = init(
-            index, local.new_empty(part.rest[: part.axis] + (part.block,) + part.rest[part.axis :]), part.axis
-        )
+        part = Part.of(leaf.shape, size)
+        shape = [*leaf.shape]
+        shape[part.axis] = part.block
+        memory = init(index, local.new_empty(shape), part.axis)
         for name, each in memory.items():
             if name == RESIDUAL:
                 # The last blocks may be shorter.

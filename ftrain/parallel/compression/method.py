@@ -22,12 +22,7 @@ everything else in a `Memory` is equal on all of them."""
 
 @dataclass(frozen=True)
 class Exchange:
-    """The ranks that add up their gradients, and which part of each sum this one needs.
-
-    Args:
-        group: the ranks.
-        parts: how the sum of each leaf is divided over them; None for one that every rank needs whole.
-    """
+    """The ranks that add up their gradients, and how each sum is divided over them; None for one that all need."""
 
     group: Group
     parts: Sequence[Part | None]

@@ -11,51 +11,69 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.compression.memory_slot import SLOT, Stored, memories_of, stored_of
 from ftrain.parallel.compression.method import Compression, Exchange
-from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
+from ftrain.parallel.compression.sixteen_bits import bf16, fp16
+from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, groups
 from ftrain.parallel.partition import Part, scatter_all
 from ftrain.step.wrapper import SlotSpec, Wrapper
 from ftrain.types import PyTree
+
+UNCOMPRESSED = "fp32"
+NAMED = {"bf16": bf16, "fp16": fp16}
+
+
+def compression_of(reduce: str | Compression) -> Compression | None:
+    """Return the method that a user names; None if gradients are sent in their own dtype.
+
+    Raises:
+        OptionError: if `reduce` is anything else.
+    """
+    if isinstance(reduce, Compression):
+        return reduce
+    if reduce == UNCOMPRESSED:
+        return None
+    if not isinstance(reduce, str) or reduce not in NAMED:
+        raise OptionError(
+            f"sharded: reduce is {reduce!r}; needs 'fp32' (no compression), 'bf16', 'fp16', ft.parallel.powersgd(rank) "
+            "or ft.parallel.sign()"
+        )
+    return NAMED[reduce]()
 
 
 class Reduction:
     """A compression method on a mesh: between the copies of a state, or between all ranks if it has no copies.
 
     Args:
-        method: compression method; None if gradients are sent as they are.
+        reduce: as in `sharded`.
         mesh: mesh of shape (replicate, shard).
         level: level of `sharded`.
+
+    Attributes:
+        text: what prints for it.
+        needs_all: whether all gradients must exist at once; also on one rank, where they are not compressed.
+        is_active: whether gradients are compressed; one rank sends none.
+        slot: the part of the state for the memory of the method, if it has one.
 
     Raises:
         OptionError: at level 3 on a mesh with one copy of the state, whose gradients are added block by block.
     """
 
-    def __init__(self, method: Compression | None, mesh: DeviceMesh, level: int) -> None:
-        self._shard, self._level = group(mesh, SHARD), level
+    def __init__(self, reduce: str | Compression, mesh: DeviceMesh, level: int) -> None:
+        method, ranks = compression_of(reduce), groups(mesh)
+        self._method, self._shard, self._level = method, ranks[SHARD], level
         self._of_blocks = level > 0 and mesh.size(0) > 1
+        self._ranks = ranks[REPLICATE if self._of_blocks else ALL]
         self.text = f", reduce={method.text}" if method else ""
         self.needs_all = method is not None
-        """Whether all gradients must exist at once; also on one rank, where they are not compressed."""
         if method and level == 3 and mesh.size(0) == 1 < mesh.size(1):
             raise OptionError(
                 f"sharded: reduce is {method.text} at level 3 on a mesh of {mesh.size(0)}x{mesh.size(1)}, where "
                 "gradients are added while the backward pass runs, in their own dtype, and there is no other copy of "
                 "the state to send them to; use level=2, or ft.parallel.mesh(replicate=...)"
             )
-        self._remembering = method.text if method is not None and method.init is not None else None
-        self._method = method if mesh.size() > 1 else None
-        self._ranks = group(mesh, REPLICATE) if self._of_blocks else all_ranks(mesh)
-        has_memory = self._method is not None and self._method.init is not None
-        self._stored = Stored(self._method, mesh, self._of_blocks) if self._method and has_memory else None
-
-    @property
-    def is_active(self) -> bool:
-        """Whether gradients are compressed; one rank sends none."""
-        return self._method is not None
-
-    @property
-    def slot(self) -> SlotSpec | None:
-        """The part of the state for the memory of the method, if it has one."""
-        return SlotSpec(self._stored.init) if self._stored else None
+        self.is_active = method is not None and mesh.size() > 1
+        self.slot: SlotSpec | None = None
+        if method is not None and method.init is not None and self.is_active:
+            self.slot = SlotSpec(Stored(method, mesh, self._of_blocks).init)
 
     @property
     def sends(self) -> str:
@@ -66,7 +84,7 @@ class Reduction:
         if is_divided and self._of_blocks:
             texts.append(f"{within} of gradients")
             within = "all-reduce"
-        if self._method is not None:
+        if self._method is not None and self.is_active:
             texts.append(self._method.sends.format(sum=within, gather=self._ranks.gather_kind))
         elif self._ranks.size > 1:
             texts.append(f"{within} of {'their parts' if texts else 'gradients'}")
@@ -81,9 +99,10 @@ class Reduction:
             ComposeError: naming the wrapper that takes it more than once.
         """
         twice = [other for other in wrappers if other.grad is not None and other.grad.evaluations > 1]
-        if self._remembering is not None and twice:
+        method = self._method
+        if method is not None and method.init is not None and twice:
             raise ComposeError(
-                f"sharded: {twice[0].text} takes several gradients in a step, and {self._remembering} adds to each "
+                f"sharded: {twice[0].text} takes several gradients in a step, and {method.text} adds to each "
                 "what was not sent of the last one; use reduce='bf16' or 'fp16', which add nothing"
             )
 
@@ -92,16 +111,12 @@ class Reduction:
     ) -> tuple[list[Tensor], dict[str, PyTree]]:
         """Return what this rank needs of the sums of gradients, and the new slots.
 
-        Args:
-            grads: gradients of this rank: whole ones; at level 3 its blocks of those of its copy of the state.
-            parts: how the parameters are divided.
-            slots: slots of the state, with the leaves of this rank.
-            params: the structure of the parameters.
+        The gradients are whole; at level 3 blocks of the gradients of this rank's copy of the state.
         """
         method: Compression = self._method  # type: ignore[assignment]
         if self._of_blocks:
             grads = scatter_all(self._shard, grads, parts) if self._level < 3 else grads
             parts = [None] * len(grads)
-        memories = memories_of(slots[SLOT], params) if self._stored else [{} for _ in grads]
+        memories = memories_of(slots[SLOT], params) if self.slot else [{} for _ in grads]
         sums, memories = method.combine(grads, memories, Exchange(self._ranks, parts))
-        return sums, {SLOT: stored_of(memories, params)} if self._stored else {}
+        return sums, {SLOT: stored_of(memories, params)} if self.slot else {}

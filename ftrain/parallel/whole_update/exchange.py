@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,84 +12,80 @@ from torch import Tensor
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part
 
+Key: TypeAlias = tuple[str, int]
+"""A leaf: the name of a tree, and its index among the leaves."""
 
-def to_owners(
-    group: Group, blocks: Sequence[Tensor], parts: Sequence[Part], owners: Sequence[int]
-) -> dict[int, Tensor]:
-    """Join divided tensors, each on its owner.
 
-    Args:
-        group: the ranks, each with a block of every tensor.
-        blocks: blocks of this rank.
-        parts: how each tensor is divided.
-        owners: the rank that gets each tensor whole.
+class Moved(NamedTuple):
+    """How a tensor that is sent to its owner is divided, and the rank that owns it."""
 
-    Returns:
-        dict of whole tensors: those that this rank owns, by their place among the arguments.
-    """
+    part: Part
+    owner: int
+
+
+def to_owners(group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]) -> dict[Key, Tensor]:
+    """Join the blocks that ranks have of each tensor that is moved; return the whole tensors that this rank owns."""
     started = []
-    for members in _by_dtype(blocks):
-        owned_by = {rank: [index for index in members if owners[index] == rank] for rank in range(group.size)}
-        mine = owned_by[group.rank]
-        flat = torch.cat([blocks[index].reshape(-1) for indices in owned_by.values() for index in indices])
-        counts = [sum(blocks[index].numel() for index in indices) for indices in owned_by.values()]
-        lengths = [[_count(parts[index], source) for index in mine] for source in range(group.size)]
-        started.append((mine, lengths, group.start_exchange(flat, counts, [*map(sum, lengths)])))
-    wholes: dict[int, Tensor] = {}
-    for mine, lengths, wait in started:
-        pieces = iter(wait().split_with_sizes([length for each in lengths for length in each]))
-        received = [[next(pieces) for _ in mine] for _ in lengths]
-        for number, index in enumerate(mine):
-            part = parts[index]
-            of_ranks = [row[number].view(_shape(part, rank)) for rank, row in enumerate(received)]
-            wholes[index] = torch.cat(of_ranks, part.axis)
+    for like, owned in _owned(group, leaves, moved):
+        mine = owned[group.rank]
+        sent = [[leaves[key] for key in keys] for keys in owned]
+        shapes = [[_shape(moved[key].part, rank) for key in mine] for rank in range(group.size)]
+        started.append((mine, _start(group, like, sent, shapes)))
+    wholes: dict[Key, Tensor] = {}
+    for mine, wait in started:
+        of_ranks = wait()
+        for number, key in enumerate(mine):
+            wholes[key] = torch.cat([blocks[number] for blocks in of_ranks], moved[key].part.axis)
     return wholes
 
 
 def from_owners(
-    group: Group, wholes: Mapping[int, Tensor], parts: Sequence[Part], owners: Sequence[int], like: Sequence[Tensor]
-) -> list[Tensor]:
-    """Divide tensors that are whole on their owners: the inverse of `to_owners`.
+    group: Group, wholes: Mapping[Key, Tensor], moved: Mapping[Key, Moved], like: Mapping[Key, Tensor]
+) -> dict[Key, Tensor]:
+    """Return this rank's blocks of tensors that are whole on their owners: the inverse of `to_owners`.
 
-    Args:
-        group: the ranks.
-        wholes: those that this rank owns, by their place.
-        parts: how each tensor is to be divided.
-        owners: the rank that has each tensor whole.
-        like: tensors of the dtypes and devices of the results.
-
-    Returns:
-        list of the blocks of this rank, some of which share memory.
+    Some blocks share memory. `like` are blocks with the dtypes and devices of the results.
     """
     started = []
-    for members in _by_dtype(like):
-        mine = [index for index in members if owners[index] == group.rank]
-        cut = [[parts[index].take(wholes[index], rank).reshape(-1) for index in mine] for rank in range(group.size)]
-        flat = torch.cat([like[members[0]].new_empty(0), *(block for blocks in cut for block in blocks)])
-        received = [index for rank in range(group.size) for index in members if owners[index] == rank]
-        lengths = {index: _count(parts[index], group.rank) for index in received}
-        counts = [sum(lengths[index] for index in members if owners[index] == rank) for rank in range(group.size)]
-        sent_counts = [sum(block.numel() for block in blocks) for blocks in cut]
-        started.append((lengths, group.start_exchange(flat, sent_counts, counts)))
-    blocks: dict[int, Tensor] = {}
-    for lengths, wait in started:
-        pieces = wait().split_with_sizes([*lengths.values()])
-        for index, piece in zip(lengths, pieces, strict=True):
-            blocks[index] = piece.view(_shape(parts[index], group.rank))
-    return [blocks[index] for index in range(len(like))]
+    for of_dtype, owned in _owned(group, like, moved):
+        mine = owned[group.rank]
+        sent = [[moved[key].part.take(wholes[key], rank) for key in mine] for rank in range(group.size)]
+        shapes = [[_shape(moved[key].part, group.rank) for key in keys] for keys in owned]
+        started.append((owned, _start(group, of_dtype, sent, shapes)))
+    blocks: dict[Key, Tensor] = {}
+    for owned, wait in started:
+        for keys, received in zip(owned, wait(), strict=True):
+            blocks.update(zip(keys, received, strict=True))
+    return blocks
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are sent together; on all ranks in the same order."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    yield from by_dtype.values()
+def _owned(
+    group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]
+) -> list[tuple[Tensor, list[list[Key]]]]:
+    """Return for each dtype, of which all are sent together, a tensor that has it, and the keys that each rank owns."""
+    by_dtype: dict[torch.dtype, tuple[Tensor, list[list[Key]]]] = {}
+    for key, (_, owner) in moved.items():
+        leaf = leaves[key]
+        _, owned = by_dtype.setdefault(leaf.dtype, (leaf, [[] for _ in range(group.size)]))
+        owned[owner].append(key)
+    return list(by_dtype.values())
+
+
+def _start(
+    group: Group, like: Tensor, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+) -> Callable[[], list[list[Tensor]]]:
+    """Start to send tensors of the dtype of `like` to each rank, and to receive tensors of these shapes from each."""
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+    sent_counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    lengths = [[math.prod(shape) for shape in each] for each in shapes]
+    wait = group.start_exchange(flat, sent_counts, [*map(sum, lengths)])
+
+    def received() -> list[list[Tensor]]:
+        pieces = iter(wait().split_with_sizes([length for each in lengths for length in each]))
+        return [[next(pieces).view(*shape) for shape in each] for each in shapes]
+
+    return received
 
 
 def _shape(part: Part, rank: int) -> tuple[int, ...]:
     return (*part.shape[: part.axis], part.range(rank)[1], *part.shape[part.axis + 1 :])
-
-
-def _count(part: Part, rank: int) -> int:
-    return math.prod(_shape(part, rank))

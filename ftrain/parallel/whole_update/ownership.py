@@ -13,7 +13,8 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.optim.partial_update import ParamGroup, by_size, param_groups, require_splittable
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.parallel.partition import Part
+from ftrain.parallel.whole_update.exchange import Key, Moved
 from ftrain.tree import sharding
 from ftrain.types import Optimizer, PyTree
 
@@ -22,21 +23,22 @@ ROUND_BYTES = 1 << 26
 """Bytes of whole parameters that a rank has at a time, unless one parameter is larger."""
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Tensors that are sent to their owners: indices of leaves of a tree, how these are divided, and the owners."""
-
-    indices: list[int]
-    parts: list[Part]
-    owners: list[int]
+PARAMS, STATE, GRADS = "params", "state", "grads"
+"""The trees of a `Key`."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Leaves that are updated at the same time: their parameters, their state, and the group of this rank, if any."""
+    """Leaves that are updated at the same time.
 
-    params: Moved
-    state: Moved
+    Args:
+        leaves: the parameters and their state that are sent to their owners and back.
+        grads: their gradients, which are sent to the owners.
+        group: what this rank updates, if anything.
+    """
+
+    leaves: dict[Key, Moved]
+    grads: dict[Key, Moved]
     group: ParamGroup | None
 
 
@@ -63,13 +65,10 @@ class Plan:
 def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
     """Return the owners of the parameters whose update needs a whole leaf: name -> rank, with equal sums of sizes.
 
-    Args:
-        optimizer: one that has a `split`.
-        wholes: the whole parameters, perhaps without values.
-        ranks: number of ranks.
+    The optimizer has a `split`, also in what follows; `wholes` may have no values.
     """
     names, leaves, owners = tree.leaf_names(wholes), tree.leaves(wholes), dict[str, int]()
-    singles = split_of(optimizer, wholes, [[index] for index in range(len(leaves))])
+    singles = require_splittable(FUNCTION, optimizer)(wholes, [[index] for index in range(len(leaves))])
     needing = [index for index, leaf in enumerate(leaves) if leaf.ndim and not singles[index].by_element]
     loads = [0] * ranks
     for index in sorted(needing, key=lambda index: leaves[index].numel(), reverse=True):
@@ -78,24 +77,8 @@ def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
     return owners
 
 
-def split_of(optimizer: Optimizer, params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-    """Return the optimizers of some leaves each, as `Optimizer.split` does.
-
-    Raises:
-        ComposeError: the optimizer has no `split`.
-    """
-    require_splittable(FUNCTION, optimizer)
-    return optimizer.split(params, parts) if optimizer.split is not None else []
-
-
 def single_groups(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree) -> list[ParamGroup]:
-    """Return the group of each parameter alone.
-
-    Args:
-        optimizer: one that has a `split`.
-        wholes: the whole parameters, perhaps without values.
-        opt_state: a state of these; only its structure is used.
-    """
+    """Return the group of each parameter alone; of the state only its structure is used."""
     singles = [[index] for index in range(len(tree.leaves(wholes)))]
     return list(param_groups(FUNCTION, optimizer, wholes, opt_state, singles))
 
@@ -106,12 +89,6 @@ def parts_of_state(
     """Return how each leaf of an optimizer state is divided: None for one that every rank has.
 
     Every rank has what does not belong to one parameter, such as a count of updates, or belongs to a 0-d parameter.
-
-    Args:
-        optimizer: one that has a `split`.
-        wholes: the whole parameters, as `FakeTensor`s.
-        singles: their `single_groups`.
-        ranks: number of ranks.
     """
     leaves = tree.leaves(wholes)
     with _torch.without_modes():
@@ -119,12 +96,7 @@ def parts_of_state(
     counts = Counter(index for group in singles for index in group.state_indices)
     of_params = {index for group in singles if leaves[group.indices[0]].ndim for index in group.state_indices}
     divided = {index for index in of_params if counts[index] == 1 and state[index].ndim and state[index].numel()}
-    return [part_of(leaf, ranks) if index in divided else None for index, leaf in enumerate(state)]
-
-
-def part_of(leaf: Tensor, ranks: int) -> Part:
-    """Return how a whole leaf with at least one axis is divided."""
-    return Part(tuple(leaf.shape), axis_to_divide(leaf.shape, ranks), ranks)
+    return [Part.of(leaf.shape, ranks) if index in divided else None for index, leaf in enumerate(state)]
 
 
 def wholes_of(params: PyTree) -> PyTree:
@@ -136,12 +108,7 @@ def wholes_of(params: PyTree) -> PyTree:
 def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mapping[str, int], ranks: Group) -> Plan:
     """Return how this rank updates its parts of leaves, and the leaves that it owns.
 
-    Args:
-        optimizer: one that has a `split`.
-        params: the parts of this rank.
-        opt_state: their state.
-        owners: name of a parameter -> the rank that updates it whole; the others are updated part by part.
-        ranks: ranks over which leaves are divided.
+    `owners` are the ranks that update parameters whole, by name; the others are updated part by part.
     """
     wholes = wholes_of(params)
     names, leaves, state = tree.leaf_names(wholes), tree.leaves(wholes), tree.leaves(opt_state)
@@ -151,22 +118,26 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
     groups = iter(list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)))
     groups_of = [[next(groups) for _ in of_rank] for of_rank in chunks]
     local_group = next(groups, None)
-    parts = [part_of(leaf, ranks.size) if leaf.ndim else None for leaf in leaves]
     singles = single_groups(optimizer, wholes, opt_state)
     state_parts = parts_of_state(optimizer, wholes, singles, ranks.size)
-    rounds = [
-        Round(
-            _moved([None if group is None else group.indices for group in groups], parts),
-            _moved([None if group is None else group.state_indices for group in groups], state_parts),
-            groups[ranks.rank],
-        )
-        for groups in itertools.zip_longest(*groups_of)
-    ]
+    parts = {(STATE, index): part for index, part in enumerate(state_parts)}
+    parts |= {(PARAMS, index): Part.of(leaf.shape, ranks.size) for index, leaf in enumerate(leaves) if leaf.ndim}
+    rounds = [_round(each, parts, ranks.rank) for each in itertools.zip_longest(*groups_of)]
     shared = {index for index, part in enumerate(state_parts) if part is None}
     mine = [*groups_of[ranks.rank], *([local_group] if local_group else [])]
     missing = {index for index in shared if state[index].numel()}.difference(*(group.state_indices for group in mine))
     idle = _idle_groups(zip(singles, leaves, strict=True), missing)
     return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
+
+
+def _round(groups: Sequence[ParamGroup | None], parts: Mapping[Key, Part | None], rank: int) -> Round:
+    leaves: dict[Key, Moved] = {}
+    for owner, group in enumerate(groups):
+        if group is not None:
+            keys = [*((PARAMS, index) for index in group.indices), *((STATE, index) for index in group.state_indices)]
+            leaves |= {key: Moved(part, owner) for key in keys if (part := parts[key]) is not None}
+    grads = {(GRADS, index): moved for (name, index), moved in leaves.items() if name == PARAMS}
+    return Round(leaves, grads, groups[rank])
 
 
 def _idle_groups(singles: Iterable[tuple[ParamGroup, Tensor]], missing: set[int]) -> list[tuple[ParamGroup, Tensor]]:
@@ -186,14 +157,3 @@ def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]
         [largest_first[number] for number in chunk]
         for chunk in by_size([leaves[index] for index in largest_first], ROUND_BYTES)
     ]
-
-
-def _moved(places_of: Sequence[Sequence[int] | None], parts: Sequence[Part | None]) -> Moved:
-    """Return how the divided ones of these leaves are sent, given the indices of the leaves of each rank."""
-    moved = [
-        (index, part, owner)
-        for owner, indices in enumerate(places_of)
-        for index in indices or ()
-        if (part := parts[index]) is not None
-    ]
-    return Moved([index for index, _, _ in moved], [part for _, part, _ in moved], [owner for _, _, owner in moved])

@@ -19,19 +19,22 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain._torch import dtensor
-from ftrain.optim.partial_update import ParamGroup
+from ftrain.optim.partial_update import ParamGroup, require_splittable
 from ftrain.optim.structure_cache import StructureCache
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.state import block_of
-from ftrain.parallel.whole_update.exchange import from_owners, to_owners
+from ftrain.parallel.whole_update.exchange import Key, from_owners, to_owners
 from ftrain.parallel.whole_update.ownership import (
+    FUNCTION,
+    GRADS,
+    PARAMS,
+    STATE,
     Plan,
     Round,
     assign,
     parts_of_state,
     plan,
     single_groups,
-    split_of,
     wholes_of,
 )
 from ftrain.tree import sharding
@@ -58,10 +61,12 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     """
     optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
 
+    def owners_of(wholes: PyTree) -> Mapping[str, int]:
+        return assign(optimizer, wholes, ranks.size) if owners is None else owners
+
     def make_plan(specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
         params, opt_state, _ = map(tree.unflatten, specs, columns)
-        owner_of = assign(optimizer, wholes_of(params), ranks.size) if owners is None else owners
-        return plan(optimizer, params, opt_state, owner_of, ranks)
+        return plan(optimizer, params, opt_state, owners_of(wholes_of(params)), ranks)
 
     plans = StructureCache(make_plan)
 
@@ -70,15 +75,16 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     ) -> tuple[PyTree, PyTree]:
         if sharding.current() is None:
             return optimizer.update(grads, opt_state, params, hyper, donate=donate)
-        current, (leaves, state, gradients) = plans(params, opt_state, grads)
-        return _Update(current, ranks, leaves, state, hyper, donate=donate).make(gradients)
+        current, columns = plans(params, opt_state, grads)
+        trees = zip((PARAMS, STATE, GRADS), columns, strict=True)
+        leaves = {(name, index): leaf for name, column in trees for index, leaf in enumerate(column)}
+        return _Update(current, ranks, leaves, hyper, donate=donate).make()
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         wholes = wholes_of(params)
-        owner_of = assign(optimizer, wholes, ranks.size) if owners is None else owners
         again = partial(_split_of_part, optimizer, wholes)
-        groups = split_of(optimizer, wholes, parts)
-        return [whole_update(dataclasses.replace(group, split=again), ranks, owner_of) for group in groups]
+        groups = require_splittable(FUNCTION, optimizer)(wholes, parts)
+        return [whole_update(dataclasses.replace(group, split=again), ranks, owners_of(wholes)) for group in groups]
 
     def init(params: PyTree) -> PyTree:
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))
@@ -93,7 +99,8 @@ def _split_of_part(
 ) -> list[Optimizer]:
     """Split the optimizer of all leaves, given indices into the leaves of one of its parts."""
     names, index_of = tree.leaf_names(params), {name: index for index, name in enumerate(tree.leaf_names(wholes))}
-    return split_of(optimizer, wholes, [[index_of[names[index]] for index in part] for part in parts])
+    split = require_splittable(FUNCTION, optimizer)
+    return split(wholes, [[index_of[names[index]] for index in part] for part in parts])
 
 
 def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree:
@@ -115,116 +122,63 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
 
 
 class _Update:
-    """One update of the parts of this rank, and of the leaves that it owns.
+    """One update of the parts of this rank, and of the leaves that it owns; `donate` lets it write both."""
 
-    Args:
-        plan: plan for these leaves.
-        ranks: ranks over which they are divided.
-        params: leaves of the parameters.
-        state: leaves of the optimizer state.
-        hyper: the scheduled values of the step.
-        donate: whether `params` and `state` may be written.
-    """
+    def __init__(self, plan: Plan, ranks: Group, leaves: Mapping[Key, Tensor], hyper: Hyper, *, donate: bool) -> None:
+        self._plan, self._ranks, self._leaves, self._hyper, self._donate = plan, ranks, leaves, hyper, donate
+        self._new = dict(leaves)
+        self._shared: dict[Key, Tensor] = {}
 
-    def __init__(
-        self, plan: Plan, ranks: Group, params: list[Tensor], state: list[Tensor], hyper: Hyper, *, donate: bool
-    ) -> None:
-        self._plan, self._ranks, self._hyper, self._donate = plan, ranks, hyper, donate
-        self._params, self._state = params, state
-        self._new_params, self._new_state = list(params), list(state)
-        self._of_all_ranks: dict[int, Tensor] = {}
-
-    def make(self, grads: list[Tensor]) -> tuple[PyTree, PyTree]:
-        """Return the new parts of the parameters and of the state, given those of the gradients."""
+    def make(self) -> tuple[PyTree, PyTree]:
+        """Return the new parts of the parameters and of the state."""
         if self._plan.local is not None:
-            self._make_local(self._plan.local, grads)
+            self._new |= self._updated(self._plan.local, self._leaves, donate=self._donate)
         for each in self._plan.rounds:
-            self._make_round(each, grads)
+            self._make_round(each)
         for group, leaf in self._plan.idle:
             self._make_idle(group, leaf)
-        for index, new in self._of_all_ranks.items():
-            self._new_state[index] = self._state[index].copy_(new) if self._donate else new
-        specs = self._plan.specs
-        return tree.unflatten(specs[0], self._new_params), tree.unflatten(specs[1], self._new_state)
-
-    def _make_local(self, group: ParamGroup, grads: list[Tensor]) -> None:
-        """Update the leaves whose update needs no data of other ranks."""
-        state = [self._old_state(index) for index in group.state_indices]
-        params, new_state = group.update(
-            [grads[index] for index in group.indices],
-            state,
-            [self._params[index] for index in group.indices],
-            self._hyper,
-            donate=self._donate,
+        for key, new in self._shared.items():
+            self._new[key] = self._leaves[key].copy_(new) if self._donate else new
+        params, state = self._plan.specs
+        return (
+            tree.unflatten(params, [self._new[PARAMS, index] for index in range(params.num_leaves)]),
+            tree.unflatten(state, [self._new[STATE, index] for index in range(state.num_leaves)]),
         )
-        for index, leaf in zip(group.indices, params, strict=True):
-            self._new_params[index] = leaf
-        for index, leaf in zip(group.state_indices, new_state, strict=True):
-            if not self._is_shared(index, leaf):
-                self._new_state[index] = leaf
 
-    def _make_round(self, each: Round, grads: list[Tensor]) -> None:
-        """Update the leaves that ranks own, and this rank's parts of them."""
-        params, state = each.params, each.state
-        old = [*(self._params[index] for index in params.indices), *(self._state[index] for index in state.indices)]
-        parts, owners = [*params.parts, *state.parts], [*params.owners, *state.owners]
-        wholes = to_owners(
-            self._ranks,
-            [*old, *(grads[index] for index in params.indices)],
-            [*parts, *params.parts],
-            [*owners, *params.owners],
-        )
-        if each.group is not None:
-            wholes = self._updated(each.group, params.indices, state.indices, wholes)
-        new = iter(from_owners(self._ranks, wholes, parts, owners, old))
-        for index in params.indices:
-            self._new_params[index] = self._stored(self._params[index], next(new))
-        for index in state.indices:
-            self._new_state[index] = self._stored(self._state[index], next(new))
-
-    def _updated(
-        self, group: ParamGroup, indices: list[int], state_indices: list[int], wholes: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        """Return the new whole parameters and leaves of their state by their numbers in a round."""
-        number_of = {index: number for number, index in enumerate(indices)}
-        number_of_state = {index: number for number, index in enumerate(state_indices, len(indices))}
-        first_grad = len(indices) + len(state_indices)
-        params, new_state = group.update(
-            [wholes[first_grad + number_of[index]] for index in group.indices],
+    def _updated(self, group: ParamGroup, leaves: Mapping[Key, Tensor], *, donate: bool) -> dict[Key, Tensor]:
+        """Return the new parameters of a group, and their state except for what every rank has."""
+        # State that every rank has may be read for several groups, and each must see its old value.
+        params, state = group.update(
+            [leaves[GRADS, index] for index in group.indices],
             [
-                wholes[number_of_state[index]] if index in number_of_state else self._old_state(index)
+                self._leaves[STATE, index].clone() if index in self._plan.shared else leaves[STATE, index]
                 for index in group.state_indices
             ],
-            [wholes[number_of[index]] for index in group.indices],
+            [leaves[PARAMS, index] for index in group.indices],
             self._hyper,
-            donate=True,
+            donate=donate,
         )
-        new = {number_of[index]: leaf for index, leaf in zip(group.indices, params, strict=True)}
-        for index, leaf in zip(group.state_indices, new_state, strict=True):
-            if not self._is_shared(index, leaf):
-                new[number_of_state[index]] = leaf
+        new = {(PARAMS, index): leaf for index, leaf in zip(group.indices, params, strict=True)}
+        for index, leaf in zip(group.state_indices, state, strict=True):
+            if index in self._plan.shared:
+                self._shared[STATE, index] = leaf
+            else:
+                new[STATE, index] = leaf
         return new
+
+    def _make_round(self, each: Round) -> None:
+        """Update the leaves that ranks own, and this rank's parts of them."""
+        wholes = to_owners(self._ranks, self._leaves, {**each.leaves, **each.grads})
+        if each.group is not None:
+            wholes = self._updated(each.group, wholes, donate=True)
+        for key, new in from_owners(self._ranks, wholes, each.leaves, self._leaves).items():
+            # A copy, because what ranks have sent is one buffer.
+            self._new[key] = self._leaves[key].copy_(new) if self._donate else new.clone()
 
     def _make_idle(self, group: ParamGroup, leaf: Tensor) -> None:
         """Update zeros to get the state that every rank has, such as the count of updates."""
+        (index,), (name,) = group.indices, group.names
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        (name,) = group.names
-        pairs = zip(group.state_indices, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
-        state = [self._old_state(index) if index in self._plan.shared else new for index, new in pairs]
-        _, new_state = group.update([torch.zeros_like(zeros)], state, [zeros], self._hyper, donate=True)
-        for index, new in zip(group.state_indices, new_state, strict=True):
-            self._is_shared(index, new)
-
-    def _old_state(self, index: int) -> Tensor:
-        # State that every rank has may be read for several groups, and each must see its old value.
-        return self._state[index].clone() if index in self._plan.shared else self._state[index]
-
-    def _is_shared(self, index: int, new: Tensor) -> bool:
-        """Return whether every rank has a leaf of the state, and if so remember its new value."""
-        if index in self._plan.shared:
-            self._of_all_ranks[index] = new
-        return index in self._plan.shared
-
-    def _stored(self, old: Tensor, new: Tensor) -> Tensor:
-        # A copy, because what ranks have sent is one buffer.
-        return old.copy_(new) if self._donate else new.clone()
+        state = zip(group.state_indices, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
+        leaves = {(PARAMS, index): zeros, (GRADS, index): torch.zeros_like(zeros)}
+        self._updated(group, leaves | {(STATE, index): new for index, new in state}, donate=True)
