@@ -21,10 +21,10 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
-from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
+from ftrain.checkpoint.treedef import Container, FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST, dtype_name
-from ftrain.types import PyTree
+from ftrain.types import PyTree, TrainState, tree_tag
 
 STATE = "state.safetensors"
 MODEL_FIELDS = "params", "frozen", "buffers"
@@ -133,10 +133,11 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
 def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
     """Choose a file and a name in it for each tensor. Raises an OptionError if a name in `texts` is not possible."""
+    state_paths = [path for path, item in flat.items_by_path().items() if item == Container(tree_tag(TrainState))]
     used: set[tuple[str, str]] = set()
     placements = []
     for leaf in flat.leaves:
-        file, name = _file_and_key(leaf)
+        file, name = _file_and_key(leaf.path, state_paths)
         key, number = name, 0
         # Different paths may have the same text, and safetensors reserves one name.
         while (file, key) in used or key == "__metadata__":
@@ -152,11 +153,13 @@ def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
     return placements
 
 
-def _file_and_key(leaf: Leaf) -> tuple[str, str]:
-    state_path = leaf.state_path
-    within = leaf.path[len(state_path) :] if state_path is not None else ()
-    if state_path is None or len(within) < 2 or within[0] not in MODEL_FIELDS:
-        return STATE, dotted(leaf.path)
+def _file_and_key(path: tuple[Any, ...], state_paths: Sequence[tuple[Any, ...]]) -> tuple[str, str]:
+    """Return the file of a leaf and its name there: a model has a file of its own, with the names of its module."""
+    above = [state_path for state_path in state_paths if path[: len(state_path)] == state_path]
+    state_path = max(above, key=len, default=path)
+    within = path[len(state_path) :]
+    if len(within) < 2 or within[0] not in MODEL_FIELDS:
+        return STATE, dotted(path)
     name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
     file = f"params/{name}.safetensors"
     return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))

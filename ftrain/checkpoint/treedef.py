@@ -15,7 +15,7 @@ from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.tree import dtype_name
-from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
+from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, tree_tag
 
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -29,19 +29,21 @@ VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": 
 
 
 class Leaf(NamedTuple):
-    """A tensor of a tree, its path, and the path of the innermost `TrainState` that contains it."""
+    """A tensor of a tree, and its path."""
 
     path: Path
     value: Tensor
-    state_path: Path | None
 
 
 class FlatTree(NamedTuple):
-    """A tree as JSON, its tensors by their numbers in the JSON, and the item at each path."""
+    """A tree as JSON, and its tensors by their numbers in the JSON."""
 
     treedef: Json
     leaves: list[Leaf]
-    items_by_path: dict[Path, Any]
+
+    def items_by_path(self) -> dict[Path, Any]:
+        """Return the `Container`, tensor or other leaf at each path."""
+        return items_by_path(self.treedef, [leaf.value for leaf in self.leaves])
 
 
 class Container(NamedTuple):
@@ -56,37 +58,33 @@ def flatten(tree: PyTree) -> FlatTree:
     Raises a CheckpointError that names all leaves, keys and containers that JSON cannot hold exactly.
     """
     flattener = _Flattener()
-    treedef = flattener.node((), tree, None)
+    treedef = flattener.node((), tree)
     if flattener.problems:
         raise CheckpointError("save: the tree cannot be saved exactly:\n  " + "\n  ".join(flattener.problems))
-    return FlatTree(treedef, flattener.leaves, flattener.items_by_path)
+    return FlatTree(treedef, flattener.leaves)
 
 
 class _Flattener:
-    """Visits a tree once, and collects its tensors, its items by path, and what cannot be saved."""
+    """Visits a tree once, and collects its tensors and what cannot be saved."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self.items_by_path: dict[Path, Any] = {}
         self.problems: list[str] = []
 
-    def node(self, path: Path, tree: Any, state_path: Path | None) -> Json:
+    def node(self, path: Path, tree: Any) -> Json:
         if tree is None:
-            self.items_by_path[path] = Container("None")
             return None
         if isinstance(tree, Tensor):
-            self.items_by_path[path] = tree
-            return {"tensor": self.number(path, tree, state_path)}
+            return {"tensor": self.number(path, tree)}
         if type(tree) in (dict, OrderedDict):
             # In the order of insertion; optree would sort the keys.
-            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), state_path)
+            return self.container(path, type(tree).__name__, list(tree), list(tree.values()))
         if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-            self.items_by_path[path] = tree
             return self.scalar(path, tree)
-        return self.registered(path, tree, state_path)
+        return self.registered(path, tree)
 
-    def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
+    def number(self, path: Path, tensor: Tensor) -> int:
         """Return the number of a tensor; tied tensors, which share memory, have the same number."""
         tensor = tensor if has_many_ranks(tensor) else local_part(tensor)
         problem = _why_not_savable(tensor)
@@ -98,44 +96,34 @@ class _Flattener:
         has_identity = tensor.numel() and not has_many_ranks(tensor)
         number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
         if number == new:
-            self.leaves.append(Leaf(path, tensor, state_path))
+            self.leaves.append(Leaf(path, tensor))
         return number
 
-    def registered(self, path: Path, tree: Any, state_path: Path | None) -> Json:
+    def registered(self, path: Path, tree: Any) -> Json:
+        static: Any
         children, static, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
         kind = type(tree)
         if kind in (list, tuple):
-            return self.container(path, kind.__name__, range(len(tree)), children, state_path)
+            return self.container(path, kind.__name__, range(len(tree)), children)
         if optree.is_namedtuple(tree):
-            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children, state_path)
+            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children)
         tag = tree_tag(kind)
         if tag in TREE_CLASSES:
-            state_path = path if kind is TrainState else state_path
-            return self.container(path, tag, entries, children, state_path, static=static)
+            node = self.container(path, tag, entries, children)
+            return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
         self.problems.append(
             f"{dotted(path)}: a {class_name(kind)}; needs dicts, lists, tuples and ftrain's own classes"
         )
         return None
 
-    def container(
-        self,
-        path: Path,
-        kind: str,
-        keys: Sequence[Any],
-        children: Sequence[Any],
-        state_path: Path | None,
-        *,
-        static: Any = (),
-    ) -> Json:
-        self.items_by_path[path] = Container(kind)
+    def container(self, path: Path, kind: str, keys: Sequence[Any], children: Sequence[Any]) -> Json:
         bad = [key for key in keys if type(key) not in KEYS]
         self.problems.extend(f"{dotted(path)}: the key {key!r} is not a str, int or bool" for key in bad)
-        node = {
+        return {
             "kind": kind,
-            "keys": [key for key in keys if type(key) in KEYS],
-            "nodes": [self.node((*path, key), child, state_path) for key, child in zip(keys, children, strict=True)],
+            "keys": list(keys),
+            "nodes": [self.node((*path, key), child) for key, child in zip(keys, children, strict=True)],
         }
-        return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
 
     def scalar(self, path: Path, value: Any) -> Json:
         try:

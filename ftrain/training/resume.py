@@ -260,7 +260,7 @@ def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
         manifest = read_manifest(checkpoints.path(steps[-1]))
     except CheckpointError:  # `latest` reports it.
         return False
-    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path
+    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path()
     return _unsent_shapes(saved) != _unsent_shapes(wanted)
 
 
