@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,8 +24,6 @@ from ftrain.types import PyTree
 
 NUM_READERS = 2
 """Number of threads that read and hash; both release the GIL."""
-MAX_NAMES = 20
-"""The largest number of file names in an error."""
 
 
 class FileOffset(NamedTuple):
@@ -98,7 +96,7 @@ class _Reader(NamedTuple):
         rename: Mapping[str, str] | None = None,
         on_host: bool = False,
     ) -> PyTree:
-        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path
+        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path()
         items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
         stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
         divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
@@ -178,10 +176,10 @@ def _read_manifest(path: Path) -> Manifest:
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
     problems = []
-    if missing := sorted(listed - present):
-        problems.append(f"files are missing: {_first_names(missing)}")
-    if unlisted := sorted(present - listed):
-        problems.append(f"has files that the manifest does not list: {_first_names(unlisted)}")
+    if missing := listed - present:
+        problems.append(f"files are missing: {_listed(missing)}")
+    if unlisted := present - listed:
+        problems.append(f"has files that the manifest does not list: {_listed(unlisted)}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -193,29 +191,25 @@ def _read_manifest(path: Path) -> Manifest:
 def _require_no_run(path: Path) -> None:
     if files.exists(path / NAME):
         return
-    checkpoints = sorted(name for name in files.names(path) if files.exists(path / name / NAME))
+    checkpoints = [name for name in files.names(path) if files.exists(path / name / NAME)]
     if checkpoints:
         raise CheckpointError(
-            f"is the directory of a run, with the checkpoints {_first_names(checkpoints)}; pass one of them, or "
+            f"is the directory of a run, with the checkpoints {_listed(checkpoints)}; pass one of them, or "
             "Checkpoints(directory, every=...).latest().path"
         )
 
 
-def _first_names(names: Sequence[str]) -> str:
-    text = ", ".join(f"{printable(name):.200}" for name in names[:MAX_NAMES])
-    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
+def _listed(names: Iterable[str]) -> str:
+    return f"{printable(', '.join(sorted(names))):.1000}"
 
 
-def _files_below(path: Path) -> Iterator[str]:
-    """Yield the files in a directory, at any depth."""
-    folders = [""]
-    while folders:
-        below = folders.pop()
-        for name in files.names(path / below):
-            if files.is_directory(path / below / name):
-                folders.append(f"{below}{name}/")
-            else:
-                yield f"{below}{name}"
+def _files_below(path: Path, folder: str = "") -> Iterator[str]:
+    """Yield the files in a directory and its folders."""
+    for name in files.names(path / folder):
+        if files.is_directory(path / folder / name):
+            yield from _files_below(path, f"{folder}{name}/")
+        else:
+            yield f"{folder}{name}"
 
 
 @contextmanager
