@@ -43,11 +43,13 @@ def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndCon
     for name, tensor in content.tensors.items():
         if tensor.dtype not in CODES:
             raise CheckpointError(f"{path}: {name} is {tensor.dtype}, which safetensors does not support")
-    entries = [(TensorInfo(name, each.dtype, tuple(each.shape)), each) for name, each in content.tensors.items()]
+    infos = [TensorInfo(name, each.dtype, tuple(each.shape)) for name, each in content.tensors.items()]
     text = json.dumps(content.config, indent=2).encode()
-    header = layout([info for info, _ in entries], content.metadata).header
-    with new_directory(path, content.tensors.values()) as temporary:
-        digests_of_tensors = write_tensors(temporary / names[0], entries, content.metadata)
+    header = layout(infos, content.metadata).header
+    with new_directory(path, infos) as temporary:
+        digests_of_tensors = write_tensors(
+            temporary / names[0], list(zip(infos, content.tensors.values(), strict=True)), content.metadata
+        )
         digests = {names[0]: {"header": _sha256(header), "tensors": digests_of_tensors}, names[1]: _sha256(text)}
         for name, data in ((names[1], text), (DIGESTS, signed(json.dumps(digests, indent=1)[:-2].encode()))):
             with files.created(temporary / name) as descriptor:
