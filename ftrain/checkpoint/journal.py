@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import DIGEST
-from ftrain.checkpoint.treedef import flatten, unflatten
+from ftrain.checkpoint.treedef import MALFORMED, flatten, unflatten
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"
@@ -143,5 +143,5 @@ def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         return {name: unflatten(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{NAME}: has a line that is not a record: {line[:60]!r}") from error

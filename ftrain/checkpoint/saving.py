@@ -107,7 +107,7 @@ def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
 
 def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves = _write_alone) -> Manifest:
     """Write a tree as a new directory, atomically; `write_leaves` may write the tensors on many ranks."""
-    _require_possible(notes.texts, tree.entries)
+    _require_free_names(notes.texts, tree.entries)
     with new_directory(path, [entry.info for entry in tree.entries]) as temporary:
         folders = _make_folders(temporary, [*notes.texts, *(entry.file for entry in tree.entries)])
         digests = write_leaves(temporary, tree)
@@ -126,10 +126,10 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
     Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name in `texts` is not possible.
     """
-    _require_possible(texts, _entries(flatten(tree)))
+    _require_free_names(texts, _entries(flatten(tree)))
 
 
-def _require_possible(texts: Mapping[str, str], entries: Sequence[TensorEntry]) -> None:
+def _require_free_names(texts: Mapping[str, str], entries: Sequence[TensorEntry]) -> None:
     for name in texts:
         if not FILE_NAME.fullmatch(name) or name == NAME or name in {entry.file for entry in entries}:
             raise OptionError(

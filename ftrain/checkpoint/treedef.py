@@ -24,6 +24,8 @@ CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": t
 KEYS = str, int, bool
 NAMED_TUPLE = "namedtuple "
 """Begins the tag of a named tuple; no tag of a registered class has a space."""
+MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
+"""Errors that Python may raise for JSON that has not been written here."""
 VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
 """Tags of manifests of version 1, which held the module of each class, and of every named tuple."""
 
@@ -160,39 +162,16 @@ def _tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
-    """Make a tree from its structure as JSON and its tensors.
+    """Make a tree from its structure as JSON, which `items_by_path` accepts, and its tensors.
 
-    Raises a CheckpointError for malformed JSON, and for containers that need ``like=``, such as named tuples.
+    Raises a CheckpointError for containers that need ``like=``, such as named tuples.
     """
     if treedef is None:
         return None
     if not _is_container(treedef):
         return _parse_leaf(treedef, tensors)
-    kind, keys, nodes = _parse_container(treedef)
-    static = [decode(value) for value in _require_list(treedef.get("static", []))]
-    return _make_container(kind, keys, [unflatten(node, tensors) for node in nodes], static)
-
-
-def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
-    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf."""
-    items: dict[Path, Any] = {}
-
-    def visit(path: Path, node: Json) -> None:
-        if node is None:
-            items[path] = Container("None")
-        elif _is_container(node):
-            kind, keys, nodes = _parse_container(node)
-            items[path] = Container(kind)
-            for key, child in zip(keys, nodes, strict=True):
-                visit((*path, key), child)
-        else:
-            items[path] = _parse_leaf(node, tensors)
-
-    visit((), treedef)
-    return items
-
-
-def _make_container(kind: str, keys: list[Any], children: list[Any], static: list[Any]) -> Any:
+    kind, keys, nodes, static = _parse_container(treedef)
+    children = [unflatten(node, tensors) for node in nodes]
     if kind in ("dict", "OrderedDict"):
         return CONTAINERS[kind](zip(keys, children, strict=True))
     if kind in CONTAINERS:
@@ -206,41 +185,50 @@ def _make_container(kind: str, keys: list[Any], children: list[Any], static: lis
         raise CheckpointError(f"load: the tree in the manifest has a malformed {kind}: {error}") from None
 
 
+def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
+    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf.
+
+    Raises a CheckpointError, or one of `MALFORMED`, when the JSON is not that of a tree.
+    """
+    items: dict[Path, Any] = {}
+
+    def visit(path: Path, node: Json) -> None:
+        if node is None:
+            items[path] = Container("None")
+        elif _is_container(node):
+            kind, keys, nodes, _ = _parse_container(node)
+            items[path] = Container(kind)
+            for key, child in zip(keys, nodes, strict=True):
+                visit((*path, key), child)
+        else:
+            items[path] = _parse_leaf(node, tensors)
+
+    visit((), treedef)
+    return items
+
+
 def _is_container(node: Json) -> bool:
     return isinstance(node, dict) and "kind" in node
 
 
-def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
-    kind, keys, nodes = node["kind"], _require_list(node.get("keys")), _require_list(node.get("nodes"))
-    if not isinstance(kind, str) or len(keys) != len(nodes) or any(type(key) not in KEYS for key in keys):
-        raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
-    kind = VERSION_1_TAGS.get(kind, kind)
+def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any], list[Any]]:
+    """Return the tag, the keys, the nodes and the static values of a container."""
+    kind, keys, nodes = VERSION_1_TAGS.get(node["kind"], node["kind"]), node["keys"], node["nodes"]
     # Compared as in a dict, in which True and 1 are the same key.
-    if len(set(keys)) != len(keys):
-        raise CheckpointError(f"load: the tree in the manifest has a key twice at a {kind}")
-    if kind in ("list", "tuple") and keys != [*range(len(keys))]:
-        raise CheckpointError(f"load: the tree in the manifest has a {kind} of other keys than 0, 1, 2, ...")
-    return kind, keys, nodes
-
-
-def _require_list(value: Json) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"load: the tree in the manifest is malformed: {value!r:.60} is not a list")
-    return value
+    has_keys = all(type(key) in KEYS for key in keys) and len({*keys}) == len(keys) == len(nodes)
+    is_numbered = kind not in ("list", "tuple") or keys == [*range(len(keys))]
+    if not isinstance(kind, str) or not has_keys or not is_numbered:
+        raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
+    return kind, keys, nodes, [decode(value) for value in node.get("static", [])]
 
 
 def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
-    if isinstance(node, dict) and node.keys() == {"tensor"}:
-        number = node["tensor"]
-        if type(number) is not int or number < 0:
-            raise CheckpointError(f"load: the tree in the manifest has a tensor numbered {number!r:.60}")
-        try:
-            return tensors[number]
-        except LookupError:
-            raise CheckpointError(
-                f"load: the tree in the manifest has a tensor {number}, which does not exist"
-            ) from None
-    return decode(node)
+    if not isinstance(node, dict) or node.keys() != {"tensor"}:
+        return decode(node)
+    number = node["tensor"]
+    if type(number) is not int or number < 0:
+        raise CheckpointError(f"load: the tree in the manifest has a tensor numbered {number!r:.60}")
+    return tensors[number]
 
 
 def encode(value: Any) -> Json:
@@ -262,20 +250,17 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`. Raises a CheckpointError for JSON that `encode` does not write."""
-    try:
-        if type(node) in (bool, int, str):
-            return node
-        ((kind, value),) = node.items()
-        if kind == "float":
-            return float.fromhex(value)
-        if kind == "complex":
-            real, imaginary = map(float.fromhex, _require_list(value))
-            return complex(real, imaginary)
-        if kind == "bytes":
-            return bytes.fromhex(value)
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        pass
+    """Decode a value of `encode`; for other JSON, raises a CheckpointError or one of `MALFORMED`."""
+    if type(node) in (bool, int, str):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "float":
+        return float.fromhex(value)
+    if kind == "complex":
+        real, imaginary = map(float.fromhex, value)
+        return complex(real, imaginary)
+    if kind == "bytes":
+        return bytes.fromhex(value)
     raise CheckpointError(f"load: the tree in the manifest has a malformed leaf: {node!r:.60}")
 
 
@@ -283,7 +268,7 @@ def children(treedef: Json) -> dict[Any, Json]:
     """Return the children of a container by key. Raises a CheckpointError for a leaf."""
     if not _is_container(treedef):
         raise CheckpointError("load: the manifest has a leaf where a container is expected")
-    _, keys, nodes = _parse_container(treedef)
+    _, keys, nodes, _ = _parse_container(treedef)
     return dict(zip(keys, nodes, strict=True))
 
 
