@@ -22,11 +22,9 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
-from ftrain.checkpoint.loaded import LoadedCheckpoint as LoadedCheckpoint
-from ftrain.checkpoint.loaded import load_checkpoint
 from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.reading import read_manifest, verify
+from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write

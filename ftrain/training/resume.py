@@ -12,10 +12,9 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
 from ftrain.checkpoint.manifest import environment
-from ftrain.checkpoint.reading import read_manifest
+from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn

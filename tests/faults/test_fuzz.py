@@ -14,10 +14,10 @@ import time
 import pytest
 
 from ftrain.checkpoint import load, save, verify
+from ftrain.checkpoint.__main__ import inspection
 from ftrain.checkpoint.layout import TensorInfo, layout
 from ftrain.checkpoint.manifest import DTYPES, parse, signed
 from ftrain.checkpoint.reading import load_parts
-from ftrain.checkpoint.report import inspection
 from ftrain.errors import CheckpointError, StructureError
 from tests.faults.figures import tally, times
 from tests.faults.forks import forked, quiet_forks
