@@ -81,7 +81,7 @@ class Run:
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
-        self._best = checkpoints.best
+        self._best = None if options.checkpoints is None else options.checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
         self._tracks_position = checkpoints.enabled and is_compiled(step)
         self._continue_from(point)
