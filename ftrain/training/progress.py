@@ -42,13 +42,7 @@ class Status:
 def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epoch: int, batches: int) -> int | None:
     """Return the number of the last step of a run, if it is known.
 
-    Args:
-        steps: the `steps` of `fit`.
-        epochs: the `epochs` of `fit`.
-        data: what is trained on; its length is the number of batches in an epoch.
-        step: steps done.
-        epoch: epochs done.
-        batches: steps done in the next one.
+    Of the run, `step` steps and `epoch` epochs are done, and `batches` steps of the next epoch.
     """
     if epochs is None and steps is not None:
         return steps
