@@ -129,10 +129,8 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 def append(path: Path, data: bytes, offset: int) -> None:
     """Write `data` after the first `offset` bytes of a file, remove the rest, and sync the file to disk.
 
-    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file.
+    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file, which has no length to set.
     """
-    if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with _descriptor(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING) as descriptor:
         length = size(descriptor)
         if length < offset:

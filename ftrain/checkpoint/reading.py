@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain._torch.store import rank_and_size
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, block_of_this_rank, has_many_ranks, runs
@@ -66,15 +67,13 @@ class FileOffset(NamedTuple):
     offset: int
 
 
-def load_tree(
-    path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str], share: tuple[int, int] = (0, 1)
-) -> PyTree:
-    """Load a tree; the arguments are those of `ftrain.checkpoint.load`, and `share` is that of `load_parts`.
+def load_tree(path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str]) -> PyTree:
+    """Load a tree; the arguments are those of `ftrain.checkpoint.load`.
 
     Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        reader = _Reader(path, _read_manifest(path), share)
+        reader = _Reader(path, _read_manifest(path))
         if like is not None:
             return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
         if partial or rename:
@@ -82,16 +81,13 @@ def load_tree(
         return reader.as_saved(reader.manifest.tree)
 
 
-def load_parts(
-    path: Path, like: Mapping[str, PyTree], *, on_host: bool = False, share: tuple[int, int] = (0, 1)
-) -> tuple[Manifest, dict[str, PyTree]]:
+def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    With `on_host`, tensors stay on the CPU. `share` is the rank and the number of ranks: each rank reads its blocks of
-    the tensors that are divided, and verifies a share of the whole tensors. Raises as `ftrain.checkpoint.load` does.
+    With `on_host`, tensors stay on the CPU. Raises as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        reader = _Reader(path, _read_manifest(path), share)
+        reader = _Reader(path, _read_manifest(path))
         parts = {
             key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
             for key, node in children(reader.manifest.tree).items()
@@ -117,7 +113,7 @@ def load_checkpoint(
     results = list[LoadedCheckpoint]()
 
     def load() -> None:
-        manifest, parts = load_parts(path, like, on_host=on_host, share=(ranks.rank, ranks.size))
+        manifest, parts = load_parts(path, like, on_host=on_host)
         if manifest.step != step:
             raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
         results.append(LoadedCheckpoint(step, path, parts, manifest))
@@ -140,7 +136,6 @@ class _Reader(NamedTuple):
 
     path: Path
     manifest: Manifest
-    share: tuple[int, int] = (0, 1)
 
     def as_saved(self, treedef: Json) -> PyTree:
         used = {id(item) for item in items_by_path(treedef, self.manifest.tensors).values()}
@@ -173,8 +168,8 @@ class _Reader(NamedTuple):
             return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
 
     def read_blocks(self, blocks: Sequence[tuple[TensorEntry, Block]]) -> list[Tensor]:
-        """Read blocks of tensors to the CPU, and verify a share of these tensors."""
-        rank, size = self.share
+        """Read the blocks of this rank to the CPU, and verify its share of their tensors."""
+        rank, size = rank_and_size()
         verified = [item for item, _ in blocks[rank::size]]
         with _open_tensor_files(self.path, self.manifest) as offsets:
             _concurrently(lambda item: _check(item, offsets[item.file, item.key]), verified)

@@ -52,16 +52,14 @@ class LocalTree(NamedTuple):
     Args:
         treedef: its structure as JSON.
         entries: its tensors as the manifest lists them, still without digests.
-        blocks: for each tensor, its blocks by the ranks that write them.
-        locals: the blocks that this rank writes, by the number of their tensor.
-        divided: the numbers of tensors that are divided. The others are written by the first rank.
+        blocks: the blocks of each tensor that is divided, by the number of the tensor and the rank that writes them.
+        locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
     """
 
     treedef: Json
     entries: Sequence[TensorEntry]
-    blocks: Sequence[Mapping[int, Block]]
+    blocks: Mapping[int, Mapping[int, Block]]
     locals: Mapping[int, Tensor]
-    divided: frozenset[int]
 
 
 WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
@@ -70,11 +68,10 @@ WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
 
 def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
-    values = [leaf.value for leaf in flat.leaves]
-    blocks = [blocks_of_ranks(value) for value in values]
-    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
-    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
-    return LocalTree(flat.treedef, _entries(flat), blocks, locals_, divided)
+    values = dict(enumerate(leaf.value for leaf in flat.leaves))
+    blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
+    locals_ = {number: local_part(value) for number, value in values.items() if rank in blocks.get(number, {0})}
+    return LocalTree(flat.treedef, _entries(flat), blocks, locals_)
 
 
 def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:

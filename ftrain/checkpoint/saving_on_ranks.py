@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, contiguous_rows, runs, whole_block
+from ftrain.checkpoint.blocks import Block, contiguous_rows, runs
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry
 from ftrain.checkpoint.ranks import Ranks
@@ -94,7 +94,7 @@ def _make_files(directory: Path, tree: LocalTree) -> list[Json]:
             files.resize(descriptor, plan.size)
         offsets.update({(file, key): offset for key, offset in plan.offsets.items()})
     return [
-        [*_signature(entry), entry.file, offsets[entry.file, entry.key], number in tree.divided]
+        [*_signature(entry), entry.file, offsets[entry.file, entry.key], number in tree.blocks]
         for number, entry in enumerate(tree.entries)
     ]
 
@@ -105,12 +105,12 @@ def _signature(entry: TensorEntry) -> list[Json]:
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
     """Yield the tensors of the first rank's tree; this rank must have the divided ones in the same order."""
-    divided = iter(sorted(tree.divided))
-    for number, (*signature, file, offset, is_divided_here) in enumerate(tensors):
+    divided = iter(sorted(tree.blocks))
+    for number, (*signature, file, offset, is_divided) in enumerate(tensors):
         path, dtype, shape = signature
-        blocks: Mapping[int, Block] = {0: whole_block(shape)}
+        blocks: Mapping[int, Block] = {0: Block((0,) * len(shape), tuple(shape))}
         local = tree.locals.get(number) if ranks.is_first else None
-        if is_divided_here:
+        if is_divided:
             mine = next(divided, -1)
             if mine < 0 or _signature(tree.entries[mine]) != signature:
                 raise CheckpointError(

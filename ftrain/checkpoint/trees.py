@@ -89,8 +89,7 @@ def load(
     if not _has_many_ranks(like):
         return load_tree(path, like=like, partial=partial, rename=rename)
     ranks, results = Ranks("load"), list[PyTree]()
-    share = ranks.rank, ranks.size
-    ranks.together(lambda: results.append(load_tree(path, like=like, partial=partial, rename=rename, share=share)))
+    ranks.together(lambda: results.append(load_tree(path, like=like, partial=partial, rename=rename)))
     return results[0]
 
 
