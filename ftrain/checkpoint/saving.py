@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +24,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
-from ftrain.checkpoint.treedef import Container, FlatTree, Json, dotted, flatten
+from ftrain.checkpoint.treedef import Container, FlatTree, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST, dtype_name
 from ftrain.types import PyTree, TrainState, tree_tag
@@ -46,20 +48,24 @@ class Notes(NamedTuple):
     texts: Mapping[str, str]
 
 
-class LocalTree(NamedTuple):
+@dataclass(frozen=True)
+class LocalTree:
     """A flattened tree of which this rank has some blocks; on one rank, all of them.
 
     Args:
-        treedef: its structure as JSON.
-        entries: its tensors as the manifest lists them, still without digests.
+        flat: the flattened tree, with tensors on the device meta in place of the leaves.
         blocks: the blocks of each tensor that is divided, by the number of the tensor and the rank that writes them.
         locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
     """
 
-    treedef: Json
-    entries: Sequence[TensorEntry]
+    flat: FlatTree
     blocks: Mapping[int, Mapping[int, Block]]
     locals: Mapping[int, Tensor]
+
+    @functools.cached_property
+    def entries(self) -> list[TensorEntry]:
+        """Its tensors as the manifest lists them, still without digests; made in the thread that writes."""
+        return _entries(self.flat)
 
 
 WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
@@ -71,7 +77,8 @@ def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
     values = dict(enumerate(leaf.value for leaf in flat.leaves))
     blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
     locals_ = {number: local_part(value) for number, value in values.items() if rank in blocks.get(number, {0})}
-    return LocalTree(flat.treedef, _entries(flat), blocks, locals_)
+    leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
+    return LocalTree(flat._replace(leaves=leaves), blocks, locals_)
 
 
 def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
@@ -82,7 +89,8 @@ def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
     if len(buffers) != len(tree.locals):
         buffers = [torch.empty(0)] * len(tree.locals)
     pairs = zip(tree.locals.items(), buffers, strict=True)
-    return tree._replace(locals={number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs})
+    locals_ = {number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs}
+    return dataclasses.replace(tree, locals=locals_)
 
 
 def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
@@ -112,7 +120,7 @@ def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves =
         tensors = tuple(dataclasses.replace(entry, sha256=digest) for entry, digest in pairs)
         digests_of_texts = _write_texts(temporary, notes.texts)
         manifest = Manifest(
-            notes.step, notes.run, notes.metrics, notes.environment, tree.treedef, tensors, digests_of_texts
+            notes.step, notes.run, notes.metrics, notes.environment, tree.flat.treedef, tensors, digests_of_texts
         )
         _write_manifest(temporary, folders, manifest)
     return manifest
