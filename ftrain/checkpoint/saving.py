@@ -172,13 +172,18 @@ def _file_and_key(path: tuple[Any, ...], state_paths: Sequence[tuple[Any, ...]])
     return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
 
 
+def temporary_path(path: Path) -> Path:
+    """Return a new name beside a directory, for what becomes it or was it; the next save removes what is left there."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
 @contextmanager
 def new_directory(path: Path, tensors: Iterable[TensorInfo]) -> Iterator[Path]:
     """Context of a temporary directory, which is renamed to `path` when the context ends without an error.
 
     Raises a CheckpointError when `path` exists, the disk has no room for `tensors`, or writing fails.
     """
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    temporary = temporary_path(path)
     try:
         _require_room(path, tensors)
         files.make_directory(temporary)
