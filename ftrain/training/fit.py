@@ -17,7 +17,7 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.options import Options
-from ftrain.training.progress import Count, Lines, show
+from ftrain.training.progress import Count, Display, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
@@ -196,7 +196,7 @@ def _interrupted(
         steps = checkpoints.steps()
         path = checkpoints.path(steps[-1]) if steps else None
         where = f"saved in {path}; the same call continues from there" if path else "before any step"
-        Lines().say(f"fit: ended by {number.name}, {where}")
+        Display().say(f"fit: ended by {number.name}, {where}")
     error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error

@@ -156,7 +156,9 @@ class Run:
             self._read_metrics()
             self._evaluate_and_adapt(records)
         if self._checkpoints.enabled:
-            self._save(only_if_due=True)
+            self._checkpoints.check()
+            if self._checkpoints.is_due(record.step):
+                self._save(wait=False)
         self._between_steps = False
         if record.step % self._options.log_every == 0:
             self._warn_if_not_additive()
@@ -326,20 +328,17 @@ class Run:
         values = column("Checkpoints(best=)", best, self.history)
         raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {values[-1]!r}")
 
-    def _save(self, *, only_if_due: bool = False) -> None:
+    def _save(self, *, wait: bool = True) -> None:
         """Save the newest state, unless it is saved already."""
         checkpoints, step = self._checkpoints, self.step
-        checkpoints.check()
         if not self._can_save or not checkpoints.needs(step, self._last):
-            return
-        if only_if_due and not checkpoints.is_due(step):
             return
         # The data may be at another position: after loading, or when the compilation of a step was abandoned.
         position = self._position
         if position is None or position.step != step:
             position = position_of(self._newest, self._data)
         point = ResumePoint(self._newest.state, step, self._last, self.history, position)
-        checkpoints.save(point, wait=not only_if_due)
+        checkpoints.save(point, wait=wait)
 
     @property
     def _is_leaving(self) -> bool:
