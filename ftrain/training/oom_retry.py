@@ -48,12 +48,8 @@ class OomRetry:
     be refused (fp16, `skip_nonfinite`): such an update overwrites nothing. A compiled step may fail at any operation:
     its state is copied to the host before the first step with each structure of batches.
 
-    Args:
-        step: the step.
-        pieces: the number of pieces to begin with.
-        say: prints a line.
-        interrupted: returns whether a signal has come, after which nothing is tried again.
-        agreement: the agreement of the ranks, which split a step together.
+    It begins with `pieces` pieces. `say` prints a line, and `interrupted` returns whether a signal has come, after
+    which nothing is tried again. Ranks split a step together.
     """
 
     def __init__(

@@ -145,9 +145,7 @@ class Run:
     def after_step(self, record: StepRecord, records: Records) -> None:
         """Record a step, and evaluate, adapt, save and show progress if it is time to.
 
-        Args:
-            record: the record of the step.
-            records: what `steps` returned; the state that `adapt` returns is sent to it.
+        The state that `adapt` returns is sent to `records`, what `steps` returned.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
         self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
