@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.report import checkpoints_at, differences, inspection, require_history
-from ftrain.checkpoint.treedef import printable
+import torch
+from torch import Tensor
+
+from ftrain import tree as trees
+from ftrain.backends.format_bytes import format_bytes
+from ftrain.checkpoint.checkpoints import Checkpoints
+from ftrain.checkpoint.journal import Mark, check, parse_mark
+from ftrain.checkpoint.manifest import NAME, Manifest, TensorEntry
+from ftrain.checkpoint.reading import load_items, read_manifest, verify
+from ftrain.checkpoint.treedef import Container, dotted, items_by_path, printable
 from ftrain.errors import CheckpointError
 
 
@@ -26,11 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
-            _print(*inspection(checkpoints_at(options.path)[-1]))
+            _print(*inspection(_checkpoints_at(options.path)[-1]))
             return 0
         if options.command == "verify":
-            return max(_verify(path) for path in checkpoints_at(options.path))
-        lines = list(differences(*(checkpoints_at(path)[-1] for path in (options.first, options.second))))
+            return max(_verify(path) for path in _checkpoints_at(options.path))
+        lines = list(_differences(*(_checkpoints_at(path)[-1] for path in (options.first, options.second))))
         _print(*(lines or ["the same, to the bit"]))
         return int(bool(lines))
     except CheckpointError as error:
@@ -46,12 +55,76 @@ def _print(*lines: str) -> None:
 def _verify(path: Path) -> int:
     try:
         manifest = verify(path)
-        require_history(path, manifest)
+        _require_history(path, manifest)
     except CheckpointError as error:
         _print(*f"DAMAGED  {error}".split("\n"))
         return 1
     _print(f"whole    {path}: {len(manifest.tensors)} tensors")
     return 0
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first, or the path of one. Raises a CheckpointError if there is none."""
+    run = Checkpoints(path, every=1)
+    paths = [run.path(step) for step in run.steps()]
+    if not paths and not (path / NAME).is_file():
+        raise CheckpointError(f"{path}: there is no checkpoint, which is a directory with a {NAME}")
+    return paths or [path]
+
+
+def inspection(path: Path) -> Iterator[str]:
+    """Yield the tree of a checkpoint with shapes and bytes; only its manifest is read."""
+    manifest = read_manifest(path)
+    yield f"{path}: step {manifest.step}, run {manifest.run or 'none'}"
+    yield "  " + ", ".join(f"{name} {value}" for name, value in manifest.environment.items())
+    if manifest.metrics:
+        yield "  " + ", ".join(f"{name} {value}" for name, value in manifest.metrics.items())
+    items = items_by_path(manifest.tree, manifest.tensors).items()
+    leaves = [(dotted(tree_path), item) for tree_path, item in items if not isinstance(item, Container)]
+    width = max((len(name) for name, _ in leaves), default=0)
+    for name, item in leaves:
+        if isinstance(item, TensorEntry):
+            yield f"  {name:<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
+        else:
+            yield f"  {name:<{width}}  {item!r:.60}"
+    total = sum(item.info.bytes for item in manifest.tensors)
+    names = ", ".join(sorted({item.file for item in manifest.tensors}))
+    yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {names}"
+
+
+def _require_history(path: Path, manifest: Manifest) -> None:
+    """Check the history of a run up to a checkpoint; only checkpoints of `ftrain.fit` have one."""
+    items = items_by_path(manifest.tree, manifest.tensors)
+    fields = {name: items.get(("run", "record", "history", name)) for name in Mark._fields}
+    if (mark := parse_mark(fields)) is not None:
+        check(path.parent, mark)
+
+
+def _differences(one: Path, other: Path) -> Iterator[str]:
+    """Yield the differences of two checkpoints, leaf by leaf; none when they are the same to the bit."""
+    left, right = load_items(one), load_items(other)
+    for tree_path in [*left, *(path for path in right if path not in left)]:
+        if tree_path not in right:
+            yield f"{dotted(tree_path)}: only in {one}"
+        elif tree_path not in left:
+            yield f"{dotted(tree_path)}: only in {other}"
+        elif difference := _difference(left[tree_path], right[tree_path]):
+            yield f"{dotted(tree_path)}: {difference}"
+
+
+def _difference(one: Any, other: Any) -> str:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        # Compared as text, since NaN is not equal to itself.
+        return "" if repr(one) == repr(other) else f"{one!r:.60}, {other!r:.60}"
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return f"{trees.describe(one)}, {trees.describe(other)}"
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return ""
+    count = (bits[0] != bits[1]).view(-1, one.element_size()).any(1).sum().item()
+    wide = [tensor.to(torch.complex128 if one.is_complex() else torch.float64) for tensor in (one, other)]
+    largest = (wide[0] - wide[1]).abs().nan_to_num(float("inf")).max().item()
+    return f"{count} of {one.numel()} elements differ, by up to {largest:.3g}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 from torch import Tensor
 
@@ -25,23 +25,16 @@ class Block(NamedTuple):
     shape: tuple[int, ...]
 
 
-def has_many_ranks(tensor: Tensor) -> bool:
+def has_many_ranks(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor of several ranks."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1
 
 
-def whole_block(shape: Sequence[int]) -> Block:
-    """Return the block that is a whole tensor."""
-    return Block((0,) * len(shape), tuple(shape))
-
-
-def blocks_of_ranks(tensor: Tensor) -> dict[int, Block]:
+def blocks_of_ranks(tensor: DTensor) -> dict[int, Block]:
     """Return the blocks of a tensor by the ranks that write them: only the first of several copies is written.
 
-    Together they are the whole tensor, and no two overlap. Rank 0 writes a tensor that is not divided.
+    Together they are the whole tensor, and no two overlap.
     """
-    if not is_dtensor(tensor) or not has_many_ranks(tensor):
-        return {0: whole_block(tensor.shape)}
     ranks = tensor.device_mesh.mesh
     axes = [
         range(1 if placement.is_replicate() else size)

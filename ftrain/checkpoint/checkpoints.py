@@ -22,11 +22,9 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
-from ftrain.checkpoint.loaded import LoadedCheckpoint as LoadedCheckpoint
-from ftrain.checkpoint.loaded import load_checkpoint
 from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.reading import read_manifest, verify
+from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
@@ -211,9 +209,9 @@ class Checkpoints:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
                 checkpoint of this step, outside of the context, and when the directory or its lock was removed.
         """
-        if self._ranks is None:
+        if self._ranks is None or self._saving is None:
             raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
-        ranks = self._ranks
+        ranks, saving = self._ranks, self._saving
         self.wait()
         with ranks.all_or_none():
             if self._lock is not None:
@@ -229,10 +227,10 @@ class Checkpoints:
                 self._buffers = [*content.locals.values()]
                 backends.of(device).synchronize()
         if not self.async_:
-            self._write(step, content, notes, first)
+            self._write(step, content, notes, first, saving)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = self._pool.submit(self._write, step, content, notes, first)
+        self._pending = self._pool.submit(self._write, step, content, notes, first, saving)
         if wait:
             self.wait()
 
@@ -301,10 +299,9 @@ class Checkpoints:
             return [self._best()]
         return [step for step in reversed(self.steps()) if before is None or step <= before]
 
-    def _write(self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
-        ranks = self._saving
-        if ranks is None:
-            raise CheckpointError(f"Checkpoints.save: {self.directory} was closed while it was written to")
+    def _write(
+        self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
+    ) -> None:
         with ranks.all_or_none():
             if ranks.is_first:
                 self._write_and_rotate(step, lambda path: _write_verified(path, content, notes, ranks), first)

@@ -20,6 +20,7 @@ except ImportError:  # pragma: no cover
 SYSTEM_HAS_LOCKS = fcntl is not None
 
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 # Opening a FIFO would otherwise block until another process writes to it.
 NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
@@ -90,25 +91,28 @@ def make_directories(path: Path) -> None:
 
 
 @contextmanager
-def created(path: Path) -> Iterator[int]:
-    """Context of a new file, which is synced to disk when the context ends."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+def _descriptor(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o644)
     try:
         yield descriptor
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def opened_to_write(path: Path) -> Iterator[int]:
-    """Context of an existing file to write to, which is synced to disk when the context ends."""
-    descriptor = os.open(path, os.O_WRONLY | NO_LINKS)
-    try:
+def created(path: Path) -> Iterator[int]:
+    """Context of a new file, which is synced to disk when the context ends."""
+    with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS) as descriptor:
         yield descriptor
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+
+
+@contextmanager
+def opened_to_write(path: Path) -> Iterator[int]:
+    """Context of an existing file to write to, which is synced to disk when the context ends."""
+    with _descriptor(path, os.O_WRONLY | NO_LINKS) as descriptor:
+        yield descriptor
+        os.fsync(descriptor)
 
 
 def resize(descriptor: int, length: int) -> None:
@@ -116,7 +120,7 @@ def resize(descriptor: int, length: int) -> None:
     os.ftruncate(descriptor, length)
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at an offset of a file."""
     os.lseek(descriptor, offset, os.SEEK_SET)
     write(descriptor, data)
@@ -125,22 +129,15 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def append(path: Path, data: bytes, offset: int) -> None:
     """Write `data` after the first `offset` bytes of a file, remove the rest, and sync the file to disk.
 
-    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file.
+    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file, which has no length to set.
     """
-    if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING, 0o644)
-    try:
+    with _descriptor(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING) as descriptor:
         length = size(descriptor)
         if length < offset:
             raise OSError(errno.EIO, f"has {length:,} bytes, and {offset:,} were written: it was cut off or removed")
-        if length > offset:
-            os.ftruncate(descriptor, offset)
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        write(descriptor, data)
+        os.ftruncate(descriptor, offset)
+        write_at(descriptor, data, offset)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     if not offset:
         sync_directory(path.parent)
 
@@ -162,11 +159,8 @@ def sync(descriptor: int) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
+    with _descriptor(path, os.O_RDONLY | DIRECTORY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
@@ -182,7 +176,7 @@ def hold(path: Path) -> int:
 
     Raises an OSError when the directory cannot be opened, or another process has locked it.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NO_LINKS)
+    descriptor = os.open(path, os.O_RDONLY | DIRECTORY | NO_LINKS)
     try:
         _flock(descriptor)
     except BaseException:
@@ -215,13 +209,10 @@ def opened(path: Path) -> Iterator[int]:
     """Context of a file to read. Raises an OSError for a link, a directory or a device, before it is opened."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file (a link, a directory or a device)", str(path))
-    descriptor = os.open(path, os.O_RDONLY | NO_LINKS | NONBLOCKING)
-    try:
+    with _descriptor(path, os.O_RDONLY | NO_LINKS | NONBLOCKING) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def size(descriptor: int) -> int:
@@ -268,21 +259,13 @@ def exists(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory of any depth with its content; links are removed and not followed."""
+    """Remove a file, or a directory with its content; links are removed and not followed."""
     if not is_directory(path):
         os.unlink(path)
         return
-    stack = [path]
-    while stack:
-        folders = []
-        for entry in [stack[-1] / name for name in names(stack[-1])]:
-            if is_directory(entry):
-                folders.append(entry)
-            else:
-                os.unlink(entry)
-        if not folders:
-            os.rmdir(stack.pop())
-        stack += folders
+    for name in names(path):
+        remove(path / name)
+    os.rmdir(path)
 
 
 def free(path: Path) -> int:

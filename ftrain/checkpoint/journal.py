@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import DIGEST
-from ftrain.checkpoint.treedef import flatten, unflatten
+from ftrain.checkpoint.treedef import MALFORMED, flatten, unflatten
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"
-CHUNK = 2**22
-"""Bytes to read at once."""
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 EXACT_TYPES = str, int, float, type(None)
 """Types that JSON restores exactly."""
@@ -79,9 +77,7 @@ def check(directory: Path, mark: Mark) -> hashlib._Hash:
 
     Raises a CheckpointError when they are not those that were saved.
     """
-    digest = hashlib.sha256()
-    for chunk in _chunks(directory / NAME, mark):
-        digest.update(chunk)
+    digest = hashlib.sha256(_read_bytes(directory / NAME, mark))
     if digest.hexdigest() != mark.sha256:
         raise CheckpointError(
             f"{directory / NAME}: the first {mark.bytes:,} bytes are not those that were saved; restore them, or "
@@ -90,27 +86,22 @@ def check(directory: Path, mark: Mark) -> hashlib._Hash:
     return digest
 
 
-def read(directory: Path, mark: Mark) -> Iterator[dict[str, Any]]:
-    """Yield the records up to a mark; call `check` first."""
-    rest = b""
-    for chunk in _chunks(directory / NAME, mark):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield _record(line)
+def read(directory: Path, mark: Mark) -> list[dict[str, Any]]:
+    """Return the records up to a mark; call `check` first."""
+    return [_record(line) for line in _read_bytes(directory / NAME, mark).splitlines()]
 
 
-def _chunks(path: Path, mark: Mark) -> Iterator[bytes]:
+def _read_bytes(path: Path, mark: Mark) -> bytearray:
     if not mark.bytes:
-        return
+        return bytearray()
     try:
         with files.opened(path) as descriptor:
             length = files.size(descriptor)
             if length < mark.bytes:
                 raise CheckpointError(f"{path}: has {length:,} bytes, and {mark.bytes:,} were saved: it was cut off")
-            for start in range(0, mark.bytes, CHUNK):
-                chunk = bytearray(min(CHUNK, mark.bytes - start))
-                files.read_into(descriptor, memoryview(chunk), start)
-                yield bytes(chunk)
+            data = bytearray(mark.bytes)
+            files.read_into(descriptor, memoryview(data), 0)
+            return data
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: is missing; it has the history of the run. Copy it with the checkpoints, or load the state by "
@@ -139,9 +130,9 @@ def _encode(name: str, value: Any) -> Any:
     return flat.treedef["nodes"][0]
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _record(line: bytearray) -> dict[str, Any]:
     try:
         record = json.loads(line)
         return {name: unflatten(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{NAME}: has a line that is not a record: {line[:60]!r}") from error
+    except MALFORMED as error:
+        raise CheckpointError(f"{NAME}: has a line that is not a record: {bytes(line[:60])!r}") from error

@@ -23,15 +23,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Args:
-        file: an open safetensors file.
-        name: name of the tensor in it.
-        shape: shape of the tensor.
-        dtype: dtype to convert to when reading. Default: as stored.
-        device: device to read to.
-    """
+    """A tensor in an open safetensors file, to be read to a device in a dtype. Default: as stored, to the CPU."""
 
     file: Any
     name: str

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from ftrain._version import __version__
 from ftrain.backends.device_module import float32_precision
 from ftrain.checkpoint.layout import DTYPES, TensorInfo, is_dense
-from ftrain.checkpoint.treedef import Json, decode, encode, printable
+from ftrain.checkpoint.treedef import MALFORMED, Json, decode, encode, items_by_path
 from ftrain.errors import CheckpointError
 
 NAME = "MANIFEST.json"
@@ -112,9 +112,7 @@ def parse(data: bytes) -> Manifest:
     if data != signed(data[: -len(signed(b""))]):
         raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
     try:
-        body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-        if not isinstance(body, dict):
-            raise CheckpointError(f"{NAME}: needs an object, found {type(body).__name__}")
+        body = json.loads(data.decode("utf-8"))
         version = body.get("version")
         if body.get("format") != FORMAT or type(version) is not int or version not in READABLE:
             raise CheckpointError(
@@ -122,21 +120,8 @@ def parse(data: bytes) -> Manifest:
                 f"{FORMAT!r}, versions {', '.join(map(str, READABLE))}"
             )
         return _manifest(body)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except MALFORMED as error:
         raise CheckpointError(f"{NAME}: malformed: {type(error).__name__}: {error!s:.200}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise CheckpointError(f"{NAME}: an object has a key twice, among {', '.join(key for key, _ in pairs):.100}")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise CheckpointError(f"{NAME}: has the number {name}, which JSON does not allow")
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
@@ -149,6 +134,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     tensors = tuple(_parse_tensor(item) for item in body["tensors"])
     keys = [(item.file, item.key) for item in tensors]
     _require(len(set(keys)) == len(keys), "tensors", "one name in a file twice")
+    items_by_path(body["tree"], tensors)
     files = body["files"]
     for name, digest in files.items():
         _require(_is_file_name(name) and name not in {item.file for item in tensors}, "the name of a file", name)
@@ -156,31 +142,26 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     return Manifest(step, run, metrics, body["environment"], body["tree"], tensors, files)
 
 
-def _parse_tensor(item: Any) -> TensorEntry:
-    _require(isinstance(item, dict) and item.keys() == TensorEntry.__dataclass_fields__.keys(), "a tensor", item)
-    _require(isinstance(item["path"], str), "a path", item["path"])
-    where = printable(item["path"])
-    checks: dict[str, Callable[[Any], bool]] = {
-        "dtype": lambda value: isinstance(value, str) and value in DTYPES,
-        "shape": _is_shape,
-        "file": lambda value: _is_file_name(value) and value.endswith(".safetensors"),
-        "key": lambda value: isinstance(value, str) and value != "__metadata__",
-        "sha256": _is_digest,
-        "stride": lambda value: value is None or (_is_shape(value) and len(value) == len(item["shape"])),
-    }
-    for name, holds in checks.items():
-        _require(holds(item[name]), f"the {name} of {where:.100}", item[name])
+def _parse_tensor(item: dict[str, Any]) -> TensorEntry:
     shape, stride = tuple(item["shape"]), item["stride"]
-    _require(stride is None or is_dense(shape, stride), f"the stride of {where:.100}", stride)
-    return TensorEntry(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
-
-
-def _is_shape(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_AXES
-        and all(type(length) is int and 0 <= length < 2**62 for length in value)
+    entry = TensorEntry(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
+    is_valid = (
+        isinstance(entry.path, str)
+        and entry.dtype in DTYPES
+        and _is_shape(shape)
+        and _is_file_name(entry.file)
+        and entry.file.endswith(".safetensors")
+        and isinstance(entry.key, str)
+        and entry.key != "__metadata__"
+        and _is_digest(entry.sha256)
+        and (entry.stride is None or (_is_shape(entry.stride) and is_dense(shape, entry.stride)))
     )
+    _require(is_valid, "a tensor", item)
+    return entry
+
+
+def _is_shape(value: tuple[Any, ...]) -> bool:
+    return len(value) <= MAX_AXES and all(type(length) is int and 0 <= length < 2**62 for length in value)
 
 
 def _is_digest(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain._torch.store import rank_and_size
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, block_of_this_rank, has_many_ranks, runs
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
 from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, parse
+from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
 from ftrain.checkpoint.validate import fill_like, match_leaves, rename_paths
 from ftrain.errors import CheckpointError, DeviceError, StructureError
@@ -24,8 +26,38 @@ from ftrain.types import PyTree
 
 NUM_READERS = 2
 """Number of threads that read and hash; both release the GIL."""
-MAX_NAMES = 20
-"""The largest number of file names in an error."""
+
+
+class LoadedCheckpoint(NamedTuple):
+    """A checkpoint that was loaded: its trees by name, and its manifest."""
+
+    step: int
+    path: Path
+    parts: dict[str, PyTree]
+    manifest: Manifest
+
+    def __repr__(self) -> str:
+        # Not the manifest, which lists every tensor.
+        return f"LoadedCheckpoint(step={self.step}, path={str(self.path)!r}, parts={[*self.parts]})"
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, threads, device and flags when it was saved."""
+        return self.manifest.environment
+
+    @property
+    def run(self) -> dict[str, PyTree]:
+        """What `ftrain.fit` saved in addition to the state.
+
+        Raises:
+            CheckpointError: when `fit` did not save this checkpoint.
+        """
+        run = self.parts.get("run")
+        if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
+            raise CheckpointError(
+                f"{self.path}: was not saved by ftrain.fit, which cannot resume from it; use another directory"
+            )
+        return run
 
 
 class FileOffset(NamedTuple):
@@ -35,15 +67,13 @@ class FileOffset(NamedTuple):
     offset: int
 
 
-def load_tree(
-    path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str], share: tuple[int, int] = (0, 1)
-) -> PyTree:
-    """Load a tree; the arguments are those of `ftrain.checkpoint.load`, and `share` is that of `load_parts`.
+def load_tree(path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str]) -> PyTree:
+    """Load a tree; the arguments are those of `ftrain.checkpoint.load`.
 
     Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        reader = _Reader(path, _read_manifest(path), share)
+        reader = _Reader(path, _read_manifest(path))
         if like is not None:
             return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
         if partial or rename:
@@ -51,16 +81,13 @@ def load_tree(
         return reader.as_saved(reader.manifest.tree)
 
 
-def load_parts(
-    path: Path, like: Mapping[str, PyTree], *, on_host: bool = False, share: tuple[int, int] = (0, 1)
-) -> tuple[Manifest, dict[str, PyTree]]:
+def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    With `on_host`, tensors stay on the CPU. `share` is the rank and the number of ranks: each rank reads its blocks of
-    the tensors that are divided, and verifies a share of the whole tensors. Raises as `ftrain.checkpoint.load` does.
+    With `on_host`, tensors stay on the CPU. Raises as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        reader = _Reader(path, _read_manifest(path), share)
+        reader = _Reader(path, _read_manifest(path))
         parts = {
             key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
             for key, node in children(reader.manifest.tree).items()
@@ -68,6 +95,33 @@ def load_parts(
     if missing := [key for key in like if key not in parts]:
         raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
     return reader.manifest, parts
+
+
+def load_checkpoint(
+    path: Path,
+    step: int,
+    like: Mapping[str, PyTree],
+    ranks: Ranks,
+    *,
+    on_host: bool,
+    accept: Callable[[LoadedCheckpoint], None] | None,
+) -> LoadedCheckpoint:
+    """Load the checkpoint of a step on all ranks; the arguments are those of `Checkpoints.latest`.
+
+    Raises a CheckpointError on every rank when it is damaged, of another step, or rejected by `accept`.
+    """
+    results = list[LoadedCheckpoint]()
+
+    def load() -> None:
+        manifest, parts = load_parts(path, like, on_host=on_host)
+        if manifest.step != step:
+            raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
+        results.append(LoadedCheckpoint(step, path, parts, manifest))
+        if accept is not None and ranks.is_first:
+            accept(results[0])
+
+    ranks.together(load)
+    return results[0]
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
@@ -82,7 +136,6 @@ class _Reader(NamedTuple):
 
     path: Path
     manifest: Manifest
-    share: tuple[int, int] = (0, 1)
 
     def as_saved(self, treedef: Json) -> PyTree:
         used = {id(item) for item in items_by_path(treedef, self.manifest.tensors).values()}
@@ -98,7 +151,7 @@ class _Reader(NamedTuple):
         rename: Mapping[str, str] | None = None,
         on_host: bool = False,
     ) -> PyTree:
-        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path
+        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path()
         items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
         stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
         divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
@@ -115,8 +168,8 @@ class _Reader(NamedTuple):
             return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
 
     def read_blocks(self, blocks: Sequence[tuple[TensorEntry, Block]]) -> list[Tensor]:
-        """Read blocks of tensors to the CPU, and verify a share of these tensors."""
-        rank, size = self.share
+        """Read the blocks of this rank to the CPU, and verify its share of their tensors."""
+        rank, size = rank_and_size()
         verified = [item for item, _ in blocks[rank::size]]
         with _open_tensor_files(self.path, self.manifest) as offsets:
             _concurrently(lambda item: _check(item, offsets[item.file, item.key]), verified)
@@ -178,10 +231,10 @@ def _read_manifest(path: Path) -> Manifest:
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
     problems = []
-    if missing := sorted(listed - present):
-        problems.append(f"files are missing: {_first_names(missing)}")
-    if unlisted := sorted(present - listed):
-        problems.append(f"has files that the manifest does not list: {_first_names(unlisted)}")
+    if missing := listed - present:
+        problems.append(f"files are missing: {_listed(missing)}")
+    if unlisted := present - listed:
+        problems.append(f"has files that the manifest does not list: {_listed(unlisted)}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -193,29 +246,25 @@ def _read_manifest(path: Path) -> Manifest:
 def _require_no_run(path: Path) -> None:
     if files.exists(path / NAME):
         return
-    checkpoints = sorted(name for name in files.names(path) if files.exists(path / name / NAME))
+    checkpoints = [name for name in files.names(path) if files.exists(path / name / NAME)]
     if checkpoints:
         raise CheckpointError(
-            f"is the directory of a run, with the checkpoints {_first_names(checkpoints)}; pass one of them, or "
+            f"is the directory of a run, with the checkpoints {_listed(checkpoints)}; pass one of them, or "
             "Checkpoints(directory, every=...).latest().path"
         )
 
 
-def _first_names(names: Sequence[str]) -> str:
-    text = ", ".join(f"{printable(name):.200}" for name in names[:MAX_NAMES])
-    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
+def _listed(names: Iterable[str]) -> str:
+    return f"{printable(', '.join(sorted(names))):.1000}"
 
 
-def _files_below(path: Path) -> Iterator[str]:
-    """Yield the files in a directory, at any depth."""
-    folders = [""]
-    while folders:
-        below = folders.pop()
-        for name in files.names(path / below):
-            if files.is_directory(path / below / name):
-                folders.append(f"{below}{name}/")
-            else:
-                yield f"{below}{name}"
+def _files_below(path: Path, folder: str = "") -> Iterator[str]:
+    """Yield the files in a directory and its folders."""
+    for name in files.names(path / folder):
+        if files.is_directory(path / folder / name):
+            yield from _files_below(path, f"{folder}{name}/")
+        else:
+            yield f"{folder}{name}"
 
 
 @contextmanager

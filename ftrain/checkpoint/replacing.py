@@ -10,6 +10,7 @@ from pathlib import Path
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import Manifest, dump
 from ftrain.checkpoint.reading import verify
+from ftrain.checkpoint.saving import temporary_path
 from ftrain.errors import CheckpointError
 
 NEW = ".new"
@@ -60,7 +61,7 @@ def finish_replacement(path: Path, step: int) -> None:
         if _intact_manifest(new, step) is None:
             discard(new)
             return
-        trash = _trash_path(path)
+        trash = temporary_path(path)
         files.rename(path, trash)
     files.rename(new, path)
     # Otherwise a power failure could leave the old one with its name, but without some of its files.
@@ -71,17 +72,13 @@ def finish_replacement(path: Path, step: int) -> None:
 
 def discard(path: Path) -> None:
     """Rename a checkpoint, then remove it, so that no part of it is ever read as a checkpoint."""
-    trash = _trash_path(path)
+    trash = temporary_path(path)
     files.rename(path, trash)
     files.remove(trash)
 
 
 def _replacement_path(path: Path) -> Path:
     return path.with_name(f"{path.name}{NEW}")
-
-
-def _trash_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def _intact_manifest(path: Path, step: int) -> Manifest | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,10 +24,10 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
-from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
+from ftrain.checkpoint.treedef import Container, FlatTree, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST, dtype_name
-from ftrain.types import PyTree
+from ftrain.types import PyTree, TrainState, tree_tag
 
 STATE = "state.safetensors"
 MODEL_FIELDS = "params", "frozen", "buffers"
@@ -33,19 +36,6 @@ MIN_BYTES_FOR_THREAD = 2**16
 """Number of bytes below which hashing in another thread takes longer than hashing in this one."""
 MANIFEST_BYTES = 4096
 """Number of bytes of a manifest per tensor, at most, to check the free space."""
-
-
-class Placement(NamedTuple):
-    """A leaf, the file that it is written to, and its name in the file."""
-
-    leaf: Leaf
-    file: str
-    key: str
-
-    @property
-    def info(self) -> TensorInfo:
-        """Its name, dtype and shape in the file."""
-        return TensorInfo(self.key, self.leaf.value.dtype, tuple(self.leaf.value.shape))
 
 
 class Notes(NamedTuple):
@@ -58,34 +48,37 @@ class Notes(NamedTuple):
     texts: Mapping[str, str]
 
 
-class LocalTree(NamedTuple):
+@dataclass(frozen=True)
+class LocalTree:
     """A flattened tree of which this rank has some blocks; on one rank, all of them.
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: for each leaf, its blocks by the ranks that write them.
-        locals: the blocks that this rank writes, by the number of their leaf.
-        divided: the numbers of leaves that are divided. The others are written by the first rank.
+        blocks: the blocks of each tensor that is divided, by the number of the tensor and the rank that writes them.
+        locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
     """
 
     flat: FlatTree
-    blocks: Sequence[Mapping[int, Block]]
+    blocks: Mapping[int, Mapping[int, Block]]
     locals: Mapping[int, Tensor]
-    divided: frozenset[int]
+
+    @functools.cached_property
+    def entries(self) -> list[TensorEntry]:
+        """Its tensors as the manifest lists them, still without digests; made in the thread that writes."""
+        return _entries(self.flat)
 
 
-WriteLeaves: TypeAlias = Callable[[Path, Sequence[Placement], LocalTree], list[str]]
-"""``(directory, placements, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
+WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
+"""``(directory, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
 
 
 def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
-    values = [leaf.value for leaf in flat.leaves]
-    blocks = [blocks_of_ranks(value) for value in values]
-    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
+    values = dict(enumerate(leaf.value for leaf in flat.leaves))
+    blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
+    locals_ = {number: local_part(value) for number, value in values.items() if rank in blocks.get(number, {0})}
     leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
-    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
-    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
+    return LocalTree(flat._replace(leaves=leaves), blocks, locals_)
 
 
 def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
@@ -96,7 +89,8 @@ def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
     if len(buffers) != len(tree.locals):
         buffers = [torch.empty(0)] * len(tree.locals)
     pairs = zip(tree.locals.items(), buffers, strict=True)
-    return tree._replace(locals={number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs})
+    locals_ = {number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs}
+    return dataclasses.replace(tree, locals=locals_)
 
 
 def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
@@ -107,68 +101,89 @@ def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(tensor.detach(), non_blocking=True)
 
 
-def _write_alone(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
+def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
     """Write the tensors on one rank, and return the sha256 of each."""
     digests: dict[tuple[str, str], str] = {}
-    for file in sorted({item.file for item in placements}):
-        entries = [(item.info, tree.locals[number]) for number, item in enumerate(placements) if item.file == file]
-        digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
-    return [digests[item.file, item.key] for item in placements]
+    for file in sorted({entry.file for entry in tree.entries}):
+        tensors = [(entry.info, tree.locals[number]) for number, entry in enumerate(tree.entries) if entry.file == file]
+        digests.update({(file, key): value for key, value in write_tensors(directory / file, tensors).items()})
+    return [digests[entry.file, entry.key] for entry in tree.entries]
 
 
 def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves = _write_alone) -> Manifest:
     """Write a tree as a new directory, atomically; `write_leaves` may write the tensors on many ranks."""
-    placements = place_leaves(tree.flat, notes.texts)
-    with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
-        folders = _make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
-        digests = write_leaves(temporary, placements, tree)
-        tensors = [_tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
-        return _write_manifest(temporary, tree.flat, tensors, notes, folders)
+    _require_free_names(notes.texts, tree.entries)
+    with new_directory(path, [entry.info for entry in tree.entries]) as temporary:
+        folders = _make_folders(temporary, [*notes.texts, *(entry.file for entry in tree.entries)])
+        digests = write_leaves(temporary, tree)
+        pairs = zip(tree.entries, digests, strict=True)
+        tensors = tuple(dataclasses.replace(entry, sha256=digest) for entry, digest in pairs)
+        digests_of_texts = _write_texts(temporary, notes.texts)
+        manifest = Manifest(
+            notes.step, notes.run, notes.metrics, notes.environment, tree.flat.treedef, tensors, digests_of_texts
+        )
+        _write_manifest(temporary, folders, manifest)
+    return manifest
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check everything in a save that does not depend on the disk, without reading a tensor."""
-    place_leaves(flatten(tree), texts)
+    """Check everything in a save that does not depend on the disk, without reading a tensor.
+
+    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name in `texts` is not possible.
+    """
+    _require_free_names(texts, _entries(flatten(tree)))
 
 
-def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
-    """Choose a file and a name in it for each tensor. Raises an OptionError if a name in `texts` is not possible."""
+def _require_free_names(texts: Mapping[str, str], entries: Sequence[TensorEntry]) -> None:
+    for name in texts:
+        if not FILE_NAME.fullmatch(name) or name == NAME or name in {entry.file for entry in entries}:
+            raise OptionError(
+                f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
+            )
+
+
+def _entries(flat: FlatTree) -> list[TensorEntry]:
+    """Choose a file and a name in it for each tensor."""
+    state_paths = [path for path, item in flat.items_by_path().items() if item == Container(tree_tag(TrainState))]
     used: set[tuple[str, str]] = set()
-    placements = []
+    entries = []
     for leaf in flat.leaves:
-        file, name = _file_and_key(leaf)
+        file, name = _file_and_key(leaf.path, state_paths)
         key, number = name, 0
         # Different paths may have the same text, and safetensors reserves one name.
         while (file, key) in used or key == "__metadata__":
             number += 1
             key = f"{name}#{number}"
         used.add((file, key))
-        placements.append(Placement(leaf, file, key))
-    for name in texts:
-        if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placements}:
-            raise OptionError(
-                f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
-            )
-    return placements
+        dtype, shape = dtype_name(leaf.value.dtype), tuple(leaf.value.shape)
+        entries.append(TensorEntry(dotted(leaf.path), dtype, shape, file, key, "", strides(on_meta(leaf.value))))
+    return entries
 
 
-def _file_and_key(leaf: Leaf) -> tuple[str, str]:
-    state_path = leaf.state_path
-    within = leaf.path[len(state_path) :] if state_path is not None else ()
-    if state_path is None or len(within) < 2 or within[0] not in MODEL_FIELDS:
-        return STATE, dotted(leaf.path)
+def _file_and_key(path: tuple[Any, ...], state_paths: Sequence[tuple[Any, ...]]) -> tuple[str, str]:
+    """Return the file of a leaf and its name there: a model has a file of its own, with the names of its module."""
+    above = [state_path for state_path in state_paths if path[: len(state_path)] == state_path]
+    state_path = max(above, key=len, default=path)
+    within = path[len(state_path) :]
+    if len(within) < 2 or within[0] not in MODEL_FIELDS:
+        return STATE, dotted(path)
     name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
     file = f"params/{name}.safetensors"
     return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
 
 
+def temporary_path(path: Path) -> Path:
+    """Return a new name beside a directory, for what becomes it or was it; the next save removes what is left there."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
 @contextmanager
-def new_directory(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
+def new_directory(path: Path, tensors: Iterable[TensorInfo]) -> Iterator[Path]:
     """Context of a temporary directory, which is renamed to `path` when the context ends without an error.
 
     Raises a CheckpointError when `path` exists, the disk has no room for `tensors`, or writing fails.
     """
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    temporary = temporary_path(path)
     try:
         _require_room(path, tensors)
         files.make_directory(temporary)
@@ -190,12 +205,12 @@ def new_directory(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
         raise
 
 
-def _require_room(path: Path, tensors: Iterable[Tensor]) -> None:
+def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
     files.make_directories(path.parent)
     if files.exists(path):
         raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
     remove_abandoned(path.parent)
-    needed = sum(tensor.nbytes + MANIFEST_BYTES for tensor in tensors) + MANIFEST_BYTES
+    needed = sum(tensor.bytes + MANIFEST_BYTES for tensor in tensors) + MANIFEST_BYTES
     room = files.free(path.parent)
     if room < needed:
         raise CheckpointError(
@@ -218,31 +233,32 @@ def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
     return folders
 
 
-def _write_manifest(
-    directory: Path, flat: FlatTree, tensors: Sequence[TensorEntry], notes: Notes, folders: Sequence[Path]
-) -> Manifest:
-    """Write everything except the tensors, which are already written, and sync the directory and its folders to disk.
-
-    Raises a CheckpointError if the manifest is too long to be read again.
-    """
+def _write_texts(directory: Path, texts: Mapping[str, str]) -> dict[str, str]:
+    """Write additional files, and return the sha256 of each."""
     digests = {}
-    for name, text in notes.texts.items():
+    for name, text in texts.items():
         data = text.encode()
         with files.created(directory / name) as descriptor:
             files.write(descriptor, data)
         digests[name] = hashlib.sha256(data).hexdigest()
-    manifest = Manifest(notes.step, notes.run, notes.metrics, notes.environment, flat.treedef, tuple(tensors), digests)
+    return digests
+
+
+def _write_manifest(directory: Path, folders: Sequence[Path], manifest: Manifest) -> None:
+    """Write the manifest, after all other files, and sync the directory and its folders to disk.
+
+    Raises a CheckpointError if it is too long to be read again.
+    """
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(
-            f"save: the manifest of {len(tensors):,} tensors takes {len(data):,} bytes, and {MAX_BYTES:,} are read; "
-            "save fewer tensors, for example by stacking tensors of one shape"
+            f"save: the manifest of {len(manifest.tensors):,} tensors takes {len(data):,} bytes, and {MAX_BYTES:,} are "
+            "read; save fewer tensors, for example by stacking tensors of one shape"
         )
     with files.created(directory / NAME) as descriptor:
         files.write(descriptor, data)
     for folder in (*folders, directory):
         files.sync_directory(folder)
-    return manifest
 
 
 def _commit(temporary: Path, path: Path) -> None:
@@ -254,12 +270,6 @@ def _commit(temporary: Path, path: Path) -> None:
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise
-
-
-def _tensor_entry(item: Placement, digest: str) -> TensorEntry:
-    """Return the entry of a tensor in the manifest."""
-    path, dtype = dotted(item.leaf.path), dtype_name(item.info.dtype)
-    return TensorEntry(path, dtype, item.info.shape, item.file, item.key, digest, strides(item.leaf.value))
 
 
 def write_tensors(

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, contiguous_rows, runs, whole_block
+from ftrain.checkpoint.blocks import Block, contiguous_rows, runs
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
-from ftrain.checkpoint.manifest import Manifest
+from ftrain.checkpoint.manifest import Manifest, TensorEntry
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.saving import LocalTree, Notes, Placement, write
-from ftrain.checkpoint.treedef import Json, Leaf, dotted
+from ftrain.checkpoint.saving import LocalTree, Notes, write
+from ftrain.checkpoint.treedef import Json
 from ftrain.errors import CheckpointError
-from ftrain.tree import dtype_name
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
@@ -45,8 +44,8 @@ class _Target(NamedTuple):
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
     """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`."""
 
-    def write_on_ranks(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
-        tensors = _make_files(directory, placements, tree)
+    def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
+        tensors = _make_files(directory, tree)
         return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
 
     return write(path, tree, notes, write_on_ranks)
@@ -85,35 +84,35 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
     return [shares[number % ranks.size][number // ranks.size] for number in range(len(targets))]
 
 
-def _make_files(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[Json]:
+def _make_files(directory: Path, tree: LocalTree) -> list[Json]:
     """Make the files with their headers and sizes; return for each tensor what the other ranks need to know."""
     offsets: dict[tuple[str, str], int] = {}
-    for file in sorted({item.file for item in placements}):
-        plan = layout([item.info for item in placements if item.file == file])
+    for file in sorted({entry.file for entry in tree.entries}):
+        plan = layout([entry.info for entry in tree.entries if entry.file == file])
         with files.created(directory / file) as descriptor:
             files.write(descriptor, plan.header)
             files.resize(descriptor, plan.size)
         offsets.update({(file, key): offset for key, offset in plan.offsets.items()})
     return [
-        [*_signature(item.leaf), item.file, offsets[item.file, item.key], number in tree.divided]
-        for number, item in enumerate(placements)
+        [*_signature(entry), entry.file, offsets[entry.file, entry.key], number in tree.blocks]
+        for number, entry in enumerate(tree.entries)
     ]
 
 
-def _signature(leaf: Leaf) -> list[Json]:
-    return [dotted(leaf.path), dtype_name(leaf.value.dtype), list(leaf.value.shape)]
+def _signature(entry: TensorEntry) -> list[Json]:
+    return [entry.path, entry.dtype, list(entry.shape)]
 
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
     """Yield the tensors of the first rank's tree; this rank must have the divided ones in the same order."""
-    divided = iter(sorted(tree.divided))
-    for number, (*signature, file, offset, is_divided_here) in enumerate(tensors):
+    divided = iter(sorted(tree.blocks))
+    for number, (*signature, file, offset, is_divided) in enumerate(tensors):
         path, dtype, shape = signature
-        blocks: Mapping[int, Block] = {0: whole_block(shape)}
+        blocks: Mapping[int, Block] = {0: Block((0,) * len(shape), tuple(shape))}
         local = tree.locals.get(number) if ranks.is_first else None
-        if is_divided_here:
+        if is_divided:
             mine = next(divided, -1)
-            if mine < 0 or _signature(tree.flat.leaves[mine]) != signature:
+            if mine < 0 or _signature(tree.entries[mine]) != signature:
                 raise CheckpointError(
                     f"save: the first rank saves {path}, {dtype}{shape}, and rank {ranks.rank} something else in its "
                     "place; every rank must save the same state"

@@ -15,7 +15,7 @@ from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.tree import dtype_name
-from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
+from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, tree_tag
 
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -24,24 +24,28 @@ CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": t
 KEYS = str, int, bool
 NAMED_TUPLE = "namedtuple "
 """Begins the tag of a named tuple; no tag of a registered class has a space."""
+MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
+"""Errors that Python may raise for JSON that has not been written here."""
 VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
 """Tags of manifests of version 1, which held the module of each class, and of every named tuple."""
 
 
 class Leaf(NamedTuple):
-    """A tensor of a tree, its path, and the path of the innermost `TrainState` that contains it."""
+    """A tensor of a tree, and its path."""
 
     path: Path
     value: Tensor
-    state_path: Path | None
 
 
 class FlatTree(NamedTuple):
-    """A tree as JSON, its tensors by their numbers in the JSON, and the item at each path."""
+    """A tree as JSON, and its tensors by their numbers in the JSON."""
 
     treedef: Json
     leaves: list[Leaf]
-    items_by_path: dict[Path, Any]
+
+    def items_by_path(self) -> dict[Path, Any]:
+        """Return the `Container`, tensor or other leaf at each path."""
+        return items_by_path(self.treedef, [leaf.value for leaf in self.leaves])
 
 
 class Container(NamedTuple):
@@ -56,37 +60,33 @@ def flatten(tree: PyTree) -> FlatTree:
     Raises a CheckpointError that names all leaves, keys and containers that JSON cannot hold exactly.
     """
     flattener = _Flattener()
-    treedef = flattener.node((), tree, None)
+    treedef = flattener.node((), tree)
     if flattener.problems:
         raise CheckpointError("save: the tree cannot be saved exactly:\n  " + "\n  ".join(flattener.problems))
-    return FlatTree(treedef, flattener.leaves, flattener.items_by_path)
+    return FlatTree(treedef, flattener.leaves)
 
 
 class _Flattener:
-    """Visits a tree once, and collects its tensors, its items by path, and what cannot be saved."""
+    """Visits a tree once, and collects its tensors and what cannot be saved."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self.items_by_path: dict[Path, Any] = {}
         self.problems: list[str] = []
 
-    def node(self, path: Path, tree: Any, state_path: Path | None) -> Json:
+    def node(self, path: Path, tree: Any) -> Json:
         if tree is None:
-            self.items_by_path[path] = Container("None")
             return None
         if isinstance(tree, Tensor):
-            self.items_by_path[path] = tree
-            return {"tensor": self.number(path, tree, state_path)}
+            return {"tensor": self.number(path, tree)}
         if type(tree) in (dict, OrderedDict):
             # In the order of insertion; optree would sort the keys.
-            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), state_path)
+            return self.container(path, type(tree).__name__, list(tree), list(tree.values()))
         if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-            self.items_by_path[path] = tree
             return self.scalar(path, tree)
-        return self.registered(path, tree, state_path)
+        return self.registered(path, tree)
 
-    def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
+    def number(self, path: Path, tensor: Tensor) -> int:
         """Return the number of a tensor; tied tensors, which share memory, have the same number."""
         tensor = tensor if has_many_ranks(tensor) else local_part(tensor)
         problem = _why_not_savable(tensor)
@@ -98,44 +98,34 @@ class _Flattener:
         has_identity = tensor.numel() and not has_many_ranks(tensor)
         number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
         if number == new:
-            self.leaves.append(Leaf(path, tensor, state_path))
+            self.leaves.append(Leaf(path, tensor))
         return number
 
-    def registered(self, path: Path, tree: Any, state_path: Path | None) -> Json:
+    def registered(self, path: Path, tree: Any) -> Json:
+        static: Any
         children, static, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
         kind = type(tree)
         if kind in (list, tuple):
-            return self.container(path, kind.__name__, range(len(tree)), children, state_path)
+            return self.container(path, kind.__name__, range(len(tree)), children)
         if optree.is_namedtuple(tree):
-            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children, state_path)
+            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children)
         tag = tree_tag(kind)
         if tag in TREE_CLASSES:
-            state_path = path if kind is TrainState else state_path
-            return self.container(path, tag, entries, children, state_path, static=static)
+            node = self.container(path, tag, entries, children)
+            return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
         self.problems.append(
             f"{dotted(path)}: a {class_name(kind)}; needs dicts, lists, tuples and ftrain's own classes"
         )
         return None
 
-    def container(
-        self,
-        path: Path,
-        kind: str,
-        keys: Sequence[Any],
-        children: Sequence[Any],
-        state_path: Path | None,
-        *,
-        static: Any = (),
-    ) -> Json:
-        self.items_by_path[path] = Container(kind)
+    def container(self, path: Path, kind: str, keys: Sequence[Any], children: Sequence[Any]) -> Json:
         bad = [key for key in keys if type(key) not in KEYS]
         self.problems.extend(f"{dotted(path)}: the key {key!r} is not a str, int or bool" for key in bad)
-        node = {
+        return {
             "kind": kind,
-            "keys": [key for key in keys if type(key) in KEYS],
-            "nodes": [self.node((*path, key), child, state_path) for key, child in zip(keys, children, strict=True)],
+            "keys": list(keys),
+            "nodes": [self.node((*path, key), child) for key, child in zip(keys, children, strict=True)],
         }
-        return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
 
     def scalar(self, path: Path, value: Any) -> Json:
         try:
@@ -172,39 +162,16 @@ def _tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
-    """Make a tree from its structure as JSON and its tensors.
+    """Make a tree from its structure as JSON, which `items_by_path` accepts, and its tensors.
 
-    Raises a CheckpointError for malformed JSON, and for containers that need ``like=``, such as named tuples.
+    Raises a CheckpointError for containers that need ``like=``, such as named tuples.
     """
     if treedef is None:
         return None
     if not _is_container(treedef):
         return _parse_leaf(treedef, tensors)
-    kind, keys, nodes = _parse_container(treedef)
-    static = [decode(value) for value in _require_list(treedef.get("static", []))]
-    return _make_container(kind, keys, [unflatten(node, tensors) for node in nodes], static)
-
-
-def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
-    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf."""
-    items: dict[Path, Any] = {}
-
-    def visit(path: Path, node: Json) -> None:
-        if node is None:
-            items[path] = Container("None")
-        elif _is_container(node):
-            kind, keys, nodes = _parse_container(node)
-            items[path] = Container(kind)
-            for key, child in zip(keys, nodes, strict=True):
-                visit((*path, key), child)
-        else:
-            items[path] = _parse_leaf(node, tensors)
-
-    visit((), treedef)
-    return items
-
-
-def _make_container(kind: str, keys: list[Any], children: list[Any], static: list[Any]) -> Any:
+    kind, keys, nodes, static = _parse_container(treedef)
+    children = [unflatten(node, tensors) for node in nodes]
     if kind in ("dict", "OrderedDict"):
         return CONTAINERS[kind](zip(keys, children, strict=True))
     if kind in CONTAINERS:
@@ -218,41 +185,50 @@ def _make_container(kind: str, keys: list[Any], children: list[Any], static: lis
         raise CheckpointError(f"load: the tree in the manifest has a malformed {kind}: {error}") from None
 
 
+def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
+    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf.
+
+    Raises a CheckpointError, or one of `MALFORMED`, when the JSON is not that of a tree.
+    """
+    items: dict[Path, Any] = {}
+
+    def visit(path: Path, node: Json) -> None:
+        if node is None:
+            items[path] = Container("None")
+        elif _is_container(node):
+            kind, keys, nodes, _ = _parse_container(node)
+            items[path] = Container(kind)
+            for key, child in zip(keys, nodes, strict=True):
+                visit((*path, key), child)
+        else:
+            items[path] = _parse_leaf(node, tensors)
+
+    visit((), treedef)
+    return items
+
+
 def _is_container(node: Json) -> bool:
     return isinstance(node, dict) and "kind" in node
 
 
-def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
-    kind, keys, nodes = node["kind"], _require_list(node.get("keys")), _require_list(node.get("nodes"))
-    if not isinstance(kind, str) or len(keys) != len(nodes) or any(type(key) not in KEYS for key in keys):
-        raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
-    kind = VERSION_1_TAGS.get(kind, kind)
+def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any], list[Any]]:
+    """Return the tag, the keys, the nodes and the static values of a container."""
+    kind, keys, nodes = VERSION_1_TAGS.get(node["kind"], node["kind"]), node["keys"], node["nodes"]
     # Compared as in a dict, in which True and 1 are the same key.
-    if len(set(keys)) != len(keys):
-        raise CheckpointError(f"load: the tree in the manifest has a key twice at a {kind}")
-    if kind in ("list", "tuple") and keys != [*range(len(keys))]:
-        raise CheckpointError(f"load: the tree in the manifest has a {kind} of other keys than 0, 1, 2, ...")
-    return kind, keys, nodes
-
-
-def _require_list(value: Json) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"load: the tree in the manifest is malformed: {value!r:.60} is not a list")
-    return value
+    has_keys = all(type(key) in KEYS for key in keys) and len({*keys}) == len(keys) == len(nodes)
+    is_numbered = kind not in ("list", "tuple") or keys == [*range(len(keys))]
+    if not isinstance(kind, str) or not has_keys or not is_numbered:
+        raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
+    return kind, keys, nodes, [decode(value) for value in node.get("static", [])]
 
 
 def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
-    if isinstance(node, dict) and node.keys() == {"tensor"}:
-        number = node["tensor"]
-        if type(number) is not int or number < 0:
-            raise CheckpointError(f"load: the tree in the manifest has a tensor numbered {number!r:.60}")
-        try:
-            return tensors[number]
-        except LookupError:
-            raise CheckpointError(
-                f"load: the tree in the manifest has a tensor {number}, which does not exist"
-            ) from None
-    return decode(node)
+    if not isinstance(node, dict) or node.keys() != {"tensor"}:
+        return decode(node)
+    number = node["tensor"]
+    if type(number) is not int or number < 0:
+        raise CheckpointError(f"load: the tree in the manifest has a tensor numbered {number!r:.60}")
+    return tensors[number]
 
 
 def encode(value: Any) -> Json:
@@ -274,20 +250,17 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`. Raises a CheckpointError for JSON that `encode` does not write."""
-    try:
-        if type(node) in (bool, int, str):
-            return node
-        ((kind, value),) = node.items()
-        if kind == "float":
-            return float.fromhex(value)
-        if kind == "complex":
-            real, imaginary = map(float.fromhex, _require_list(value))
-            return complex(real, imaginary)
-        if kind == "bytes":
-            return bytes.fromhex(value)
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        pass
+    """Decode a value of `encode`; for other JSON, raises a CheckpointError or one of `MALFORMED`."""
+    if type(node) in (bool, int, str):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "float":
+        return float.fromhex(value)
+    if kind == "complex":
+        real, imaginary = map(float.fromhex, value)
+        return complex(real, imaginary)
+    if kind == "bytes":
+        return bytes.fromhex(value)
     raise CheckpointError(f"load: the tree in the manifest has a malformed leaf: {node!r:.60}")
 
 
@@ -295,7 +268,7 @@ def children(treedef: Json) -> dict[Any, Json]:
     """Return the children of a container by key. Raises a CheckpointError for a leaf."""
     if not _is_container(treedef):
         raise CheckpointError("load: the manifest has a leaf where a container is expected")
-    _, keys, nodes = _parse_container(treedef)
+    _, keys, nodes, _ = _parse_container(treedef)
     return dict(zip(keys, nodes, strict=True))
 
 

@@ -47,13 +47,12 @@ def save(
     """
     flat = flatten(tree)
     notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
-    if not _has_many_ranks(tree):
-        write(Path(path), local_tree(flat), notes)
-        return
-    ranks = Ranks("save")
+    ranks = Ranks("save", alone=not _has_many_ranks(tree))
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
-        if ranks.is_first:
+        if ranks.size == 1:
+            write(Path(path), content, notes)
+        elif ranks.is_first:
             lead_write(Path(path), content, notes, ranks)
         else:
             help_write(Path(path).parent, content, ranks)
@@ -85,12 +84,8 @@ def load(
         OptionError: if no path begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
-    path, rename = Path(path), rename or {}
-    if not _has_many_ranks(like):
-        return load_tree(path, like=like, partial=partial, rename=rename)
-    ranks, results = Ranks("load"), list[PyTree]()
-    share = ranks.rank, ranks.size
-    ranks.together(lambda: results.append(load_tree(path, like=like, partial=partial, rename=rename, share=share)))
+    ranks, results = Ranks("load", alone=not _has_many_ranks(like)), list[PyTree]()
+    ranks.together(lambda: results.append(load_tree(Path(path), like=like, partial=partial, rename=rename or {})))
     return results[0]
 
 

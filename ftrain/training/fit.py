@@ -17,7 +17,7 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.options import Options
-from ftrain.training.progress import Count, Lines, show
+from ftrain.training.progress import Count, Display, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
@@ -59,10 +59,8 @@ def fit(
     once and does not change earlier checkpoints.
 
     A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
-    shows progress and calls the loggers, and its records are the history of all ranks. All stop after the same step:
-    when `stop` says so on the first rank, or one step after any rank got a signal. `evaluate` and `adapt` run on
-    every rank. An error in one of them, in `stop` or in a logger on one rank is an error on all. All write each
-    checkpoint together, and signals end each process with the same code. If `step` is a function (with a model in
+    shows progress, and calls `stop` and the loggers; `evaluate` and `adapt` run on every rank. All end after the same
+    step, and write each checkpoint together. If `step` is a function (with a model in
     `torch.nn.parallel.DistributedDataParallel`, for example), the same holds for all ranks of torch's process group:
     it must make the same number of steps on each.
 
@@ -92,11 +90,9 @@ def fit(
         donate: reuse the memory of each state for the next one; `Step` only.
         on_oom: ``"split"`` retries a step that runs out of memory, with the same batch in twice as many pieces, and
             stays at that number: the same update, except that batch statistics, and dropout that is not
-            counter-based, are those of each piece. A loss that is a plain number must be a mean over examples; `fit`
-            warns if it sees that it is not: return a `Mean` then. The record of that step has the number of pieces as
-            ``split``, and a run that resumes keeps it. If the step had begun to overwrite its state, the run goes back
-            to the newest checkpoint. `Step` only. On many ranks all split when one runs out of memory before the
-            update.
+            counter-based, are those of each piece. A loss that is a plain number must be a mean over examples. The
+            record of that step has the number of pieces as ``split``, and a run that resumes keeps it. If the step had
+            begun to overwrite its state, the run goes back to the newest checkpoint. `Step` only.
         on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
             `skip_nonfinite` or fp16 have skipped: ``"warn"``, and never remove the newest checkpoint before it;
             ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
@@ -200,7 +196,7 @@ def _interrupted(
         steps = checkpoints.steps()
         path = checkpoints.path(steps[-1]) if steps else None
         where = f"saved in {path}; the same call continues from there" if path else "before any step"
-        Lines().say(f"fit: ended by {number.name}, {where}")
+        Display().say(f"fit: ended by {number.name}, {where}")
     error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error

@@ -60,8 +60,7 @@ def record_of(history: History, step: int) -> dict[str, Any]:
 def unpack(packed: PyTree) -> History:
     """Return the records of a checkpoint of an earlier format, which has a table for records with the same names.
 
-    Args:
-        packed: ``{"tables": [{name: column}], "order": the number of the table of each record}``.
+    It is ``{"tables": [{name: column}], "order": the number of the table of each record}``.
     """
     tables = [
         [dict(zip(table, row, strict=True)) for row in zip(*map(_values, table.values()), strict=True)]

@@ -54,10 +54,7 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
 
 
 def read_evaluation(returned: Any) -> dict[str, Any]:
-    """Return what an evaluation returned as numbers, under the names by which it is recorded.
-
-    Args:
-        returned: a dict of numbers or tensors by name. ``eval_`` is put before a name that does not begin so.
+    """Return what an evaluation returned as numbers, with ``eval_`` before names that do not begin so.
 
     Raises:
         OptionError: when it is not a dict of numbers by name, or two of the names become the same.

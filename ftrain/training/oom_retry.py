@@ -26,9 +26,6 @@ from ftrain.training.signals import Abandoned
 from ftrain.transforms.compile.cache import cache_key
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_donatable, replace
 
-MAX_RETRIES = 8
-"""How often a step is tried again, each time in twice as many pieces: the last ones are a 256th of the batch."""
-
 SPLIT_METRIC = "split"
 """The metric with the number of pieces, in the record of the first step that has so many."""
 
@@ -51,12 +48,8 @@ class OomRetry:
     be refused (fp16, `skip_nonfinite`): such an update overwrites nothing. A compiled step may fail at any operation:
     its state is copied to the host before the first step with each structure of batches.
 
-    Args:
-        step: the step.
-        pieces: the number of pieces to begin with.
-        say: prints a line.
-        interrupted: returns whether a signal has come, after which nothing is tried again.
-        agreement: the agreement of the ranks, which split a step together.
+    It begins with `pieces` pieces. `say` prints a line, and `interrupted` returns whether a signal has come, after
+    which nothing is tried again. Ranks split a step together.
     """
 
     def __init__(
@@ -92,11 +85,9 @@ class OomRetry:
 
         Raises:
             StateOverwrittenError: when memory ran out and the state is lost.
-            DeviceError: when not even one example at a time fits, or not after `MAX_RETRIES`; the message has the
-                anatomy of the step.
+            DeviceError: when not even one example at a time fits; the message has the anatomy of the step.
             Abandoned: when a signal has come, instead of trying again.
         """
-        retries = 0
         donates = self._original.donate and isinstance(state, TrainState) and is_donatable(state)
         while True:
             structure = cache_key(batch) if donates and self._compiled else None
@@ -117,10 +108,9 @@ class OomRetry:
             lost = donates and self._writes.begun and copy is None
             if copy is not None and self._writes.begun:
                 _restore(state, copy)
-            pieces, retries = self._pieces, retries + 1
-            can_retry = pieces < most_pieces(batch) and retries <= MAX_RETRIES
+            can_retry = self._pieces < most_pieces(batch)
             if can_retry:
-                self._split_into(2 * pieces)
+                self._split_into(2 * self._pieces)
             # This also frees the code that was compiled for fewer pieces.
             release(out_of_memory, device_of_state(state))
             if not can_retry:
@@ -128,7 +118,7 @@ class OomRetry:
                 from ftrain.profiling.oom_report import shortage
 
                 explain = shortage if self._agreement.is_alone else None
-                raise _too_large(self._original, state, batch, pieces, explain, lost=lost) from out_of_memory
+                raise _too_large(self._original, state, batch, explain, lost=lost) from out_of_memory
             if lost:
                 raise StateOverwrittenError(state) from out_of_memory
             if self._interrupted():
@@ -286,21 +276,14 @@ def _restore(state: TrainState, copy: list[Any]) -> None:
 
 
 def _too_large(
-    step: Step, state: TrainState, batch: PyTree, pieces: int, explain: Callable[..., list[str]] | None, *, lost: bool
+    step: Step, state: TrainState, batch: PyTree, explain: Callable[..., list[str]] | None, *, lost: bool
 ) -> DeviceError:
-    """Return the error of a step that runs out of memory even in the smallest pieces that were tried."""
+    """Return the error of a step that runs out of memory even with one example at a time."""
     examples = most_pieces(batch)
-    piece = split_batch(batch, pieces)[0]
+    text = "fit: the step runs out of memory with one example at a time"
     if examples == 1:
         text = f"fit: the step runs out of memory, and its batch cannot be split: {tree.signature(batch)}"
-    elif pieces < examples:
-        text = (
-            f"fit: the step runs out of memory also in {pieces} pieces of up to {tree.batch_length(piece)} examples, "
-            f"and was tried again {MAX_RETRIES} times; pass smaller batches if fewer examples at a time may fit"
-        )
-    else:
-        text = "fit: the step runs out of memory with one example at a time"
-    lines = [text, *(explain(step, state, piece) if explain else [])]
+    lines = [text, *(explain(step, state, split_batch(batch, examples)[0]) if explain else [])]
     if lost:
         lines.append("The step had begun to overwrite the state, which is lost; checkpoints are as they were.")
         consume(state)

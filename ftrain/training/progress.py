@@ -42,13 +42,7 @@ class Status:
 def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epoch: int, batches: int) -> int | None:
     """Return the number of the last step of a run, if it is known.
 
-    Args:
-        steps: the `steps` of `fit`.
-        epochs: the `epochs` of `fit`.
-        data: what is trained on; its length is the number of batches in an epoch.
-        step: steps done.
-        epoch: epochs done.
-        batches: steps done in the next one.
+    Of the run, `step` steps and `epoch` epochs are done, and `batches` steps of the next epoch.
     """
     if epochs is None and steps is not None:
         return steps
@@ -93,16 +87,20 @@ class Throughput:
 
 
 def show(enabled: bool) -> Display:
-    """Return a bar in a terminal if `rich` is installed, otherwise lines; or a display that shows nothing."""
-    if not enabled:
-        return Display()
+    """Return a bar in a terminal if `rich` is installed, otherwise lines, which are not printed unless `enabled`."""
     # sys.stderr is None in a program without a console, and may be an object with no more than write and flush.
     is_terminal = getattr(sys.stderr, "isatty", lambda: False)()
-    return Bar() if is_terminal and importlib.util.find_spec("rich") is not None else Lines()
+    if enabled and is_terminal and importlib.util.find_spec("rich") is not None:
+        return Bar()
+    return Display(enabled)
 
 
 class Display:
-    """Shows nothing."""
+    """Prints a line after each tenth of the steps, and at least every half a minute."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._shown_step, self._shown_seconds = 0, 0.0
 
     def __enter__(self) -> Display:
         return self
@@ -112,36 +110,21 @@ class Display:
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
         """Return whether to call `update`: to compute a status may take longer than a step."""
-        return False
-
-    def update(self, status: Status) -> None:
-        """Show the status."""
-
-    def say(self, text: str) -> None:
-        """Show a line that stays."""
-
-
-class Lines(Display):
-    """Prints a line after each tenth of the steps, and at least every half a minute."""
-
-    def __init__(self) -> None:
-        self._shown_step, self._shown_seconds = 0, 0.0
-
-    def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Return whether the last line is old, or this is the last step."""
+        if not self._enabled:
+            return False
         every = max(1, (total or sys.maxsize) // 10)
         return (
             step - self._shown_step >= every or seconds - self._shown_seconds >= SECONDS_BETWEEN_LINES or step == total
         )
 
     def update(self, status: Status) -> None:
-        """Print the status."""
+        """Show the status."""
         self._shown_step, self._shown_seconds = status.step, status.seconds
         self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
-        if sys.stderr is not None:
+        """Show a line that stays."""
+        if self._enabled and sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -155,7 +138,7 @@ class Bar(Display):
         self._task = self._progress.add_task("", total=None, status="starting")
         self._shown_seconds = -SECONDS_BETWEEN_BARS
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Display:
         self._progress.start()
         return self
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.checkpoints import LoadedCheckpoint
+from ftrain.checkpoint.reading import LoadedCheckpoint
 from ftrain.errors import CheckpointError, require_positive
 from ftrain.step.step import Step
 from ftrain.training.iterate import Position, iterate

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,21 +14,23 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
 from ftrain.checkpoint.manifest import environment
-from ftrain.checkpoint.reading import read_manifest
+from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
+from ftrain.step.step import Step
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of_state
-from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""The part of the text of a function that differs between processes."""
 
 PLACE = "epoch", "window", "batch"
 """The numbers in a position of `ftrain.data.Loader`, which are 0 at the beginning."""
@@ -72,15 +76,10 @@ class RunCheckpoints:
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
         self.enabled = checkpoints is not None
         """Whether anything is saved."""
-        self._pipeline, self._is_first = pipeline_texts(step), is_first
+        self._pipeline, self._is_first = _pipeline_texts(step), is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._began: dict[str, Any] = {}
         self._saved = -1, -1
-
-    @property
-    def best(self) -> str | None:
-        """The metric by which the best checkpoint is chosen."""
-        return None if self._checkpoints is None else self._checkpoints.best
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step."""
@@ -109,7 +108,7 @@ class RunCheckpoints:
             )
         refill = donate and isinstance(state, TrainState) and is_donatable(state)
         try:
-            checkpoint = self._newest(state, on_host=refill)
+            checkpoint = self._newest(self._checkpoints, state, on_host=refill)
         except StructureError as error:
             error.add_note(
                 f"fit: {directory} holds a run of another step; pass that step, or use another directory (to load the "
@@ -119,7 +118,7 @@ class RunCheckpoints:
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
-                warn_of_changes(checkpoint.path, checkpoint.run["record"].get("pipeline", ()), self._pipeline)
+                _warn_of_pipeline(checkpoint, self._pipeline)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
@@ -137,14 +136,10 @@ class RunCheckpoints:
                 "loader for each run, so that equal runs get equal batches"
             )
 
-    def _newest(self, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
+    def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
         """Return the newest checkpoint; gradients that the ranks of another mesh had not sent are divided again."""
-        checkpoints: Any = self._checkpoints
         if not (isinstance(state, TrainState) and _is_of_other_ranks(checkpoints, state)):
-            loaded: LoadedCheckpoint | None = checkpoints.latest(
-                {"state": state}, on_host=on_host, accept=_require_history
-            )
-            return loaded
+            return checkpoints.latest({"state": state}, on_host=on_host, accept=_require_history)
         loaded = checkpoints.latest(accept=_require_history)
         if loaded is None:
             return None
@@ -163,7 +158,7 @@ class RunCheckpoints:
         try:
             if self._checkpoints is not None and not _passes_once(self._data):
                 self._checkpoints.wait()
-                checkpoint = self._newest(state, on_host=True)
+                checkpoint = self._newest(self._checkpoints, state, on_host=True)
         finally:
             if checkpoint is None:
                 consume(state)
@@ -260,7 +255,7 @@ def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
         manifest = read_manifest(checkpoints.path(steps[-1]))
     except CheckpointError:  # `latest` reports it.
         return False
-    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path
+    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path()
     return _unsent_shapes(saved) != _unsent_shapes(wanted)
 
 
@@ -302,3 +297,26 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
             f"fit: continues from {checkpoint.path}, which was written in another environment; the run may differ in "
             "the last bits from one that was not interrupted:\n  " + "\n  ".join(differences)
         )
+
+
+def _pipeline_texts(step: Any) -> list[str]:
+    """Return the optimizer and the wrappers of a step as texts; nothing of a function that is no `Step`.
+
+    Without the wrappers that change how a step runs (`compiled`, `donated`, `sharded`), which a run may change.
+    """
+    if not isinstance(step, Step):
+        return []
+    texts = [step.optimizer.text, *(wrapper.text for wrapper in step.wrappers if wrapper.step is None)]
+    return [ADDRESS.sub("", text) for text in texts]
+
+
+def _warn_of_pipeline(checkpoint: LoadedCheckpoint, now: Sequence[str]) -> None:
+    """Warn if the pipeline of a checkpoint differs from that of the run that continues from it."""
+    saved = checkpoint.run["record"].get("pipeline", ())
+    if not (saved and now) or [*saved] == [*now]:
+        return
+    changes = [line for line in difflib.ndiff([*saved], [*now]) if line[0] in "+-"]
+    warn(
+        f"fit: continues from {checkpoint.path}, which another pipeline has saved; use another directory for a new "
+        "run. What has changed:\n  " + "\n  ".join(changes)
+    )

@@ -81,7 +81,7 @@ class Run:
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
-        self._best = checkpoints.best
+        self._best = None if options.checkpoints is None else options.checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
         self._tracks_position = checkpoints.enabled and is_compiled(step)
         self._continue_from(point)
@@ -145,9 +145,7 @@ class Run:
     def after_step(self, record: StepRecord, records: Records) -> None:
         """Record a step, and evaluate, adapt, save and show progress if it is time to.
 
-        Args:
-            record: the record of the step.
-            records: what `steps` returned; the state that `adapt` returns is sent to it.
+        The state that `adapt` returns is sent to `records`, what `steps` returned.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
         self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
@@ -156,7 +154,9 @@ class Run:
             self._read_metrics()
             self._evaluate_and_adapt(records)
         if self._checkpoints.enabled:
-            self._save(only_if_due=True)
+            self._checkpoints.check()
+            if self._checkpoints.is_due(record.step):
+                self._save(wait=False)
         self._between_steps = False
         if record.step % self._options.log_every == 0:
             self._warn_if_not_additive()
@@ -326,20 +326,17 @@ class Run:
         values = column("Checkpoints(best=)", best, self.history)
         raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {values[-1]!r}")
 
-    def _save(self, *, only_if_due: bool = False) -> None:
+    def _save(self, *, wait: bool = True) -> None:
         """Save the newest state, unless it is saved already."""
         checkpoints, step = self._checkpoints, self.step
-        checkpoints.check()
         if not self._can_save or not checkpoints.needs(step, self._last):
-            return
-        if only_if_due and not checkpoints.is_due(step):
             return
         # The data may be at another position: after loading, or when the compilation of a step was abandoned.
         position = self._position
         if position is None or position.step != step:
             position = position_of(self._newest, self._data)
         point = ResumePoint(self._newest.state, step, self._last, self.history, position)
-        checkpoints.save(point, wait=not only_if_due)
+        checkpoints.save(point, wait=wait)
 
     @property
     def _is_leaving(self) -> bool:

@@ -41,9 +41,8 @@ class StepVotes:
         self.agreement, self._received, self._log_every = agreement, received, log_every
         self._compares = compares_batches and not agreement.is_alone
         self._agreed = 0
-        self._numbers: dict[tuple[tuple[int, ...], ...], int] = {}
-        self._texts: dict[int, str] = {}
-        self._number = 0
+        self._seen: dict[tuple[tuple[int, ...], ...], tuple[int, str]] = {}
+        self._shapes = 0, ""
 
     def agreed_signal(self) -> signal.Signals | None:
         """Return the signal on which the ranks have agreed, or None; on one rank, the signal that it has received."""
@@ -58,16 +57,16 @@ class StepVotes:
         if self.agreement.is_alone:
             return self._received() is not None
         if not self._agreed:
-            shapes = self._number_of(batch) if self._compares else 0
-            self._vote(shapes, self._digest(batch) if step % self._log_every == 0 else 0)
-            self._number = shapes
+            shapes = self._shapes_of(batch) if self._compares else (0, "")
+            self._vote(shapes[0], self._digest(batch) if step % self._log_every == 0 else 0)
+            self._shapes = shapes
         return self._agreed != 0
 
     def at_end(self, batch: PyTree = None) -> None:
         """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None."""
         self.agreement.tell_place("at the end of the run")
         if batch is not None and not self.agreement.is_alone and not self._agreed:
-            self._vote(self._number, self._digest(batch))
+            self._vote(self._shapes[0], self._digest(batch))
         self._read(self.agreement.last_vote())
         self._agreed = self._agreed or self.agreement.largest(self._received() or 0)
 
@@ -88,16 +87,16 @@ class StepVotes:
             what = "values" if shapes == -minus_shapes else "shapes"
             raise BatchError(
                 f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
-                f"{self._texts[self._number]}; that of another rank has other {what}"
+                f"{self._shapes[1]}; that of another rank has other {what}"
             )
 
-    def _number_of(self, batch: PyTree) -> int:
-        """Return a checksum of the shapes of a batch."""
+    def _shapes_of(self, batch: PyTree) -> tuple[int, str]:
+        """Return a checksum of the shapes of a batch, and the shapes as text."""
         shapes = tuple(tuple(leaf.shape) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
-        if shapes not in self._numbers:
-            self._numbers[shapes] = number = zlib.crc32(repr(shapes).encode())
-            self._texts[number] = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())
-        return self._numbers[shapes]
+        if shapes not in self._seen:
+            text = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())
+            self._seen[shapes] = zlib.crc32(repr(shapes).encode()), text
+        return self._seen[shapes]
 
 
 def _sample(leaf: Any) -> Any:

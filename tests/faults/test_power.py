@@ -218,8 +218,8 @@ def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
 SYNCS = {
     "model": ("run", "created < write_tensors", "model.safetensors"),
     "state": ("run", "created < write_tensors", "state.safetensors"),
-    "text": ("run", "created < _write_manifest", "config.json"),
-    "text_below": ("run", "created < _write_manifest", "run.txt"),
+    "text": ("run", "created < _write_texts", "config.json"),
+    "text_below": ("run", "created < _write_texts", "run.txt"),
     "manifest": ("run", "created < _write_manifest", "MANIFEST.json"),
     "directory_of_tensors": ("run", "_write_manifest < write", "params"),
     "directory_between": ("run", "_write_manifest < write", "notes"),

@@ -8,7 +8,7 @@ import torch
 import ftrain as ft
 from ftrain.errors import BatchError, RankError
 from ftrain.parallel.agreement import Agreement
-from ftrain.training.progress import Lines, Throughput
+from ftrain.training.progress import Display, Throughput
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -104,7 +104,7 @@ def test_throughput_counts_the_items_of_all_ranks(batches, monkeypatch):
         ft.fit(step, step.init(), parts, log_every=2, throughput=counts)
 
     monkeypatch.setattr(Throughput, "rates", recording)
-    monkeypatch.setattr(Lines, "due", lambda *_: True)
+    monkeypatch.setattr(Display, "due", lambda display, *_: display._enabled)
     run(3, rank)
     assert shown == [{"examples": 24, "heavy": 16}] * 2
 

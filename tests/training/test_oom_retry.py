@@ -411,18 +411,6 @@ def test_a_piece_that_cannot_be_captured_is_split_otherwise():
     assert_close(state, by_hand(make(loss=still), data, 0))
 
 
-def test_no_more_is_tried_than_what_can_be_of_use():
-    tried = []
-
-    def loss(params, batch):
-        tried.append(len(batch["x"]))
-        raise torch.OutOfMemoryError("out of memory")
-
-    with pytest.raises(DeviceError, match=r"also in 256 pieces of up to 4 examples, and was tried again 8 times"):
-        fit(make(loss=loss), batches(1, 1024))
-    assert tried[:9] == [1024, 512, 256, 128, 64, 32, 16, 8, 4]
-
-
 # The law of the split
 
 
