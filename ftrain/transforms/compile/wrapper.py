@@ -27,11 +27,11 @@ from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
-from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
+from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
@@ -180,41 +180,32 @@ class _Compiled:
 
     def _split(self) -> Callable[..., Any]:
         """Return ``(state, batch, hyper, key_data) -> (state, metrics)`` with loss and update compiled."""
-        step, until_update = self._step, UntilUpdate()
+        step, is_updating = self._step, False
         _warn_of_shared_buffers(step.base.module)
-        if step.optimizer.offloaded:
-            run: Callable[..., Any] = Eager(step, self._compiler.compile_loss, until_update.around_update)
-        else:
-            run = self._packed(
-                assemble(
-                    step,
-                    around_loss=self._compiler.compile_loss,
-                    around_update=lambda update: until_update.around_update(self._cached_update(update)),
-                )
-            )
+
+        def around_update(update: UpdateFn) -> UpdateFn:
+            compiled_update = update if step.optimizer.offloaded else self._cached_update(update)
+
+            def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+                nonlocal is_updating
+                is_updating = True
+                return compiled_update(state, gradients, hyper, donate=donate)
+
+            return updating
+
+        run = Eager(step, self._compiler.compile_loss, around_update)
 
         def split(
             state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
         ) -> tuple[TrainState, Metrics]:
+            nonlocal is_updating
+            is_updating = False
             logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
-            with logging_slow, self._compiler.cache(), until_update.attempted():
-                return run(state, batch, hyper, key_data)  # type: ignore[no-any-return]
+            # The update is the first to write to the state.
+            with logging_slow, self._compiler.cache(), attempted(lambda: is_updating):
+                return run(state, batch, hyper, key_data)
 
         return split
-
-    def _packed(self, core: Core) -> Callable[..., Any]:
-        """Run a core with the scheduled values as tensors, which do not recompile it when they change."""
-
-        def run(
-            state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
-        ) -> tuple[TrainState, Metrics]:
-            state, batch, packed = self._inputs(state, batch, hyper, key_data)
-            keys, hyper = self._unpack(packed)
-            backend = backends.of(packed.device)
-            with torch.no_grad(), backend.seeded(random.seed_of(key_data)), backend.deterministic():
-                return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
-
-        return run
 
     def _cached_update(self, update: UpdateFn) -> UpdateFn:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
@@ -224,10 +215,17 @@ class _Compiled:
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
-            new, _ = cache(state, gradients, hyper)
+            new, _ = cache(replace(state, step=None, rng=None), gradients, self._as_tensors(hyper, state))
             return new
 
         return updating
+
+    def _as_tensors(self, hyper: Hyper, state: TrainState) -> Hyper:
+        """Return scheduled values as tensors, which do not recompile a graph when they change."""
+        device = tree.device_of(state.params)
+        numbers = [name for name, value in hyper.items() if not isinstance(value, Tensor)]
+        values = torch.tensor([hyper[name] for name in numbers], dtype=backends.widest(device))
+        return {**hyper, **dict(zip(numbers, random.to_device(values, device).unbind(), strict=True))}
 
     def _inputs(
         self, state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
