@@ -31,16 +31,10 @@ class Config:
         require_positive("lora", "rank", self.rank)
         require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
-        targets = self.targets
-        if (
-            isinstance(targets, str)
-            or not isinstance(targets, Sequence)
-            or not all(isinstance(pattern, str) for pattern in targets)
-        ):
-            example = [targets] if isinstance(targets, str) else ["*.q_proj", "*.v_proj"]
-            raise OptionError(f"lora: targets is {targets!r}, needs a list of patterns of names: {example!r}")
-        if not targets:
-            raise OptionError("lora: targets is empty; needs patterns of names, such as ['*.q_proj', '*.v_proj']")
+        if isinstance(self.targets, str) or not self.targets:
+            raise OptionError(
+                f"lora: targets is {self.targets!r}, needs a list of patterns of names, as ['*.q_proj', '*.v_proj']"
+            )
 
     @property
     def scale(self) -> float:

@@ -337,9 +337,8 @@ def test_targets_of_a_tree_that_match_nothing():
         ({"alpha": "16"}, "alpha is '16'"),
         ({"dropout": 1.0}, r"dropout is 1\.0, needs a number in \[0, 1\)"),
         ({"dropout": -0.1}, r"dropout is -0\.1"),
-        ({"targets": "*.up"}, r"targets is '\*\.up', needs a list of patterns of names: \['\*\.up'\]"),
-        ({"targets": [1]}, r"targets is \[1\], needs a list"),
-        ({"targets": []}, "targets is empty"),
+        ({"targets": "*.up"}, r"targets is '\*\.up', needs a list of patterns of names"),
+        ({"targets": []}, r"targets is \[\], needs a list"),
     ],
 )
 def test_options_out_of_their_range(options, said):
