@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,26 +46,18 @@ KEPT = {"dots": DOTS, "attention": ATTENTION}
 POLICIES = (FULL, *KEPT, NONE)
 
 
-def require_policy(function: str, policy: Any) -> None:
-    """Check that a policy is one of `POLICIES` or a function that can be called as `Keeps`.
+def require_policy(policy: Any) -> None:
+    """Check that a policy is one of `POLICIES` or a function.
 
     Raises:
         OptionError: when it is neither.
     """
-    if isinstance(policy, str) and policy in POLICIES:
-        return
-    choices = f"choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> bool"
-    if not callable(policy) or isinstance(policy, type):
-        raise OptionError(f"{function}: policy is {policy!r}; {choices}")
-    try:
-        inspect.signature(policy).bind("op", "tensor", "tensor", "more", dim=0)
-    except TypeError:
+    is_known = policy in POLICIES if isinstance(policy, str) else callable(policy) and not isinstance(policy, type)
+    if not is_known:
         raise OptionError(
-            f"{function}: policy is {name_of(policy)}{inspect.signature(policy)}; it must take any operation and its "
-            "arguments: (op, *args, **kwargs) -> bool. A function (name, module) -> policy is given as blocks="
-        ) from None
-    except ValueError:  # builtins
-        return
+            f"remat: policy is {policy!r}; choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> "
+            "bool. Blocks are given as blocks="
+        )
 
 
 def name_of(policy: Policy) -> str:

@@ -63,11 +63,12 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             was recomputed, or when the block needed other tensors when it was recomputed.
         TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
-    if isinstance(policy, list | tuple | Mapping | type):
-        listed = [policy] if isinstance(policy, type) else policy
-        raise OptionError(f"remat: give blocks by name, remat(blocks={listed!r}); the first argument is the policy")
-    require_policy(NAME, policy)
-    _require_wanted(blocks)
+    require_policy(policy)
+    if isinstance(blocks, str | type):
+        raise OptionError(
+            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
+            "or a function (name, module) -> policy"
+        )
     if budget is not None:
         _require_budget(budget, policy, blocks)
 
@@ -90,7 +91,7 @@ def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> di
     choices = find_blocks(loss.module, blocks)
     policies = {module: policy if choice is None else choice for module, choice in choices.items()}
     for choice in policies.values():
-        require_policy(NAME, choice)
+        require_policy(choice)
     return policies
 
 
@@ -119,17 +120,6 @@ def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None,
         return output
 
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=(*loss.wrapper_texts, text))
-
-
-def _require_wanted(blocks: Any) -> None:
-    if isinstance(blocks, Mapping):
-        for choice in blocks.values():
-            require_policy(NAME, choice)
-    elif isinstance(blocks, type) or not (blocks is None or callable(blocks) or isinstance(blocks, list | tuple)):
-        raise OptionError(
-            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
-            "or a function (name, module) -> policy"
-        )
 
 
 def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
