@@ -83,34 +83,35 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
-    if not isinstance(watch, bool):
-        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
     if watch and name in UNWATCHED:
         raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
     options = {"dtype": name, "watch": watch}
     if name == "fp8":
         require_torchao()
-        return Wrapper(NAME, "with_amp(fp8)", loss=OnLoss(_with_fp8), require=_require_fp8, options=options)
     if name == "tf32":
         return Wrapper(NAME, "with_amp(tf32)", loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
     return _with_auto(options) if name == "auto" else _with_autocast(name, options)
 
 
 def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
-    watch, is_scaled = options["watch"], name == "fp16"
+    watch, is_scaled, autocast_name = options["watch"], name == "fp16", "bf16" if name == "fp8" else name
+    dtype = DTYPES[autocast_name]
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        fn, texts = autocast(loss.fn, DTYPES[name]), (*loss.wrapper_texts, text)
+        loss = in_float8(loss) if name == "fp8" else loss
+        fn, texts = autocast(loss.fn, dtype), (*loss.wrapper_texts, text)
         cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
-        return watched(cast, DTYPES[name]) if watch else cast
+        return watched(cast, dtype) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
         grad = around_forward(grad, reporting_scale) if is_scaled else grad
         return watched_gradients(grad) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
-        require_dtype(NAME, name, backend)
+        if name == "fp8":
+            _require_float8(backend)
+        require_dtype(NAME, autocast_name, backend)
         _require_wide(name, params)
 
     on_grad = OnGrad(wrap_grad, loss_scale=scale_of if is_scaled else None) if is_scaled or watch else None
@@ -160,17 +161,10 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
     return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
 
 
-def _with_fp8(loss: Loss) -> Loss:
-    fn, texts = autocast(loss.fn, torch.bfloat16), (*loss.wrapper_texts, "with_amp(fp8)")
-    return dataclasses.replace(in_float8(loss), fn=fn, wrapper_texts=texts, narrow="fp8")
-
-
-def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
+def _require_float8(backend: backends.Backend) -> None:
     if not backend.float8():
         supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
         raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
-    require_dtype(NAME, "bf16", backend)
-    _require_wide("bf16", params)
 
 
 def _with_tf32(loss: Loss) -> Loss:

@@ -417,12 +417,6 @@ def test_tf32_is_not_watched():
         ft.with_amp("tf32", watch=True)
 
 
-@pytest.mark.parametrize("watch", ["yes", 1, None, ["blocks.0"]])
-def test_watching_is_a_yes_or_no(watch):
-    with failing(OptionError, "with_amp", repr(watch), "True or False"):
-        ft.with_amp("fp16", watch=watch)
-
-
 def test_it_prints_and_the_display_leaves_it_out():
     assert "with_amp(fp16, watch)" in repr(build())
     status = progress.Status(1, 2, 1.0, 1.0, {}, 0, {"loss": 1.0, "overflow/a": 0.5, "grad_underflow/b": 0.5})
