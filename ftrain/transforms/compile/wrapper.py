@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain._torch import compile as torch_compile
@@ -159,7 +159,10 @@ class _Compiled:
             if self._lowering == "eager":
                 return Lowered("eager", 0, {}, None)
             updates = [self._cache.graphs[-1].captured]  # type: ignore[union-attr]
-        graphs, breaks = _explained(self._step, state, batch, key_data)
+        device, loss = tree.device_of(state.params), self._step.loss
+        key = random.to_device(random.wrap_key_data(key_data), device) if loss.needs_rng else None
+        params = tree.overlay(state.params, state.frozen)
+        graphs, breaks = explain(loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
         return Lowered("split", len(graphs) + len(updates), count_nodes(*graphs, *updates), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
@@ -175,7 +178,7 @@ class _Compiled:
                 return core(state, batch, hyper, keys[0] if step.base.needs_rng else None)
 
         # Only a donated state stays at its addresses, which a replayed graph needs.
-        self._cache = self._compiler.traced(whole, step.base.name, donate=step.donate, replay=step.donate)
+        self._cache = CompiledCache(whole, self._compiler, step.base.name, donate=step.donate, replay=step.donate)
         return self._cache
 
     def _split(self) -> Callable[..., Any]:
@@ -211,7 +214,7 @@ class _Compiled:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        cache = self._cache = self._compiler.traced(carried, donate=self._step.donate)
+        cache = self._cache = CompiledCache(carried, self._compiler, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
@@ -326,24 +329,13 @@ def _groups(step: Step) -> Mapping[str, Group]:
     return groups(meshes[0]) if meshes else {}
 
 
-def _explained(
-    step: Step, state: TrainState, batch: PyTree, key_data: tuple[int, int]
-) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
-    """Return the graphs of a loss, and where they break."""
-    key = (
-        random.to_device(random.wrap_key_data(key_data), tree.device_of(state.params)) if step.base.needs_rng else None
-    )
-    params = tree.overlay(state.params, state.frozen)
-    return explain(step.loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
-
-
 class CompiledFunction:
     """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._cache: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
+        self._cache: Callable[..., Any] = CompiledCache(function, compiler, self.__name__, donate=donate)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function, compiled if it can be captured."""
