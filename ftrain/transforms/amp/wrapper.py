@@ -42,8 +42,8 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     step, which is never below 2**-24.
 
     ``"auto"`` is ``"bf16"`` on a device that multiplies in bfloat16 natively (`Backend.native_dtypes`), and float32 on
-    others, such as a CPU without AVX512_BF16, which emulates bfloat16 many times slower. It never chooses ``"fp16"``:
-    ask for that by name, for GPUs older than Ampere. `print` shows what it chose as soon as the step has a state.
+    others. It never chooses ``"fp16"``: ask for that by name, for GPUs older than Ampere. `print` shows what it chose
+    as soon as the step has a state.
 
     ``"tf32"`` lets float32 matmuls run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
     layers of a module, except the last one, multiply in float8 in both passes, by torchao: each tensor is scaled by its

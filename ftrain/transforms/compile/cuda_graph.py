@@ -19,9 +19,6 @@ class StepRecorder:
     """The recorder of all graphs of one step. When it has failed once, no other graph of the step is recorded.
 
     Torch may leave the memory pool that the graphs share open after a failure, so that the others fail, too.
-
-    Args:
-        recorder: the recorder of the backend.
     """
 
     def __init__(self, recorder: Recorder) -> None:

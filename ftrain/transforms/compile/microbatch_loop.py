@@ -29,13 +29,8 @@ Draw: TypeAlias = Callable[[Tensor], AbstractContextManager[Keyed]]
 class CompiledGradient:
     """A `GradFn` as a compiled graph for each length of microbatches; it can add gradients to sums in place.
 
-    Torch's own random operations draw from the key of the step, as in a step that is compiled whole.
-
-    Args:
-        grad: the gradient function.
-        compile_: compiles a function of trees; its graphs write to their first argument.
-        draw: context in which torch's own random operations draw from a key.
-        needs_rng: whether `grad` takes a key.
+    Torch's own random operations draw from the key of the step, as in a step that is compiled whole. `compile_`
+    compiles a function of trees; its graphs write to their first argument.
     """
 
     def __init__(

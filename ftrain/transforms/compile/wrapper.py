@@ -64,10 +64,10 @@ def compiled(
     a warning in the log says which and why, and so does `print`. A failure in the first run of a compiled graph counts
     too, unless the graph donates: it may have written to the state. If compiling takes long, the log says so.
 
-    A changing learning rate is an input of the graph; another shape of the batch is another graph. Modules that draw
-    from torch's global generators draw from the key of the state in a whole graph, so their random numbers differ from
-    those of the eager step. As under `jax.jit`, what is not an argument is read once, when the graph is captured:
-    numbers in closures and attributes, and metrics that are Python numbers.
+    Learning rates are inputs of the graph; another shape of the batch is another graph. In a whole graph, modules that
+    draw from torch's global generators draw from the key of the state instead. As under `jax.jit`, what is not an
+    argument is read once, when the graph is captured: numbers in closures and attributes, and metrics that are Python
+    numbers.
 
     On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory for the
     second time, and replayed from then on.
@@ -99,7 +99,7 @@ def compiled(
     if dynamic and lowering == "whole":
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
-    settings = capture.require_backend("compiled", backend or capture.INDUCTOR, mode, options)
+    settings = capture.require_backend(backend or capture.INDUCTOR, mode, options)
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def make_runner(step: Step) -> Runner:

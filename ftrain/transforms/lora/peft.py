@@ -71,9 +71,8 @@ def save(
     fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The
     directory appears by one rename, when everything is on the disk.
 
-    Every rank of a step with `sharded` must call it, also at level 0: the adapters are gathered, and the tensors of the
-    base one after the other for their fingerprints; the first rank writes. One rank alone can save a whole state
-    (`ftrain.parallel.whole`) with the step without `sharded`.
+    Every rank of a step with `sharded` must call it, also at level 0; the first rank writes. One rank alone can save a
+    whole state (`ftrain.parallel.whole`) with the step without `sharded`.
 
     Args:
         directory: new directory; it must not exist.

@@ -52,8 +52,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that the kept bytes are within the share
             and as little as possible is recomputed, by an estimate of floating-point operations, memory traffic and the
             overhead of policies on the host. Blocks are measured on fake tensors when the loss first gets a batch of a
-            shape; blocks inside a block are part of it. Split-compiled steps use the same choice: the partitioner of
-            `torch.compile`, which has a budget too, would draw dropout again.
+            shape; blocks inside a block are part of it.
 
     Raises:
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
@@ -169,11 +168,7 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
 class _Repeatable:
     """A block that can run again on the parameters, buffers and random numbers of its first run.
 
-    Args:
-        function: the block.
-        slots: the slots of its parameters and buffers.
-        policy: which results to keep.
-        same_draws: makes a context in which torch draws the random numbers of the first run.
+    `same_draws` makes a context in which torch draws these numbers.
     """
 
     def __init__(
@@ -199,7 +194,7 @@ class _Repeatable:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block for the first time."""
-        with nullcontext() if self._results is None else self._results.saving():
+        with nullcontext() if self._results is None else self._results:
             return self._function(*args, **kwargs)
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
