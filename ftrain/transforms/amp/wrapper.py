@@ -24,12 +24,6 @@ from ftrain.types import GradFn, Loss, LossOutput, PyTree
 Dtype: TypeAlias = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "tf32", "fp8"] | torch.dtype
 CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
 
-UNWATCHED = {
-    "auto": "which may compute in float32",
-    "tf32": "which has the range of float32, so that nothing overflows",
-    "fp8": "whose matmuls are scaled one by one, and whose results are bf16",
-}
-
 
 @wrapper
 def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
@@ -83,8 +77,8 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
-    if watch and name in UNWATCHED:
-        raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
+    if watch and name not in DTYPES:
+        raise OptionError(f"with_amp: watch=True with {name}; watch bf16 or fp16, given by name")
     options = {"dtype": name, "watch": watch}
     if name == "fp8":
         require_torchao()
@@ -94,15 +88,16 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
 
 
 def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
-    watch, is_scaled, autocast_name = options["watch"], name == "fp16", "bf16" if name == "fp8" else name
-    dtype = DTYPES[autocast_name]
+    watch, is_scaled = options["watch"], name == "fp16"
+    # What is not multiplied in float8 is computed in bfloat16.
+    narrow = "bf16" if name == "fp8" else name
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
         loss = in_float8(loss) if name == "fp8" else loss
-        fn, texts = autocast(loss.fn, dtype), (*loss.wrapper_texts, text)
+        fn, texts = autocast(loss.fn, DTYPES[narrow]), (*loss.wrapper_texts, text)
         cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
-        return watched(cast, dtype) if watch else cast
+        return watched(cast, DTYPES[narrow]) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
         grad = around_forward(grad, reporting_scale) if is_scaled else grad
@@ -111,7 +106,7 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
     def require(backend: backends.Backend, params: PyTree) -> None:
         if name == "fp8":
             _require_float8(backend)
-        require_dtype(NAME, autocast_name, backend)
+        require_dtype(NAME, narrow, backend)
         _require_wide(name, params)
 
     on_grad = OnGrad(wrap_grad, loss_scale=scale_of if is_scaled else None) if is_scaled or watch else None

@@ -413,7 +413,7 @@ def test_what_is_no_metrics(found):
 
 
 def test_tf32_is_not_watched():
-    with failing(OptionError, "with_amp", "tf32", "range of float32"):
+    with failing(OptionError, "with_amp", "tf32", "watch bf16 or fp16"):
         ft.with_amp("tf32", watch=True)
 
 
