@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import os
@@ -88,14 +89,14 @@ class Compiler:
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
-        compiled_losses: dict[str, LossFn] = {}
+
+        @functools.cache
+        def compiled_by(backend: str) -> LossFn:
+            return torch.compile(loss, backend=backend, options=dict(self.options_for(backend)) or None, **settings)
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            backend = self.backend_for(tree.device_of(params))
-            if backend not in compiled_losses:
-                options = dict(self.options_for(backend)) or None
-                compiled_losses[backend] = torch.compile(loss, backend=backend, options=options, **settings)
-            return compiled_losses[backend](params, batch, rng=rng, buffers=buffers)
+            loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
+            return loss_fn(params, batch, rng=rng, buffers=buffers)
 
         return compiled
 

@@ -147,7 +147,7 @@ class _Compiled:
         if self._lowering in ("auto", "whole"):
             try:
                 captured = self._cache.graph_for(*self._inputs(state, batch, hyper, key_data)).captured  # type: ignore[union-attr]
-                self._settle()
+                self._lowering = "whole"
                 sends = traffic(captured, _groups(self._step))
                 return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sends)
             except FAILED as error:
@@ -259,7 +259,7 @@ class _Compiled:
             except FAILED as error:
                 self._fall_back(error)
             else:
-                self._settle()
+                self._lowering = "whole"
                 return output
         return self._run_split(state, batch, hyper, key_data)
 
@@ -281,11 +281,6 @@ class _Compiled:
     def _run_eagerly(self, why: str) -> None:
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._lowering, self._why = "eager", why
-
-    def _settle(self) -> None:
-        if self._lowering == "auto":
-            log.info("compiled: the whole step is one graph")
-            self._lowering = "whole"
 
     def _fall_back(self, error: TraceError | CompilerError) -> None:
         """Split a step that failed as one graph, or run it eagerly where it cannot be split."""

@@ -41,14 +41,13 @@ class Config:
         """The factor of the product BA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    @property
-    def text(self) -> str:
-        """How the wrapper prints, without the closing parenthesis."""
+    def text(self, *more: str) -> str:
+        """Return how the wrapper prints."""
         parts = [f"{self.rank}", f"alpha={self.alpha:g}"]
         if self.dropout:
             parts.append(f"dropout={self.dropout:g}")
         parts += [name for name in ("dora", "rslora") if getattr(self, name)]
-        return f"lora({', '.join(parts)}"
+        return f"lora({', '.join([*parts, *more])})"
 
 
 def keys_of(key: Tensor, count: int) -> list[Tensor]:

@@ -72,13 +72,7 @@ class TreeAdapters:
         return fn
 
     def added_up(self, params: PyTree, *, sign: int = 1, add: Callable[..., Tensor] = adapted) -> PyTree:
-        """Return the tree with the adapters added to its matrices, or subtracted from them with the sign -1.
-
-        Args:
-            params: the tree and the adapters.
-            sign: 1 or -1.
-            add: the function ``(weight, a, b, scale) -> sum``.
-        """
+        """Return the tree with its adapters added by ``add(weight, a, b, scale)``, or subtracted with the sign -1."""
         adapters, scale = params[ADAPTERS], sign * self.config.scale
 
         def with_adapter(name: str, leaf: Any) -> Any:
