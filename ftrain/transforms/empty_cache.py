@@ -14,12 +14,11 @@ def empty_cache(every: int) -> Wrapper:
 
     Use it for other processes on the device, and against fragmentation where the lengths of batches change. Torch must
     then allocate the memory again, which takes time (often a tenth of a step for ``every=1``). The host does this after
-    it has queued the step, outside of any graph; ftrain does not wait for the device, but the driver may. The results
-    are the same to the bit. On a device without such a cache a warning in the log says once that this does nothing.
+    it has queued the step, outside of any graph. On a device without such a cache a warning in the log says once that
+    this does nothing.
 
     Args:
-        every: the cache is emptied after each step whose number, the state's `step`, is a multiple of this. So a
-            resumed run empties it after the same steps.
+        every: the cache is emptied after each step whose number, the state's `step`, is a multiple of this.
 
     Raises:
         OptionError: when `every` is not a positive whole number.

@@ -21,9 +21,8 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
 
     As `torch.set_float32_matmul_precision`: ``"highest"`` is float32, ``"high"`` may use TF32 (10 bits of mantissa) or
     three bfloat16 matmuls, ``"medium"`` one bfloat16 matmul. Where a device has none of these, all three are float32.
-    The setting of the process is changed while the step runs or is compiled, and then restored: steps of different
-    precision keep theirs, unless they run in several threads at once. With `with_amp("bf16")` the only float32 matmuls
-    are those outside of autocast, such as the optimizer's.
+    The setting of the process is changed while the step runs or is compiled, and then restored: it is not safe for
+    steps of different precision in several threads at once.
 
     Args:
         precision: ``"highest"``, ``"high"`` or ``"medium"``.

@@ -31,16 +31,13 @@ def skip_spikes(
     """Skip steps whose gradient norm is far above the norms of recent steps, or clip their gradient.
 
     The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
-    whose gradients stay large continues. Unlike a mean, a quantile is hardly changed by single spikes.
-    ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
-    window, which is the percentile clipping of bitsandbytes; ZClip (Kumar et al. 2025, arXiv:2504.02507) uses the mean
-    and the standard deviation.
+    whose gradients stay large continues. ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et
+    al. 2020, arXiv:2007.14469) over a window, which is the percentile clipping of bitsandbytes.
 
     The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` has the norms and the number of
     spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are not stored, and
-    such steps are not skipped: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the
-    gradient that this wrapper gets: write it before `clip`. With ``"skip"``, both states are needed until the norm is
-    known, so that donation saves no memory.
+    such steps are not skipped: `skip_nonfinite` does that. The norm is that of the gradient that this wrapper gets:
+    write it before `clip`. With ``"skip"``, donation saves no memory.
 
     Args:
         factor: what the quantile is multiplied by.

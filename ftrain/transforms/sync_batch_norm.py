@@ -29,10 +29,9 @@ def sync_batch_norm() -> Wrapper:
     """Let BatchNorm normalise by the mean and variance over the examples of all ranks of `sharded`.
 
     In a training step, every `torch.nn` BatchNorm of the module that is in training mode uses the statistics of the
-    whole batch (with `accumulate`, of the whole microbatch), in both passes and in its running statistics: N ranks
-    compute what one rank does. A rank without examples adds nothing. Each layer waits for two all-reduces in the
-    forward pass and one in the backward pass, of a few numbers per channel. On one rank, and without `sharded`,
-    BatchNorm is not changed. Calls of ``F.batch_norm`` are not changed either.
+    whole batch (with `accumulate`, of the whole microbatch), in both passes and in its running statistics. Each layer
+    waits for two all-reduces in the forward pass and one in the backward pass, of a few numbers per channel. Calls of
+    ``F.batch_norm`` are not changed.
 
     Raises:
         ComposeError: from the step, for a loss without a module or without BatchNorm, or for a subclass of BatchNorm

@@ -23,17 +23,13 @@ def update_in_backward() -> Wrapper:
     """Update each parameter within the backward pass, when its gradient is complete (Lv et al. 2023, arXiv:2306.09782).
 
     The gradient is then freed before the next one is computed: at most the largest gradient exists, not all of them.
-    The result is the same to the bit. What needs all gradients at once is refused, in either order: `clip`,
-    `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` work.
-
-    Without donation the old and the new state exist at once. With donation, a step that fails in its backward pass has
-    consumed its state, some of which is updated. In a step that is compiled whole, the compiler decides when a gradient
-    is freed. A split-compiled step is refused: there the backward pass of the loss is one operation, which returns all
-    gradients.
+    The result is the same to the bit. With donation, a step that fails in its backward pass has consumed its state,
+    some of which is updated. In a step that is compiled whole, the compiler decides when a gradient is freed.
 
     Raises:
-        ComposeError: beside a wrapper that needs all gradients, or for an optimizer that cannot update parameters one
-            by one (its `split` is None).
+        ComposeError: beside a wrapper that needs all gradients at once (`clip`, `accumulate`, `skip_nonfinite`, fp16,
+            and `fit(on_oom="split")`), in a split-compiled step, whose backward pass returns all gradients, or for an
+            optimizer that cannot update parameters one by one (its `split` is None).
     """
     return Wrapper(NAME, f"{NAME}()", update=OnUpdate(make_update=_make_update), validate=_require_alone)
 

@@ -150,6 +150,17 @@ def test_a_plain_function_that_writes_and_cannot_be_captured_writes_once(caplog)
     assert "uncompiled" in caplog.text
 
 
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_a_metric_that_is_a_parameter_is_that_before_the_update(lowering):
+    def loss(params, batch):
+        return squares(params, batch), {"w": params["w"]}
+
+    step = make(loss, ft.compiled(backend="eager", lowering=lowering, donate=True))
+    state, metrics = step(step.init(params()), batch())
+    assert torch.equal(metrics["w"], params()["w"])
+    assert not torch.equal(state.params["w"], params()["w"])
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_function_of_steps_that_cannot_be_captured_takes_one_step(donate):
     inner = make(squares, *[ft.donated()] * donate)

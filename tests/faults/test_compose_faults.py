@@ -170,14 +170,8 @@ def test_a_function_given_by_position_is_no_step(wrapper):
 
 @pytest.mark.parametrize("blocks", [[torch.nn.Linear], {"torch.nn.Linear": "dots"}, torch.nn.Linear])
 def test_blocks_given_by_position(blocks):
-    named = [blocks] if blocks is torch.nn.Linear else blocks
-    with failing(OptionError, f"remat: give blocks by name, remat(blocks={named!r})"):
+    with failing(OptionError, "remat: policy is", "Blocks are given as blocks="):
         ft.remat(blocks)
-
-
-def test_a_function_of_blocks_given_as_the_policy():
-    with failing(OptionError, "remat: policy is plain_of_blocks(name, module)", "given as blocks="):
-        ft.remat(policy=plain_of_blocks)
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ def test_memory_that_is_not_of_a_file_stays_small(tmp_path):
 def test_what_is_there_to_offload():
     with pytest.raises(OptionError, match=r"offload: what is 'params'; choices are .*opt_state"):
         ft.offload("params")
-    for least in (-1, 0.5, True):
-        with pytest.raises(OptionError, match=r"offload: min_bytes is .*, needs a whole number of at least 0"):
+    for least in (-1, True):
+        with pytest.raises(OptionError, match=r"offload: min_bytes is .*, needs a number in \[0, inf\)"):
             ft.offload("opt_state", min_bytes=least)
     with pytest.raises(ComposeError, match=r"offload\(opt_state.* already"):
         build((), ft.offload("opt_state"), ft.offload("opt_state"))

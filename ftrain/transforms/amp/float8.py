@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +50,7 @@ def in_float8(loss: Loss) -> Loss:
             f"{NAME}: {type(loss.module).__name__} has no nn.Linear that can multiply in float8: its sizes must be "
             f"multiples of {MULTIPLE}, and the last one, the head, is left out; use bf16"
         )
-    forwards = [(layer, functools.partial(_linear, layer, _Float8Matmul(layer))) for layer in layers.values()]
+    forwards = [(layer, _forward(layer)) for layer in layers.values()]
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -78,19 +77,23 @@ def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-class _Float8Matmul:
-    """The matmuls of a layer that torchao has converted, with the weight of a state."""
+def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a layer that multiplies by the weight of a state in float8, as torchao does."""
+    plain, padded = (_converted(layer, padded=padded) for padded in (False, True))
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._plain, self._padded = (_converted(layer, padded=padded) for padded in (False, True))
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return ``x @ weight.T``."""
+    def forward(x: Tensor) -> Tensor:
+        device = x.device.type
+        if not x.numel():
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         # The matmul for the gradient of the weight sums over the rows.
-        converted = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._plain
-        with bound([Slot(_torch.parameters_of(converted), "weight", "", False)], [weight]):
+        converted = padded if (x.numel() // x.shape[-1]) % MULTIPLE else plain
+        with bound([Slot(_torch.parameters_of(converted), "weight", "", False)], [layer.weight]):
             product: Tensor = converted.forward(x)
-        return product
+        return product if layer.bias is None else product + layer.bias.to(product.dtype)
+
+    return forward
 
 
 def _converted(layer: nn.Linear, *, padded: bool) -> Any:
@@ -104,13 +107,3 @@ def _config(*, padded: bool) -> Any:
 
 def _torchao() -> Any:
     return importlib.import_module("torchao.float8")
-
-
-def _linear(layer: nn.Linear, matmul: _Float8Matmul, x: Tensor) -> Tensor:
-    device = x.device.type
-    if not x.numel():
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    product = matmul(x, layer.weight)
-    return product if layer.bias is None else product + layer.bias.to(product.dtype)

@@ -21,9 +21,9 @@ from ftrain.step.forward import ForwardResult
 from ftrain.step.loss_forms import report
 from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
 from ftrain.step.value_and_grad import around_forward
+from ftrain.transforms.amp.loss_scale import NAME
 from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
 
-NAME = "with_amp"
 MODEL = "(model)"
 """The name of the module itself among its parts."""
 

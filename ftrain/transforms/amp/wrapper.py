@@ -24,12 +24,6 @@ from ftrain.types import GradFn, Loss, LossOutput, PyTree
 Dtype: TypeAlias = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "tf32", "fp8"] | torch.dtype
 CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
 
-UNWATCHED = {
-    "auto": "which may compute in float32",
-    "tf32": "which has the range of float32, so that nothing overflows",
-    "fp8": "whose matmuls are scaled one by one, and whose results are bf16",
-}
-
 
 @wrapper
 def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
@@ -42,8 +36,8 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     step, which is never below 2**-24.
 
     ``"auto"`` is ``"bf16"`` on a device that multiplies in bfloat16 natively (`Backend.native_dtypes`), and float32 on
-    others, such as a CPU without AVX512_BF16, which emulates bfloat16 many times slower. It never chooses ``"fp16"``:
-    ask for that by name, for GPUs older than Ampere. `print` shows what it chose as soon as the step has a state.
+    others. It never chooses ``"fp16"``: ask for that by name, for GPUs older than Ampere. `print` shows what it chose
+    as soon as the step has a state.
 
     ``"tf32"`` lets float32 matmuls run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
     layers of a module, except the last one, multiply in float8 in both passes, by torchao: each tensor is scaled by its
@@ -83,14 +77,11 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
-    if not isinstance(watch, bool):
-        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
-    if watch and name in UNWATCHED:
-        raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
+    if watch and name not in DTYPES:
+        raise OptionError(f"with_amp: watch=True with {name}; watch bf16 or fp16, given by name")
     options = {"dtype": name, "watch": watch}
     if name == "fp8":
         require_torchao()
-        return Wrapper(NAME, "with_amp(fp8)", loss=OnLoss(_with_fp8), require=_require_fp8, options=options)
     if name == "tf32":
         return Wrapper(NAME, "with_amp(tf32)", loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
     return _with_auto(options) if name == "auto" else _with_autocast(name, options)
@@ -98,19 +89,24 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
 
 def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
     watch, is_scaled = options["watch"], name == "fp16"
+    # What is not multiplied in float8 is computed in bfloat16.
+    narrow = "bf16" if name == "fp8" else name
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        fn, texts = autocast(loss.fn, DTYPES[name]), (*loss.wrapper_texts, text)
+        loss = in_float8(loss) if name == "fp8" else loss
+        fn, texts = autocast(loss.fn, DTYPES[narrow]), (*loss.wrapper_texts, text)
         cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
-        return watched(cast, DTYPES[name]) if watch else cast
+        return watched(cast, DTYPES[narrow]) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
         grad = around_forward(grad, reporting_scale) if is_scaled else grad
         return watched_gradients(grad) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
-        require_dtype(NAME, name, backend)
+        if name == "fp8":
+            _require_float8(backend)
+        require_dtype(NAME, narrow, backend)
         _require_wide(name, params)
 
     on_grad = OnGrad(wrap_grad, loss_scale=scale_of if is_scaled else None) if is_scaled or watch else None
@@ -160,17 +156,10 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
     return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
 
 
-def _with_fp8(loss: Loss) -> Loss:
-    fn, texts = autocast(loss.fn, torch.bfloat16), (*loss.wrapper_texts, "with_amp(fp8)")
-    return dataclasses.replace(in_float8(loss), fn=fn, wrapper_texts=texts, narrow="fp8")
-
-
-def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
+def _require_float8(backend: backends.Backend) -> None:
     if not backend.float8():
         supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
         raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
-    require_dtype(NAME, "bf16", backend)
-    _require_wide("bf16", params)
 
 
 def _with_tf32(loss: Loss) -> Loss:

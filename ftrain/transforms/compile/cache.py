@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import optree
@@ -14,15 +14,14 @@ from ftrain import _torch, tree
 from ftrain.errors import BatchError, TraceError
 from ftrain.parallel.stand_in import running_graphs
 from ftrain.transforms.compile import capture
+from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.fallback import attempted
+from ftrain.transforms.compile.settings import Compile, Compiler
 from ftrain.tree.fast_flatten import reader
 from ftrain.types import NAMESPACE, PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 """``(carry, *rest) -> (carry, extra)`` on trees; the new carry has the structure of the old one."""
-
-Compile: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Tensor], int], capture.Flat]
-"""``(graph, inputs, number of inputs that are the carry) -> function``: compile a captured graph for such inputs."""
 
 
 class ShapeRegistry:
@@ -132,23 +131,18 @@ class CompiledCache:
 
     Args:
         function: the function.
-        compiler: compiles a captured graph.
-        max_graphs: the largest number of graphs.
+        compiler: the settings.
+        name: its name in the log if compiling takes long. Default: it is not logged.
         donate: write the new carry into the tensors of the old one.
-        around: makes a context in which a graph is captured and compiled.
+        replay: record and replay on the device, if the settings allow it.
     """
 
     def __init__(
-        self,
-        function: Carrying,
-        compiler: Compile,
-        max_graphs: int,
-        *,
-        donate: bool,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, function: Carrying, compiler: Compiler, name: str = "", *, donate: bool, replay: bool = False
     ) -> None:
-        self._function, self._compiler, self._donate, self._around = function, compiler, donate, around
-        self._shapes = ShapeRegistry(max_graphs)
+        self._function, self._name, self._donate = function, name, donate
+        self._compile = compiler.replaying() if replay else compiler.compile
+        self._shapes = ShapeRegistry(compiler.max_graphs)
         self.graphs: list[Graph] = []
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
@@ -169,8 +163,8 @@ class CompiledCache:
         if known is None:
             _require_strided(arguments)
             self._shapes.admit(state=arguments[0], batch=arguments[1])
-            with self._around():
-                known = Graph(self._function, arguments, key, self._compiler, donate=self._donate)
+            with log_if_slow(self._name) if self._name else nullcontext():
+                known = Graph(self._function, arguments, key, self._compile, donate=self._donate)
             self.graphs.append(known)
         return known
 
@@ -179,7 +173,7 @@ class Graph:
     """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs."""
 
     def __init__(
-        self, function: Carrying, arguments: tuple[PyTree, ...], key: Hashable, compiler: Compile, *, donate: bool
+        self, function: Carrying, arguments: tuple[PyTree, ...], key: Hashable, compile_: Compile, *, donate: bool
     ) -> None:
         self.key, self._donate, self._threads = key, donate, torch.get_num_threads()
         leaves, spec = tree.flatten(arguments)
@@ -191,7 +185,7 @@ class Graph:
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
         carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
         with attempted():
-            self._compiled = compiler(self.captured, tensors, carried)
+            self._compiled = compile_(self.captured, tensors, carried)
         self._run = self._compiled if donate else self._first_run
 
     def _first_run(self, *tensors: Tensor) -> Sequence[Tensor]:

@@ -50,11 +50,7 @@ VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
     """Record `function` on tensors like `inputs` as a graph of aten operations.
 
-    Args:
-        function: the function.
-        inputs: tensors of the shapes, dtypes and devices that it will get.
-        rehearse: runs the function without recording. It is called when recording fails: an error of the function
-            itself is then raised as it is.
+    If that fails, `rehearse` runs the function without recording, so that an error of its own is raised as it is.
 
     Raises:
         TraceError: when it cannot be recorded; the message names the line that reads a value.
@@ -150,28 +146,27 @@ def _overlaps_collectives(graph: fx.GraphModule) -> bool:
     return any(node.next not in node.users for node in collectives_of(graph))
 
 
-def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check the settings of a compiler, and return the options that a mode stands for.
+def require_backend(backend: str, mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the settings of a compiler, and return the options of a mode and these.
 
     Raises:
-        OptionError: for an unknown backend, mode or option, or for a mode or options with another backend than
-            Inductor.
+        OptionError: for an unknown backend, mode or option, or a mode or options with another backend than Inductor.
     """
     if backend == INDUCTOR and not (mode or options):
         return {}
     known = sorted({*torch.compiler.list_backends(()), INDUCTOR})
     if backend not in known:
-        raise OptionError(f"{function}: backend is {backend!r}; choices are {', '.join(known)}")
+        raise OptionError(f"compiled: backend is {backend!r}; choices are {', '.join(known)}")
     if backend != INDUCTOR and (mode or options):
-        raise OptionError(f"{function}: mode and options are Inductor's, and the backend is {backend!r}")
+        raise OptionError(f"compiled: mode and options are Inductor's, and the backend is {backend!r}")
     modes = torch_compile.inductor_modes()
     if mode is not None and mode not in modes:
-        raise OptionError(f"{function}: mode is {mode!r}; choices are {', '.join(modes)}")
-    unknown = [name for name in options or {} if name.replace("-", "_") not in torch_compile.inductor_options()]
+        raise OptionError(f"compiled: mode is {mode!r}; choices are {', '.join(modes)}")
+    unknown = [name for name in options if name.replace("-", "_") not in torch_compile.inductor_options()]
     if unknown:
         raise OptionError(
-            f"{function}: unknown option {unknown[0]!r}; options are those of {function} and those of "
+            f"compiled: unknown option {unknown[0]!r}; options are those of compiled and those of "
             "torch._inductor.list_options()"
         )
     of_mode = {name: value for name, value in modes[mode].items() if name != CUDA_GRAPHS} if mode else {}
-    return {**of_mode, **(options or {})}
+    return {**of_mode, **options}

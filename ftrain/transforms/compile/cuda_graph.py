@@ -15,28 +15,15 @@ from ftrain.transforms.compile import capture
 log = logging.getLogger("ftrain")
 
 
+@dataclass
 class StepRecorder:
     """The recorder of all graphs of one step. When it has failed once, no other graph of the step is recorded.
 
     Torch may leave the memory pool that the graphs share open after a failure, so that the others fail, too.
-
-    Args:
-        recorder: the recorder of the backend.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.has_failed = False
-
-    def record(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]] | None:
-        """Return the replay and the outputs of some work; None, with a warning, if the device cannot record it."""
-        try:
-            return self._recorder(work)
-        except RuntimeError as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
-            self.has_failed = True
-            return None
+    record: Recorder
+    has_failed: bool = False
 
 
 class ReplayedGraph:
@@ -82,8 +69,14 @@ class ReplayedGraph:
             return None
         # Compiled code relies on the strides of its inputs.
         slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in rest]
-        recorded = self._recorder.record(lambda: self._run(*state, *slots))
-        return recorded and _Recording(addresses, slots, *recorded)
+        try:
+            recorded = self._recorder.record(lambda: self._run(*state, *slots))
+        except RuntimeError as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
+            self._recorder.has_failed = True
+            return None
+        return _Recording(addresses, slots, *recorded)
 
 
 @dataclass(frozen=True)

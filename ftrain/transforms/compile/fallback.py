@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.errors import FtrainError
-from ftrain.types import UpdateFn
 
 
 class CompilerError(Exception):
@@ -21,8 +20,8 @@ class CompilerError(Exception):
 
 
 @contextmanager
-def attempted() -> Iterator[None]:
-    """Raise errors inside as a CompilerError, except those of ftrain and those for lack of memory.
+def attempted(has_written: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raise errors inside as a CompilerError, except those of ftrain, of lack of memory, and once something is written.
 
     Raises:
         CompilerError: from the error itself.
@@ -30,45 +29,11 @@ def attempted() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_other(error):
+        if has_written() or isinstance(error, CompilerError | FtrainError) or is_out_of_memory(_inner(error)):
             raise
         raise CompilerError from error
-
-
-def _is_other(error: Exception) -> bool:
-    return isinstance(error, CompilerError | FtrainError) or is_out_of_memory(_inner(error))
 
 
 def _inner(error: Any) -> BaseException:
     """Return the error of a compiler, which torch wraps in its own."""
     return getattr(error, "inner_exception", error)  # type: ignore[no-any-return]
-
-
-class UntilUpdate:
-    """`attempted` for a split step, until its update begins, which is the first to write anything."""
-
-    _updating = False
-
-    def around_update(self, update: UpdateFn) -> UpdateFn:
-        """Return the update, which notes that it has begun."""
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._updating = True
-            return update(*args, **kwargs)
-
-        return noted
-
-    @contextmanager
-    def attempted(self) -> Iterator[None]:
-        """As `attempted`, unless the update had begun: then errors are raised as they are.
-
-        Raises:
-            CompilerError: from the error itself.
-        """
-        self._updating = False
-        try:
-            yield
-        except Exception as error:
-            if self._updating or _is_other(error):
-                raise
-            raise CompilerError from error

@@ -85,9 +85,7 @@ REPLACEMENTS = dict(
     [
         _register_in_place_of("mkldnn_rnn_layer", _rnn_layer),
         _register_in_place_of("mkldnn_rnn_layer_backward", _rnn_layer_backward),
-        _register_in_place_of("replication_pad1d_backward", _padding_backward),
-        _register_in_place_of("replication_pad2d_backward", _padding_backward),
-        _register_in_place_of("replication_pad3d_backward", _padding_backward),
+        *(_register_in_place_of(f"replication_pad{axes}d_backward", _padding_backward) for axes in (1, 2, 3)),
     ]
 )
 NEAREST, NEAREST_BY_SCALES = _register_in_place_of("upsample_nearest2d_backward", _nearest_backward)

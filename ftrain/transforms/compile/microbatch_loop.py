@@ -29,13 +29,8 @@ Draw: TypeAlias = Callable[[Tensor], AbstractContextManager[Keyed]]
 class CompiledGradient:
     """A `GradFn` as a compiled graph for each length of microbatches; it can add gradients to sums in place.
 
-    Torch's own random operations draw from the key of the step, as in a step that is compiled whole.
-
-    Args:
-        grad: the gradient function.
-        compile_: compiles a function of trees; its graphs write to their first argument.
-        draw: context in which torch's own random operations draw from a key.
-        needs_rng: whether `grad` takes a key.
+    Torch's own random operations draw from the key of the step, as in a step that is compiled whole. `compile_`
+    compiles a function of trees; its graphs write to their first argument.
     """
 
     def __init__(
@@ -94,11 +89,11 @@ def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callabl
     base: Loss = step.base
     # The microbatches of a batch have at most two lengths.
     gradient_compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
-    traced = functools.partial(gradient_compiler.traced, name=base.name, donate=True)
+    compile_ = functools.partial(CompiledCache, compiler=gradient_compiler, name=base.name, donate=True)
     draw = functools.partial(stock_draws, base.module, compiler)
 
     def around_grad(grad: GradFn) -> GradFn:
-        return CompiledGradient(grad, traced, draw, needs_rng=base.needs_rng)
+        return CompiledGradient(grad, compile_, draw, needs_rng=base.needs_rng)
 
     core = assemble(step, around_grad=around_grad, around_update=around_update)
 

@@ -8,9 +8,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,14 +20,15 @@ from ftrain.backends import Recorder
 from ftrain.errors import OptionError
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.cache import Carrying, Compile, CompiledCache
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
 from ftrain.types import LossFn, LossOutput, PyTree
 
 log = logging.getLogger("ftrain")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+Compile: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Tensor], int], capture.Flat]
+"""``(graph, inputs, number of inputs that are the carry) -> function``: compile a captured graph for such inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +89,14 @@ class Compiler:
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
-        compiled_losses: dict[str, LossFn] = {}
+
+        @functools.cache
+        def compiled_by(backend: str) -> LossFn:
+            return torch.compile(loss, backend=backend, options=dict(self.options_for(backend)) or None, **settings)
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            backend = self.backend_for(tree.device_of(params))
-            if backend not in compiled_losses:
-                options = dict(self.options_for(backend)) or None
-                compiled_losses[backend] = torch.compile(loss, backend=backend, options=options, **settings)
-            return compiled_losses[backend](params, batch, rng=rng, buffers=buffers)
+            loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
+            return loss_fn(params, batch, rng=rng, buffers=buffers)
 
         return compiled
 
@@ -107,36 +108,19 @@ class Compiler:
         """Return the options of the settings, and those that Inductor needs on this CPU."""
         return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
 
-    def traced(
-        self, function: Carrying, name: str | None = None, *, donate: bool, replay: bool = False
-    ) -> CompiledCache:
-        """Return a function of trees that is compiled with these settings.
-
-        Args:
-            function: the function.
-            name: its name in the log if compiling takes long. Default: it is not logged.
-            donate: write the new carry into the tensors of the old one.
-            replay: record and replay on the device, if the settings allow it.
-        """
-        compiler = self.replaying() if replay else self.compile
-        around = nullcontext if name is None else functools.partial(log_if_slow, name)
-        return CompiledCache(function, compiler, self.max_graphs, donate=donate, around=around)
-
     @contextmanager
     def cache(self) -> Iterator[None]:
         """Context in which Inductor keeps its code in `cache_dir`."""
-        if self.cache_dir is None:
-            yield
-            return
         outer = os.environ.get(CACHE)
-        os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
+        if self.cache_dir is not None:
+            os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
         try:
             yield
         finally:
-            if outer is None:
-                del os.environ[CACHE]
-            else:
+            if outer is not None:
                 os.environ[CACHE] = outer
+            elif self.cache_dir is not None:
+                del os.environ[CACHE]
 
 
 def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], backend: backends.Backend) -> str:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain._torch import compile as torch_compile
@@ -28,11 +28,11 @@ from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
-from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
+from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
@@ -65,10 +65,10 @@ def compiled(
     a warning in the log says which and why, and so does `print`. A failure in the first run of a compiled graph counts
     too, unless the graph donates: it may have written to the state. If compiling takes long, the log says so.
 
-    A changing learning rate is an input of the graph; another shape of the batch is another graph. Modules that draw
-    from torch's global generators draw from the key of the state in a whole graph, so their random numbers differ from
-    those of the eager step. As under `jax.jit`, what is not an argument is read once, when the graph is captured:
-    numbers in closures and attributes, and metrics that are Python numbers.
+    Learning rates are inputs of the graph; another shape of the batch is another graph. In a whole graph, modules that
+    draw from torch's global generators draw from the key of the state instead. As under `jax.jit`, what is not an
+    argument is read once, when the graph is captured: numbers in closures and attributes, and metrics that are Python
+    numbers.
 
     On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory for the
     second time, and replayed from then on.
@@ -100,7 +100,7 @@ def compiled(
     if dynamic and lowering == "whole":
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
-    settings = capture.require_backend("compiled", backend or capture.INDUCTOR, mode, options)
+    settings = capture.require_backend(backend or capture.INDUCTOR, mode, options)
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def make_runner(step: Step) -> Runner:
@@ -149,7 +149,7 @@ class _Compiled:
         if self._lowering in ("auto", "whole"):
             try:
                 captured = self._cache.graph_for(*self._inputs(state, batch, hyper, key_data)).captured  # type: ignore[union-attr]
-                self._settle()
+                self._lowering = "whole"
                 sends = traffic(captured, _groups(self._step))
                 return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sends)
             except FAILED as error:
@@ -161,7 +161,10 @@ class _Compiled:
             if self._lowering == "eager":
                 return Lowered("eager", 0, {}, None)
             updates = [self._cache.graphs[-1].captured]  # type: ignore[union-attr]
-        graphs, breaks = _explained(self._step, state, batch, key_data)
+        device, loss = tree.device_of(state.params), self._step.loss
+        key = random.to_device(random.wrap_key_data(key_data), device) if loss.needs_rng else None
+        params = tree.overlay(state.params, state.frozen)
+        graphs, breaks = explain(loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
         return Lowered("split", len(graphs) + len(updates), count_nodes(*graphs, *updates), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
@@ -177,59 +180,57 @@ class _Compiled:
                 return core(state, batch, hyper, keys[0] if step.base.needs_rng else None)
 
         # Only a donated state stays at its addresses, which a replayed graph needs.
-        self._cache = self._compiler.traced(whole, step.base.name, donate=step.donate, replay=step.donate)
+        self._cache = CompiledCache(whole, self._compiler, step.base.name, donate=step.donate, replay=step.donate)
         return self._cache
 
     def _split(self) -> Callable[..., Any]:
         """Return ``(state, batch, hyper, key_data) -> (state, metrics)`` with loss and update compiled."""
-        step, until_update = self._step, UntilUpdate()
+        step, is_updating = self._step, False
         _warn_of_shared_buffers(step.base.module)
-        if step.optimizer.offloaded:
-            run: Callable[..., Any] = Eager(step, self._compiler.compile_loss, until_update.around_update)
-        else:
-            run = self._packed(
-                assemble(
-                    step,
-                    around_loss=self._compiler.compile_loss,
-                    around_update=lambda update: until_update.around_update(self._cached_update(update)),
-                )
-            )
+
+        def around_update(update: UpdateFn) -> UpdateFn:
+            compiled_update = update if step.optimizer.offloaded else self._cached_update(update)
+
+            def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+                nonlocal is_updating
+                is_updating = True
+                return compiled_update(state, gradients, hyper, donate=donate)
+
+            return updating
+
+        run = Eager(step, self._compiler.compile_loss, around_update)
 
         def split(
             state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
         ) -> tuple[TrainState, Metrics]:
+            nonlocal is_updating
+            is_updating = False
             logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
-            with logging_slow, self._compiler.cache(), until_update.attempted():
-                return run(state, batch, hyper, key_data)  # type: ignore[no-any-return]
+            # The update is the first to write to the state.
+            with logging_slow, self._compiler.cache(), attempted(lambda: is_updating):
+                return run(state, batch, hyper, key_data)
 
         return split
-
-    def _packed(self, core: Core) -> Callable[..., Any]:
-        """Run a core with the scheduled values as tensors, which do not recompile it when they change."""
-
-        def run(
-            state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
-        ) -> tuple[TrainState, Metrics]:
-            state, batch, packed = self._inputs(state, batch, hyper, key_data)
-            keys, hyper = self._unpack(packed)
-            backend = backends.of(packed.device)
-            with torch.no_grad(), backend.seeded(random.seed_of(key_data)), backend.deterministic():
-                return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
-
-        return run
 
     def _cached_update(self, update: UpdateFn) -> UpdateFn:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        cache = self._cache = self._compiler.traced(carried, donate=self._step.donate)
+        cache = self._cache = CompiledCache(carried, self._compiler, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
-            new, _ = cache(state, gradients, hyper)
+            new, _ = cache(replace(state, step=None, rng=None), gradients, self._as_tensors(hyper, state))
             return new
 
         return updating
+
+    def _as_tensors(self, hyper: Hyper, state: TrainState) -> Hyper:
+        """Return scheduled values as tensors, which do not recompile a graph when they change."""
+        device = tree.device_of(state.params)
+        numbers = [name for name, value in hyper.items() if not isinstance(value, Tensor)]
+        values = torch.tensor([hyper[name] for name in numbers], dtype=backends.widest(device))
+        return {**hyper, **dict(zip(numbers, random.to_device(values, device).unbind(), strict=True))}
 
     def _inputs(
         self, state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
@@ -260,7 +261,7 @@ class _Compiled:
             except FAILED as error:
                 self._fall_back(error)
             else:
-                self._settle()
+                self._lowering = "whole"
                 return output
         return self._run_split(state, batch, hyper, key_data)
 
@@ -282,11 +283,6 @@ class _Compiled:
     def _run_eagerly(self, why: str) -> None:
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._lowering, self._why = "eager", why
-
-    def _settle(self) -> None:
-        if self._lowering == "auto":
-            log.info("compiled: the whole step is one graph")
-            self._lowering = "whole"
 
     def _fall_back(self, error: TraceError | CompilerError) -> None:
         """Split a step that failed as one graph, or run it eagerly where it cannot be split."""
@@ -330,24 +326,13 @@ def _groups(step: Step) -> Mapping[str, Group]:
     return groups(meshes[0]) if meshes else {}
 
 
-def _explained(
-    step: Step, state: TrainState, batch: PyTree, key_data: tuple[int, int]
-) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
-    """Return the graphs of a loss, and where they break."""
-    key = (
-        random.to_device(random.wrap_key_data(key_data), tree.device_of(state.params)) if step.base.needs_rng else None
-    )
-    params = tree.overlay(state.params, state.frozen)
-    return explain(step.loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
-
-
 class CompiledFunction:
     """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._cache: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
+        self._cache: Callable[..., Any] = CompiledCache(function, compiler, self.__name__, donate=donate)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function, compiled if it can be captured."""

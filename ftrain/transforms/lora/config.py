@@ -31,30 +31,23 @@ class Config:
         require_positive("lora", "rank", self.rank)
         require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
-        targets = self.targets
-        if (
-            isinstance(targets, str)
-            or not isinstance(targets, Sequence)
-            or not all(isinstance(pattern, str) for pattern in targets)
-        ):
-            example = [targets] if isinstance(targets, str) else ["*.q_proj", "*.v_proj"]
-            raise OptionError(f"lora: targets is {targets!r}, needs a list of patterns of names: {example!r}")
-        if not targets:
-            raise OptionError("lora: targets is empty; needs patterns of names, such as ['*.q_proj', '*.v_proj']")
+        if isinstance(self.targets, str) or not self.targets:
+            raise OptionError(
+                f"lora: targets is {self.targets!r}, needs a list of patterns of names, as ['*.q_proj', '*.v_proj']"
+            )
 
     @property
     def scale(self) -> float:
         """The factor of the product BA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    @property
-    def text(self) -> str:
-        """How the wrapper prints, without the closing parenthesis."""
+    def text(self, *more: str) -> str:
+        """Return how the wrapper prints."""
         parts = [f"{self.rank}", f"alpha={self.alpha:g}"]
         if self.dropout:
             parts.append(f"dropout={self.dropout:g}")
         parts += [name for name in ("dora", "rslora") if getattr(self, name)]
-        return f"lora({', '.join(parts)}"
+        return f"lora({', '.join([*parts, *more])})"
 
 
 def keys_of(key: Tensor, count: int) -> list[Tensor]:

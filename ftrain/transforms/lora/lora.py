@@ -57,10 +57,10 @@ def lora(
     def model(loss: Loss) -> Loss:
         if loss.module is None:
             on_tree = TreeAdapters(options, loss.text)
-            texts = (*loss.wrapper_texts, f"{options.text})")
+            texts = (*loss.wrapper_texts, options.text())
             return dataclasses.replace(loss, fn=on_tree.around(loss), wrapper_texts=texts, adapters=on_tree)
         adapters = ModuleAdapters(options, loss.module)
-        texts = (*loss.wrapper_texts, f"{options.text}, targets={len(adapters.targets)})")
+        texts = (*loss.wrapper_texts, options.text(f"targets={len(adapters.targets)}"))
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
@@ -69,4 +69,4 @@ def lora(
 
         return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrapper_texts=texts, adapters=adapters)
 
-    return Wrapper(NAME, f"{options.text})", loss=OnLoss(model, order=0))
+    return Wrapper(NAME, options.text(), loss=OnLoss(model, order=0))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +71,8 @@ def save(
     fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The
     directory appears by one rename, when everything is on the disk.
 
-    Every rank of a step with `sharded` must call it, also at level 0: the adapters are gathered, and the tensors of the
-    base one after the other for their fingerprints; the first rank writes. One rank alone can save a whole state
-    (`ftrain.parallel.whole`) with the step without `sharded`.
+    Every rank of a step with `sharded` must call it, also at level 0; the first rank writes. One rank alone can save a
+    whole state (`ftrain.parallel.whole`) with the step without `sharded`.
 
     Args:
         directory: new directory; it must not exist.
@@ -145,9 +143,10 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         RankError: when another rank does not call it.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
-    ranks, files = _ranks_with("adapters.load", step, state), list[_Files]()
-    ranks.together(lambda: files.append(_read(directory)))
-    (content, named, bases), params = files[0], state.params
+    ranks, files = _ranks_with("adapters.load", step, state), list[Any]()
+    ranks.together(lambda: files.extend(_read(directory)))
+    content, named, bases = files
+    params = state.params
     problems = [
         f"{theirs}: found {content.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
         for theirs, ours in OPTIONS.items()
@@ -168,13 +167,14 @@ def like(directory: str | Path) -> Wrapper:
 
     Raises:
         CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain does not support.
+        OptionError: when an option in the file is not in its range.
     """
     content, named, _ = _read(Path(directory))
     config = content.config
     targets = dict.fromkeys(escape(name.rpartition(".lora_")[0]) for name in named if ".lora_" in name)
     return lora(
-        config["r"],
-        config["lora_alpha"],
+        config.get("r", 0),
+        config.get("lora_alpha"),
         targets=list(targets),
         dropout=config.get("lora_dropout") or 0.0,
         dora=bool(config.get("use_dora")),
@@ -275,18 +275,11 @@ def _has_fingerprint(whole: Tensor) -> bool:
     return whole.dtype in CODES and not _torch.is_wrapper_subclass(whole)
 
 
-class _Files(NamedTuple):
-    """What is in the files of an adapter: all of it, the trained tensors by their names in ftrain, and the base."""
-
-    content: TensorsAndConfig
-    named: dict[str, Tensor]
-    bases: dict[str, Tensor]
-
-
-def _read(directory: Path) -> _Files:
+def _read(directory: Path) -> tuple[TensorsAndConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """Return what is in the files, the trained tensors by their names in ftrain, and the weights of the base."""
     content = read_safetensors(directory, FILES)
     _require_options(directory, content.config)
-    return _Files(content, *_named(directory, content))
+    return content, *_named(directory, content)
 
 
 def _require_none(directory: Path, problems: list[str]) -> None:
@@ -299,19 +292,6 @@ def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory}: peft_type is {kind!r}; only LORA is supported")
-    needed: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "r": ("a positive integer", lambda value: type(value) is int and value > 0),
-        "lora_alpha": ("a positive number", lambda value: type(value) in (int, float) and 0 < value < math.inf),
-        "lora_dropout": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value < 1),
-        "modules_to_save": (
-            "a list of names of modules",
-            lambda value: isinstance(value, list) and all(isinstance(name, str) and name for name in value),
-        ),
-    }
-    for name, (what, is_valid) in needed.items():
-        value = config.get(name)
-        if not (is_valid(value) or (value is None and name not in ("r", "lora_alpha"))):
-            raise CheckpointError(f"{directory}: {FILES[1]}: {name} is {value!r:.100}, needs {what}")
     unsupported = [
         f"{name}={value!r}"
         for name, value in config.items()
@@ -364,21 +344,15 @@ def _other_base(
     module = adapters.module
     first_names = {id(tensor): name for name, tensor in module.named_parameters()}
     aliases = {name: first_names[id(tensor)] for name, tensor in module.named_parameters(remove_duplicate=False)}
-    same, fingerprints = set[str](), dict[str, str]()
+    fingerprints, same, different = json.loads(metadata.get(FINGERPRINTS, "{}")), set[str](), list[str]()
     for name, whole in _wholes(state):
         same |= {each for each, theirs in bases.items() if aliases.get(each) == name and _is_same(whole, theirs)}
-        if _has_fingerprint(whole):
-            fingerprints[name] = fingerprint(whole)
-    different = sorted(bases.keys() - same)
-    try:
-        theirs = dict(json.loads(metadata.get(FINGERPRINTS, "{}")))
-    except (ValueError, TypeError):
-        theirs = {}
-    for name, ours in fingerprints.items():
-        dtype, _, _ = str(theirs.get(name)).partition(":")
-        # A base in another dtype may be the same; its fingerprints cannot be compared.
-        if dtype == ours.partition(":")[0] and theirs.get(name) != ours:
-            different.append(name)
+        if name in fingerprints and _has_fingerprint(whole):
+            ours, theirs = fingerprint(whole), fingerprints[name]
+            # A base in another dtype may be the same; its fingerprints cannot be compared.
+            if ours != theirs and ours.partition(":")[0] == theirs.partition(":")[0]:
+                different.append(name)
+    different += sorted(bases.keys() - same)
     if not different:
         return []
     names = different[0] if len(different) == 1 else f"{different[0]} and {len(different) - 1} more"

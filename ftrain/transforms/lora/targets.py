@@ -99,10 +99,15 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     # Torch's attention reads the weights of its output layer without calling it.
     uncalled = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
     adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in uncalled}
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not _matching(pattern, adaptable):
-            raise OptionError(_unmatched(module, pattern, parts, adaptable))
-    chosen = {name for pattern in patterns for name in _matching(pattern, adaptable)}
+        matches = [name for name in adaptable if fnmatchcase(name, pattern)]
+        if not matches:
+            raise OptionError(
+                f"lora: targets names {pattern!r}, and no module of {type(module).__name__} that matches can have an "
+                f"adapter; {SUPPORTED} can, by their weights: {near(pattern, list(adaptable)) or 'there are none'}"
+            )
+        chosen.update(matches)
     slots = slots_of(module)
     weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
     holders, aliases = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
@@ -128,21 +133,6 @@ def _is_adaptable(part: nn.Module) -> bool:
         # A subclass may compute something else, and `max_norm` changes the weight.
         return type(part).forward is nn.Embedding.forward and part.max_norm is None
     return isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == CONV1D
-
-
-def _matching(pattern: str, names: Any) -> list[str]:
-    return [name for name in names if fnmatchcase(name, pattern)]
-
-
-def _unmatched(module: nn.Module, pattern: str, parts: dict[str, nn.Module], adaptable: dict[str, nn.Module]) -> str:
-    start = f"lora: targets names {pattern!r}, and no module of {type(module).__name__} "
-    if matches := _matching(pattern, parts):
-        kinds = sorted({type(parts[name]).__name__ for name in matches})
-        return f"{start}that matches can have an adapter ({', '.join(kinds)}); {SUPPORTED} can, by their weights"
-    if not adaptable:
-        return f"{start}can have an adapter; {SUPPORTED} can"
-    hint = f" Did you mean {'*.' + pattern!r}?" if _matching("*." + pattern, adaptable) else ""
-    return f"{start}matches; there are {near(pattern, list(adaptable))}.{hint}"
 
 
 def _weight_of(module: str) -> str:

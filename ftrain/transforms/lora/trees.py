@@ -17,10 +17,6 @@ from ftrain.tree.name_patterns import as_select, require_matches
 from ftrain.types import Loss, LossFn, LossOutput, PyTree
 
 BASE, ADAPTERS = "base", "adapters"
-WHY_NOT = {
-    "dropout": "its inputs are not known",
-    "dora": "it is not known which of its axes are outputs",
-}
 
 
 class TreeAdapters:
@@ -32,12 +28,12 @@ class TreeAdapters:
 
     def __init__(self, config: Config, text: str) -> None:
         self.config = config
-        for name, why in WHY_NOT.items():
-            if value := getattr(config, name):
-                raise OptionError(
-                    f"lora: {name}={value!r} is for modules; {text} is a loss of a tree, where an adapter is added to "
-                    f"a matrix: {why}. Leave it out, or use ft.from_module"
-                )
+        # The inputs of a matrix are not known, and neither is which of its axes are outputs.
+        if config.dropout or config.dora:
+            raise OptionError(
+                f"lora: dropout and dora are for modules, and {text} is a loss of a tree, where an adapter is added to "
+                "a matrix. Leave them out, or use ft.from_module"
+            )
 
     def slots(self, part: nn.Module) -> list[Slot]:
         """Return no slots: there is no module."""
@@ -76,13 +72,7 @@ class TreeAdapters:
         return fn
 
     def added_up(self, params: PyTree, *, sign: int = 1, add: Callable[..., Tensor] = adapted) -> PyTree:
-        """Return the tree with the adapters added to its matrices, or subtracted from them with the sign -1.
-
-        Args:
-            params: the tree and the adapters.
-            sign: 1 or -1.
-            add: the function ``(weight, a, b, scale) -> sum``.
-        """
+        """Return the tree with its adapters added by ``add(weight, a, b, scale)``, or subtracted with the sign -1."""
         adapters, scale = params[ADAPTERS], sign * self.config.scale
 
         def with_adapter(name: str, leaf: Any) -> Any:

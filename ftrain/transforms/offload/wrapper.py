@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ftrain import tree
 from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
-from ftrain.errors import ComposeError, DeviceError, OptionError
+from ftrain.errors import ComposeError, DeviceError, OptionError, require_range
 from ftrain.optim.offloaded import OffloadTarget, offload_state
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
@@ -34,18 +34,18 @@ def offload(
 
     ``"activations"``: what autograd saves for the backward pass is copied to host memory, pinned where that helps, and
     back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); on a device with streams, while it computes.
-    Parameters, buffers, the batch and small tensors stay on the device; each storage is copied once, even if several
-    tensors share it. Gradients are the same to the bit. With `remat` the inputs of blocks are offloaded. A graph cannot
-    contain the copies, so that ``compiled(lowering="auto")`` splits the step.
+    Parameters, buffers, the batch and small tensors stay on the device. With `remat` the inputs of blocks are
+    offloaded. A graph cannot contain the copies, so that ``compiled(lowering="auto")`` splits the step.
 
     ``"opt_state"``: the optimizer state is in host memory, pinned where that helps (Ren et al. 2021, arXiv:2101.06840),
     or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857). An update copies it to the
     device for some parameters at a time; on a device with streams, the next ones are copied while these are updated.
-    The result is the same to the bit. The leaves of `TrainState.opt_state` are ordinary tensors of the host, which are
-    saved, resumed and copied like others; a copy (`ftrain.tree.clone`) is in memory until a step has written it to
-    files. A donated state is overwritten; otherwise the new one has its own memory, or files. The files have no names,
-    and are freed with the state. The host waits for the copies at the end of each update, since the tensors may then be
-    read. On the host itself, ``directory=`` saves memory too.
+    The leaves of `TrainState.opt_state` are ordinary tensors of the host, which are saved, resumed and copied like
+    others; a copy (`ftrain.tree.clone`) is in memory until a step has written it to files. A donated state is
+    overwritten; otherwise the new one has its own memory, or files. The files have no names, and are freed with the
+    state. The host waits for the copies at the end of each update. On the host itself, ``directory=`` saves memory too.
+
+    Both leave results the same to the bit.
 
     Args:
         what: ``"activations"`` or ``"opt_state"``; a step can have one of each.
@@ -64,8 +64,7 @@ def offload(
     """
     if what not in KINDS:
         raise OptionError(f"offload: what is {what!r}; choices are {', '.join(KINDS)}")
-    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
-        raise OptionError(f"offload: min_bytes is {min_bytes!r}, needs a whole number of at least 0")
+    require_range("offload", "min_bytes", min_bytes, 0)
     if what == ACTIVATIONS:
         if directory is not None:
             raise OptionError(

@@ -91,11 +91,6 @@ class Budget:
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
-            except _torch.NEEDS_VALUES as error:
-                raise TraceError(
-                    "remat: with a budget the blocks are measured on tensors without values, and "
-                    f"{self._loss.text} reads a value ({error.func}); give blocks={{name: policy}} instead"
-                ) from error
             except RuntimeError as error:
                 raise TraceError(
                     "remat: with a budget the blocks are measured on tensors without values, on which "

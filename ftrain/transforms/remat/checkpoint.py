@@ -35,16 +35,16 @@ def recomputed(
     """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments.
 
     When a gradient first needs another tensor that autograd would have saved, `again` runs on the same arguments, under
-    the autocast and the default device of the first run, until it has saved all of them. It does what
-    `torch.utils.checkpoint` does with ``use_reentrant=False``, with a fifth less overhead on the host, and detects more
-    cases in which gradients would be wrong.
+    the autocast and the default device of the first run, until it has saved all of them. It must compute the same to
+    the bit. This does what `torch.utils.checkpoint` does with ``use_reentrant=False``, with a fifth less overhead on
+    the host, and detects more cases in which gradients would be wrong.
 
     Args:
         first: the function.
-        again: a function that computes the same to the bit, at any later time.
-        args: its positional arguments, trees of tensors and other objects. Autograd saves the tensors, so that hooks
-            for saved tensors get them. Changes that the first run makes to containers are undone.
-        kwargs: its named arguments.
+        again: the function for later runs.
+        args: trees of tensors and other objects. Autograd saves the tensors, so that hooks for saved tensors get them.
+            Changes that the first run makes to containers are undone.
+        kwargs: as `args`.
         device: where it computes; the autocast of this device and of the host is restored.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,26 +46,18 @@ KEPT = {"dots": DOTS, "attention": ATTENTION}
 POLICIES = (FULL, *KEPT, NONE)
 
 
-def require_policy(function: str, policy: Any) -> None:
-    """Check that a policy is one of `POLICIES` or a function that can be called as `Keeps`.
+def require_policy(policy: Any) -> None:
+    """Check that a policy is one of `POLICIES` or a function.
 
     Raises:
         OptionError: when it is neither.
     """
-    if isinstance(policy, str) and policy in POLICIES:
-        return
-    choices = f"choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> bool"
-    if not callable(policy) or isinstance(policy, type):
-        raise OptionError(f"{function}: policy is {policy!r}; {choices}")
-    try:
-        inspect.signature(policy).bind("op", "tensor", "tensor", "more", dim=0)
-    except TypeError:
+    is_known = policy in POLICIES if isinstance(policy, str) else callable(policy) and not isinstance(policy, type)
+    if not is_known:
         raise OptionError(
-            f"{function}: policy is {name_of(policy)}{inspect.signature(policy)}; it must take any operation and its "
-            "arguments: (op, *args, **kwargs) -> bool. A function (name, module) -> policy is given as blocks="
-        ) from None
-    except ValueError:  # builtins
-        return
+            f"remat: policy is {policy!r}; choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> "
+            "bool. Blocks are given as blocks="
+        )
 
 
 def name_of(policy: Policy) -> str:
@@ -94,8 +85,8 @@ class _Result(NamedTuple):
         return all(_torch.version_of(leaf) == version for leaf, version in self.aliases)
 
 
-class SavedResults:
-    """The results of the first run of a function that a policy keeps, for a second run.
+class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context of the first run of a function, which saves the results that a policy keeps for a second run.
 
     Views, casts, in-place operations, random draws and operations that are not differentiated are always recomputed:
     they cost little, and without them later operations would compute something else. So is a result that was
@@ -103,18 +94,17 @@ class SavedResults:
     """
 
     def __init__(self, keeps: Keeps) -> None:
-        self._keeps = keeps
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._is_reused = keeps, False
         # By operation, since casts are cached in one run and not in the other.
         self._results: dict[Any, list[_Result | None]] = defaultdict(list)
-        self._is_reused = False
-
-    def saving(self) -> _torch.TorchDispatchMode:
-        """Return the context of the first run."""
-        return _Saving(self._keeps, self._results, lambda: self._is_reused)
+        # By storage, which the results keep alive. A tensor on it that is not a view, as after `_unsafe_view`, has its
+        # own version counter.
+        self._aliases: dict[int, list[tuple[Tensor, int]]] = {}
 
     @contextmanager
     def reusing(self) -> Iterator[None]:
-        """Make the context of the second run, which may start within the first if that takes a gradient."""
+        """Context of the second run, which may start within the first if that takes a gradient."""
         was_reused, self._is_reused = self._is_reused, True
         try:
             with _Reusing(self._results):
@@ -122,22 +112,11 @@ class SavedResults:
         finally:
             self._is_reused = was_reused
 
-
-class _Saving(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Save the results that the policy keeps."""
-
-    def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]], is_paused: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._keeps, self._results, self._is_paused = keeps, results, is_paused
-        # By storage, which the results keep alive. A tensor on it that is not a view, as after `_unsafe_view`, has its
-        # own version counter.
-        self._aliases: dict[int, list[tuple[Tensor, int]]] = {}
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if not (is_unrecorded() or self._is_paused() or _is_recomputed(func, args, kwargs)):
+        if not (is_unrecorded() or self._is_reused or _is_recomputed(func, args, kwargs)):
             is_kept: Any = self._keeps(func, *args, **kwargs)
             if not isinstance(is_kept, bool):
                 name = name_of(self._keeps)

@@ -52,8 +52,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that the kept bytes are within the share
             and as little as possible is recomputed, by an estimate of floating-point operations, memory traffic and the
             overhead of policies on the host. Blocks are measured on fake tensors when the loss first gets a batch of a
-            shape; blocks inside a block are part of it. Split-compiled steps use the same choice: the partitioner of
-            `torch.compile`, which has a budget too, would draw dropout again.
+            shape; blocks inside a block are part of it.
 
     Raises:
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
@@ -63,11 +62,12 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             was recomputed, or when the block needed other tensors when it was recomputed.
         TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
-    if isinstance(policy, list | tuple | Mapping | type):
-        listed = [policy] if isinstance(policy, type) else policy
-        raise OptionError(f"remat: give blocks by name, remat(blocks={listed!r}); the first argument is the policy")
-    require_policy(NAME, policy)
-    _require_wanted(blocks)
+    require_policy(policy)
+    if isinstance(blocks, str | type):
+        raise OptionError(
+            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
+            "or a function (name, module) -> policy"
+        )
     if budget is not None:
         _require_budget(budget, policy, blocks)
 
@@ -90,7 +90,7 @@ def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> di
     choices = find_blocks(loss.module, blocks)
     policies = {module: policy if choice is None else choice for module, choice in choices.items()}
     for choice in policies.values():
-        require_policy(NAME, choice)
+        require_policy(choice)
     return policies
 
 
@@ -119,17 +119,6 @@ def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None,
         return output
 
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=(*loss.wrapper_texts, text))
-
-
-def _require_wanted(blocks: Any) -> None:
-    if isinstance(blocks, Mapping):
-        for choice in blocks.values():
-            require_policy(NAME, choice)
-    elif isinstance(blocks, type) or not (blocks is None or callable(blocks) or isinstance(blocks, list | tuple)):
-        raise OptionError(
-            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
-            "or a function (name, module) -> policy"
-        )
 
 
 def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
@@ -179,11 +168,7 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
 class _Repeatable:
     """A block that can run again on the parameters, buffers and random numbers of its first run.
 
-    Args:
-        function: the block.
-        slots: the slots of its parameters and buffers.
-        policy: which results to keep.
-        same_draws: makes a context in which torch draws the random numbers of the first run.
+    `same_draws` makes a context in which torch draws these numbers.
     """
 
     def __init__(
@@ -209,7 +194,7 @@ class _Repeatable:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block for the first time."""
-        with nullcontext() if self._results is None else self._results.saving():
+        with nullcontext() if self._results is None else self._results:
             return self._function(*args, **kwargs)
 
     def again(self, *args: Any, **kwargs: Any) -> Any:

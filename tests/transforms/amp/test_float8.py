@@ -248,7 +248,7 @@ def test_where_there_is_nothing_to_multiply_in_float8(emulated):
 
 @needs_torchao
 def test_what_it_is_not_asked_for_with():
-    with failing(OptionError, "watch=True", "fp8", "scaled one by one"):
+    with failing(OptionError, "watch=True", "fp8", "watch bf16 or fp16"):
         ft.with_amp("fp8", watch=True)
     with failing(ComposeError, "with_amp(fp8)", "already has the wrapper with_amp", "with_amp(bf16)"):
         make(squares, ft.with_amp("bf16"), ft.with_amp("fp8"))

@@ -107,13 +107,11 @@ def test_rematerialising_lowers_the_peak():
     assert less.lower(state, BATCH).peak_bytes < full.lower(state, BATCH).peak_bytes * 0.6
 
 
-def test_lowering_compiles_and_changes_nothing(caplog):
+def test_lowering_compiles_and_changes_nothing():
     step = make(donate=True)
     state = step.init()
     before = ft.tree.clone(state)
-    with caplog.at_level(logging.INFO, logger="ftrain"):
-        step.lower(state, BATCH)
-    assert "compiled: the whole step is one graph" in caplog.messages
+    step.lower(state, BATCH)
     assert "compiled(whole, donate)" in repr(step)
     assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
     state, _ = step(state, BATCH)

@@ -183,7 +183,7 @@ def test_fused_layers_of_torch_run_their_adapters_in_evaluation_too():
     assert fused == pytest.approx(float(step(state, batch)[1]["loss"]), rel=1e-5)
     base = ft.eval_step(ft.from_module(encoder, criterion))
     assert fused == pytest.approx(float(base(ft.adapters.merge(step, state), batch)["loss"]), rel=1e-5)
-    with pytest.raises(OptionError, match=r"can have an adapter \(NonDynamicallyQuantizableLinear\)"):
+    with pytest.raises(OptionError, match="that matches can have an adapter"):
         step_of(encoder, ft.lora(2, targets=["*.out_proj"]))
 
 
@@ -303,11 +303,9 @@ def test_a_tree_gets_its_matrices_with_the_adapters_added():
         torch.testing.assert_close(found, needed, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("option", "why"), [({"dropout": 0.1}, "its inputs are not known"), ({"dora": True}, "which of its axes")]
-)
-def test_what_a_tree_cannot_have(option, why):
-    with pytest.raises(OptionError, match=rf"lora: {next(iter(option))}=.*tree_loss is a loss of a tree.*{why}"):
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"dora": True}])
+def test_what_a_tree_cannot_have(option):
+    with pytest.raises(OptionError, match=r"lora: dropout and dora are for modules, and tree_loss is a loss of a tree"):
         ft.lora(2, targets=["layers.*.w"], **option)(ft.train_step(tree_loss, ft.optim.sgd(0.1)))
 
 
@@ -337,9 +335,8 @@ def test_targets_of_a_tree_that_match_nothing():
         ({"alpha": "16"}, "alpha is '16'"),
         ({"dropout": 1.0}, r"dropout is 1\.0, needs a number in \[0, 1\)"),
         ({"dropout": -0.1}, r"dropout is -0\.1"),
-        ({"targets": "*.up"}, r"targets is '\*\.up', needs a list of patterns of names: \['\*\.up'\]"),
-        ({"targets": [1]}, r"targets is \[1\], needs a list"),
-        ({"targets": []}, "targets is empty"),
+        ({"targets": "*.up"}, r"targets is '\*\.up', needs a list of patterns of names"),
+        ({"targets": []}, r"targets is \[\], needs a list"),
     ],
 )
 def test_options_out_of_their_range(options, said):
@@ -350,10 +347,9 @@ def test_options_out_of_their_range(options, said):
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("*.upp", r"'\*\.upp', and no module of Net matches; there are blocks\.[01]\.up"),
-        ("up", r"'up'.* there are .*Did you mean '\*\.up'\?"),
-        ("*.norm", r"'\*\.norm', and no module of Net that matches can have an adapter \(LayerNorm\); nn\.Linear"),
-        ("blocks", r"\(ModuleList\)"),
+        ("*.upp", r"'\*\.upp', and no module of Net that matches can have an adapter; .*: blocks\.[01]\.up"),
+        ("up", r"'up'.*: blocks\.[01]\.up"),
+        ("*.norm", r"'\*\.norm', and no module of Net that matches can have an adapter; nn\.Linear"),
     ],
 )
 def test_targets_that_match_nothing(pattern, said):
@@ -362,10 +358,10 @@ def test_targets_that_match_nothing(pattern, said):
 
 
 def test_a_module_without_any_that_can_be_adapted():
-    with pytest.raises(OptionError, match="no module of Conv2d can have an adapter"):
+    with pytest.raises(OptionError, match=r"no module of Conv2d that matches can have an adapter; .*: there are none"):
         step_of(nn.Conv2d(1, 1, 3), ft.lora(2, targets=["x"]))
     embedding = nn.ModuleDict({"e": nn.Embedding(3, 4, max_norm=1.0)})
-    with pytest.raises(OptionError, match=r"can have an adapter \(Embedding\)"):
+    with pytest.raises(OptionError, match="that matches can have an adapter"):
         step_of(embedding, ft.lora(2, targets=["e"]))
 
 
