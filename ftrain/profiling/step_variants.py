@@ -100,7 +100,8 @@ def with_microbatches(step: Step, microbatches: int, batch: PyTree) -> Step:
         ComposeError: if a wrapper changes the gradient of each microbatch.
         BatchError: if the number does not divide the batch.
     """
-    microbatches_of(step)
+    if microbatches == microbatches_of(step):
+        return step
     if microbatches == 1:
         return remove_wrapper(step, ACCUMULATE)
     length = length_of(batch)

@@ -336,6 +336,13 @@ def test_nothing_fits():
         assert line in text
 
 
+def test_nothing_fits_in_the_microbatches_that_must_not_change():
+    step, given = make(ft.clip(1.0), ft.accumulate(4)), batch(8)
+    at_rest = sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))
+    with pytest.raises(DeviceError, match="tune: nothing fits into"):
+        ft.tune(step, step.init(), given, memory=int(1.1 * at_rest))
+
+
 @pytest.mark.parametrize("memory", ["8", "8 apples", "GB", "-1GB", 0, -5, 1.5, True, ["1GB"]])
 def test_no_amount_of_memory(memory):
     step, given = problem()
