@@ -16,7 +16,7 @@ from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
 from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
-from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
+from ftrain.profiling.hints.rules import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded

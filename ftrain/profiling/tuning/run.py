@@ -153,10 +153,9 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
     """Return what makes the chosen step slow."""
     if search.original is None or best.seconds is None:
         return []
-    predicted = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
     try:
         state = search.original.state_for(best.step)
-        return run_rules(facts_of(best.step, state, search.batch, predicted, best.seconds.median))
+        return run_rules(facts_of(best.step, state, search.batch, best.seconds.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
