@@ -60,14 +60,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 class Racer:
-    """A step that is timed on one batch and its own state, which is made in its first turn.
+    """A step that is timed on one batch and its own state, which `begin` makes in its first turn.
 
-    Args:
-        step: the step.
-        begin: returns a state that nothing else uses.
-        batch: the batch.
-        device: the device of state and batch.
-        needs: bytes at the peak of the step; 0 if they are not known.
+    At its peak the step `needs` these bytes; 0 if they are not known.
     """
 
     def __init__(
@@ -121,15 +116,7 @@ def race(
 
     A first round is not counted. Every other round runs in reverse order, so that no racer always follows the same one.
     If a racer does not fit beside the states of the others, or runs out of memory, the others release their states, and
-    make new ones in their next turns.
-
-    Args:
-        racers: key -> racer.
-        rounds: number of turns of each.
-        is_result: ``(key, error) -> bool``, whether an error of a racer is returned.
-
-    Raises:
-        Exception: any other error of a racer.
+    make new ones in their next turns. Raises an error of a racer unless ``is_result(key, error)``.
     """
     times: dict[K, list[float]] = {key: [] for key in racers}
     errors: dict[K, Exception] = {}
@@ -193,14 +180,8 @@ class Loading(NamedTuple):
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
     """Time a source of data, and a step that trains on it; the position of the data is restored.
 
-    Args:
-        step: the step.
-        state: a state that nothing else uses.
-        data: batches that can be iterated several times.
-        device: the device of the state.
-
-    Raises:
-        DataError: if the data can be iterated only once, or has fewer than two batches.
+    Nothing else may use the state. Raises a DataError if the data can be iterated only once, or has fewer than two
+    batches.
     """
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise DataError(

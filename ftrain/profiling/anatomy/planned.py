@@ -18,13 +18,7 @@ from ftrain.types import TrainState, replace
 
 
 class MeshLayout(NamedTuple):
-    """How a step is divided over ranks.
-
-    Args:
-        replicate: number of copies of the state.
-        shard: number of ranks over which each copy is divided.
-        level: level of `sharded`.
-    """
+    """How a step is divided over ranks: copies of the state, ranks that share each copy, and the level of `sharded`."""
 
     replicate: int
     shard: int
@@ -46,10 +40,8 @@ class MeshLayout(NamedTuple):
     def between_nodes(self, devices: int) -> dict[str, float]:
         """Return for each axis the share of the bytes a rank sends that goes to another node.
 
-        The ranks of a group in one node send equal shares of it, as several rings at the same time do.
-
-        Args:
-            devices: number of ranks per node, which are neighbours.
+        Neighbours, as many as a node has devices, are in one node. Those of a group send equal shares of it, as several
+        rings at the same time do.
         """
         neighbours = {REPLICATE: max(devices // self.shard, 1), SHARD: devices, ALL: devices}
         return {axis: 1 / neighbours[axis] if size > neighbours[axis] else 0.0 for axis, size in self.sizes.items()}
@@ -71,17 +63,10 @@ def is_planned(step: Step) -> bool:
 
 
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
-    """Return the step on ranks that do not exist. It runs on fake tensors only.
+    """Return the step on ranks that do not exist, which runs on fake tensors only; `mesh` and `level` as for `anatomy`.
 
-    Args:
-        function: name of the caller, for errors.
-        step: the step, with or without `sharded`.
-        mesh: (replicate, shard). Default: the mesh of the step.
-        level: the level of `sharded`. Default: that of the step, or else the default of `sharded`.
-
-    Raises:
-        OptionError: for an invalid mesh or level, or a level without a mesh.
-        ComposeError: if a part of the step cannot run on ranks, or not at this level.
+    Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
+    step cannot run on ranks, or not at this level.
     """
     wrapper, options = _sharded(step), dict[str, Any]()
     if wrapper is not None:
@@ -105,11 +90,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
 
 
 def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
-    """Return a pair of positive whole numbers.
-
-    Raises:
-        OptionError: for anything else.
-    """
+    """Return a pair of positive whole numbers. Raises an OptionError for anything else."""
     is_pair = isinstance(mesh, tuple | list) and len(mesh) == 2
     if not is_pair or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in mesh):
         raise OptionError(f"{function}: mesh is {mesh!r}; needs ({names}), two positive whole numbers such as (8, 64)")
@@ -117,12 +98,7 @@ def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
 
 
 def planned_state(step: Step, state: TrainState) -> TrainState:
-    """Return the state of a planned step, as fake tensors.
-
-    Args:
-        step: the planned step.
-        state: a state of the step before it was planned, with whole tensors or divided over any mesh.
-    """
+    """Return the state of a planned step, as fake tensors, for one of the step before, whole or divided by a mesh."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = state.params, state.frozen, state.buffers
     # The shape of a DTensor is that of the whole tensor.

@@ -83,8 +83,7 @@ def anatomy(
 def whole_state(step: Step, state: TrainState | None) -> TrainState:
     """Return a state, or without one the initial state of a step on one device, as fake tensors.
 
-    Raises:
-        StructureError: if there is no state and the loss has no module.
+    Raises a StructureError if there is no state and the loss has no module.
     """
     if state is not None:
         return state

@@ -24,7 +24,7 @@ from ftrain.step.core import assemble
 from ftrain.step.module_path import Running
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
-from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, replace
 
 _aten = torch.ops.aten
 FIRST_FACTOR = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
@@ -35,11 +35,7 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 
 
 def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Matmul], list[Attention]]:
-    """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches.
-
-    Raises:
-        TraceError: if the step reads the value of a tensor.
-    """
+    """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # On one rank the local tensor is the whole tensor.
     step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
@@ -59,13 +55,10 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
 
         return recorded
 
-    def skipping(update: UpdateFn) -> UpdateFn:
-        def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            return state
+    def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        return state
 
-        return skipped
-
-    run = assemble(step, around_loss=recording, around_update=skipping)
+    run = assemble(step, around_loss=recording, around_update=lambda update: skipped)
     with fake_run("hints", step, mode):
         run(state, batch, {}, key)
     return recorder.matmuls, recorder.attentions

@@ -77,11 +77,7 @@ def facts_of(
     loading: Loading | None = None,
     tried: Mapping[Remedy, Interval] | None = None,
 ) -> Facts:
-    """Return the facts that the rules read of a step that takes these seconds, after measuring its device.
-
-    Raises:
-        TraceError: if the step reads the value of a tensor.
-    """
+    """Return the facts that the rules read about a step that takes these seconds, after measuring its device."""
     device = tree.device_of(state.params)
     record = backends.of(device)
     predicted = anatomy(step, state, batch, measure=False)

@@ -84,8 +84,7 @@ def trials(
 ) -> Trials:
     """Return all candidates of `tune`, with the same arguments and errors, and the step that was chosen.
 
-    Raises:
-        FtrainError: as `tune`.
+    Raises as `tune` does.
     """
     require_step("tune", step, state)
     require_positive("tune", "rounds", rounds)

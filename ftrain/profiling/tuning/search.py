@@ -29,15 +29,7 @@ UNTRIED = "computes more, or in more microbatches"
 class Search:
     """The candidates of `tune` and their predictions.
 
-    Args:
-        step: the step of the user.
-        state: its state, or None.
-        batch: the batch.
-        memory: the limit, as for `tune`.
-
-    Raises:
-        OptionError: for an invalid amount of memory, or one that is smaller than the state.
-        DeviceError: if the device does not report its free memory.
+    Raises an OptionError for an invalid amount of memory, or one that is smaller than the state.
     """
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
