@@ -23,11 +23,11 @@ from ftrain.types import PyTree
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
 """``list of samples -> batch``."""
 
-READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
-"""What to do when a sample cannot be read."""
-
 MAX_LISTED = 8
 """The largest number of samples that a message names."""
+
+READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
+"""What to do when a sample cannot be read."""
 
 
 class BatchDataset(Dataset[FetchedBatch]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.data.stateful import position, seek
-from ftrain.errors import ComposeError, DataError, require_positive
+from ftrain.errors import require_positive
 from ftrain.types import PyTree
 
 
@@ -30,15 +30,12 @@ def prefetch(data: Iterable[PyTree], device: torch.device | str, depth: int = 2)
 
     Raises:
         OptionError: if `depth` is not a positive integer.
-        DataError: if `data` is not iterable.
         DeviceError: if the device is unknown or unavailable.
 
     >>> [int(batch["x"]) for batch in prefetch([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}], "cpu")]
     [1, 2]
     """
     require_positive("prefetch", "depth", depth)
-    if not isinstance(data, Iterable):
-        raise DataError(f"prefetch: data is {type(data).__name__}; needs an iterable of batches")
     return DevicePrefetcher(data, backends.resolve(device), depth)
 
 
@@ -54,14 +51,8 @@ class DevicePrefetcher:
         self._epoch_start: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            ComposeError: if `data` has no length.
-        """
-        if not isinstance(self._data, Sized):
-            raise ComposeError(f"len(prefetch): {type(self._data).__name__} has no length; count in steps instead")
-        return len(self._data)
+        """Return the number of batches in an epoch; raises as `len` of the data does."""
+        return len(self._data)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[PyTree]:
         if self._epoch_start is not None:

@@ -211,7 +211,8 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
                     [_pass(batches(count), id, device), _pass(loaded, run, device), _pass(batches(count), run, device)]
                     for _ in range(PASSES)
                 ]
-                return Loading(*(statistics.median(column) for column in zip(*passes, strict=True)))
+                timed = len(loaded) - 1
+                return Loading(*(statistics.median(column) / timed for column in zip(*passes, strict=True)))
         raise DataError("hints, ladder: data has fewer than two batches; needs two or more")
     finally:
         if position is not None:
@@ -219,15 +220,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
 
 
 def _pass(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
-    """Return the seconds per batch of a pass, without the first batch, before which workers start."""
+    """Return the seconds of a pass, without the first batch, before which workers start."""
     rest = iter(batches)
     work(next(rest))
-    count = 0
-
-    def work_on_rest() -> None:
-        nonlocal count
-        for batch in rest:
-            work(batch)
-            count += 1
-
-    return seconds(work_on_rest, device) / max(count, 1)
+    return seconds(lambda: [work(batch) for batch in rest], device)

@@ -101,8 +101,6 @@ def _hints(
 def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
     if wanted is None:
         return list(TECHNIQUES)
-    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
-        raise OptionError(f"ladder: techniques is {wanted!r}; needs a list of names or Techniques")
     chosen: list[Technique] = []
     for name in wanted:
         matches = [each for each in TECHNIQUES if name in (each.name, each.method)]

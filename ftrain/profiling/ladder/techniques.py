@@ -89,9 +89,7 @@ def _double(case: Case) -> Case:
 def _halve(case: Case) -> Case:
     length, microbatches = length_of(case.batch), microbatches_of(case.step)
     if not length or length % (2 * microbatches):
-        examples = "1 example" if length == 1 else f"{length} examples"
-        more = f" into batches of {microbatches} equal microbatches" if microbatches > 1 else ""
-        raise BatchError(f"{examples} cannot be halved{more}")
+        raise BatchError(f"{length} examples cannot be halved, for {microbatches} equal microbatches")
     return dataclasses.replace(case, batch=split_batch(case.batch, 2)[0])
 
 

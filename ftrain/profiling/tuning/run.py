@@ -63,7 +63,7 @@ def tune(
         ComposeError: if `step` is not a `Step`, or runs on several ranks and would be timed.
         StructureError: if the state is of another step, or missing while the loss has no module.
         ConsumedError: if the state was donated.
-        OptionError: for an invalid amount of memory, or one smaller than the state; the message lists its parts.
+        OptionError: for an invalid amount of memory.
         BatchError: if the ranks of `mesh` do not divide the batch.
         DeviceError: if nothing fits, with the anatomy of the candidate that needs least, or if the device does not
             report its free memory.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from contextlib import suppress
 
 from ftrain import backends, tree
-from ftrain.backends.format_bytes import format_bytes, parse_bytes
+from ftrain.backends.format_bytes import parse_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import BatchError, DeviceError, FtrainError, OptionError
+from ftrain.errors import BatchError, DeviceError, FtrainError
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
-from ftrain.profiling.oom_report import SMALLER_STATES, shortage
+from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import length_of, nbytes
 from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
@@ -27,18 +26,12 @@ UNTRIED = "computes more, or in more microbatches"
 
 
 class Search:
-    """The candidates of `tune` and their predictions.
-
-    Raises an OptionError for an invalid amount of memory, or one that is smaller than the state.
-    """
+    """The candidates of `tune` and their predictions."""
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
-        limit = parse_bytes("tune", memory) if memory is not None else None
-        at_rest = anatomy(step, state, batch, measure=False).at_rest
-        self.memory = limit if limit is not None else self._free() + at_rest.total()
-        if at_rest.total() > self.memory:
-            raise _below_state(self.memory, at_rest)
+        at_rest = anatomy(step, state, batch, measure=False).at_rest.total()
+        self.memory = self._free() + at_rest if memory is None else parse_bytes("tune", memory)
         is_meta = any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         self.original = None if state is None or is_meta else Original(step, state)
         """The step with its state; None if it cannot run."""
@@ -134,10 +127,3 @@ class Search:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _below_state(memory: int, at_rest: Counter[str]) -> OptionError:
-    total = format_bytes(at_rest.total())
-    lines = [f"tune: memory is {format_bytes(memory)}, but the state and the batch alone take {total}:"]
-    lines += [f"  {kind:<34} {format_bytes(size):>12}" for kind, size in at_rest.items()]
-    return OptionError("\n".join([*lines, "What would take less:", *SMALLER_STATES]))
