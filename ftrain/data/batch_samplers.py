@@ -63,8 +63,7 @@ def by_tokens(
 ) -> BatchSampler:
     """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-    Raises:
-        DataError: by `BatchSampler.divide`, if one sample alone has more.
+    `BatchSampler.divide` raises a DataError if one sample alone has more.
     """
 
     def divide(indices: Indices) -> list[Indices]:
@@ -145,10 +144,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples: int) -> Lengths:
-    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices.
-
-    Raises a DataError if a length is not an integer of at least 0; for a function, when it is called.
-    """
+    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices."""
     if callable(lengths):
         return lambda indices: _checked([lengths(int(index)) for index in indices], len(indices))
     table = _checked(lengths, num_samples)

@@ -89,11 +89,7 @@ class DevicePrefetcher:
         return position(self._data) if self._position is None else self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position of `data`.
-
-        Raises:
-            DataError: if `data` has no position, or this one does not fit.
-        """
+        """Set the position of `data`; raises as `seek` does."""
         seek(self._data, state)
         self._epoch_start = self._position = None
 

@@ -133,11 +133,7 @@ class IterableSource:
         return self
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
-        """Yield the batches of an epoch that follow a position.
-
-        Raises:
-            DataError: when the dataset cannot be set to the position, or the worker fails.
-        """
+        """Yield the batches of an epoch that follow a position."""
         if position["batch"] and "source" not in position and not position["ended"]:
             warn(
                 f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "

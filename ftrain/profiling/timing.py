@@ -146,10 +146,8 @@ def _turn(racers: Mapping[K, Racer], key: K) -> float:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            _close(racers)
             release(error, racers[key].device)
-    else:
-        _close(racers)
+    _close(racers)
     return racers[key].turn()
 
 

@@ -92,7 +92,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_trial = True
         try:
             # Otherwise a rematerialised block would count the tensors that the call saves for its gradient.
-            with saved_tensors_hooks(_same, _same):
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 return self.run(call)[1]
         finally:
             self._is_trial = False
@@ -115,10 +115,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def kernel_rank(operation: Any) -> int:
     """Return the rank of a fused attention kernel."""
     return MIDDLE if "efficient" in operation.name() else FASTEST
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
