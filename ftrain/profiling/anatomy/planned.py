@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ftrain import tree
@@ -13,7 +14,6 @@ from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
 from ftrain.step.step import Step
-from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
 
 
@@ -49,17 +49,16 @@ class MeshLayout(NamedTuple):
 
 def layout_of(step: Step) -> MeshLayout | None:
     """Return how a step is divided over ranks, or None if it is not `sharded`."""
-    wrapper = _sharded(step)
-    if wrapper is None or wrapper.options is None:
+    options = _options_of_sharded(step)
+    if options is None:
         return None
-    mesh = wrapper.options["mesh"]
-    return MeshLayout(mesh.size(0), mesh.size(1), wrapper.options["level"])
+    return MeshLayout(options["mesh"].size(0), options["mesh"].size(1), options["level"])
 
 
 def is_planned(step: Step) -> bool:
     """Whether a step is on ranks that do not exist."""
-    wrapper = _sharded(step)
-    return wrapper is not None and isinstance((wrapper.options or {}).get("mesh"), PlannedMesh)
+    options = _options_of_sharded(step)
+    return options is not None and isinstance(options["mesh"], PlannedMesh)
 
 
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
@@ -68,11 +67,10 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
     step cannot run on ranks, or not at this level.
     """
-    wrapper, options = _sharded(step), dict[str, Any]()
-    if wrapper is not None:
-        options |= wrapper.options or {}
-    elif mesh is None:
+    given = _options_of_sharded(step)
+    if given is None and mesh is None:
         raise OptionError(f"{function}: level is {level}, but the step is on one device; pass mesh=, such as (1, 8)")
+    options = dict(given or {})
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
     if mesh is not None:
@@ -81,9 +79,9 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         options["level"] = level
         options |= {"gather": "own"} if level < 3 else {}
     planned = sharded(**options)
-    if wrapper is None:
+    if given is None:
         return step.wrapped(planned)
-    wrappers = tuple(planned if each is wrapper else each for each in step.wrappers)
+    wrappers = tuple(planned if each.name == SHARDED else each for each in step.wrappers)
     replaces = planned.update.optimizer if planned.update else None
     optimizer = replaces(step.optimizer) if replaces else step.optimizer
     return dataclasses.replace(step, optimizer=optimizer, wrappers=wrappers)
@@ -111,5 +109,5 @@ def planned_state(step: Step, state: TrainState) -> TrainState:
     return replace(state, params=params, frozen=frozen, buffers=buffers, opt_state=opt_state, slots=slots)
 
 
-def _sharded(step: Step) -> Wrapper | None:
-    return next((wrapper for wrapper in step.wrappers if wrapper.name == SHARDED), None)
+def _options_of_sharded(step: Step) -> Mapping[str, Any] | None:
+    return next((wrapper.options for wrapper in step.wrappers if wrapper.name == SHARDED), None)
