@@ -46,17 +46,11 @@ def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
         if not wrapper.innermost:
             return step.wrapped(wrapper)
         return dataclasses.replace(step, wrappers=(wrapper, *step.wrappers))
-    if replaces_optimizer(wrapper) or are_same(wrapper, old):
+    is_same = wrapper is old or (wrapper.options is not None and wrapper.options == old.options)
+    if is_same or replaces_optimizer(wrapper):
         raise ComposeError("the step has it already")
     wrappers = tuple(wrapper if other is old else other for other in step.wrappers)
     return dataclasses.replace(step, wrappers=wrappers)
-
-
-def are_same(wrapper: Wrapper, other: Wrapper) -> bool:
-    """Whether two wrappers are one object, or have the same name and options."""
-    if wrapper is other:
-        return True
-    return wrapper.name == other.name and wrapper.options is not None and wrapper.options == other.options
 
 
 def replaces_optimizer(wrapper: Wrapper) -> bool:
