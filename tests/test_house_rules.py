@@ -40,7 +40,8 @@ WAITS = {
 RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "checkpoint/ranks.py": {"error"},
-    "data/device_prefetch.py": {"first.error"},
+    "data/device_prefetch.py": {"failure"},
+    "data/loader.py": {"batch.error"},
     "parallel/agreement.py": {"error"},
     "parallel/stand_in.py": {"OutOfMemoryOnRankError"},
     "step/across_ranks.py": {"error"},

@@ -3,22 +3,14 @@
 Built on torch's `Dataset` and `DataLoader`, whose worker processes it uses.
 """
 
-from ftrain.data.array_dataset import arrays as arrays
-from ftrain.data.device_prefetch import prefetch as prefetch
-from ftrain.data.loader import Loader as Loader
-from ftrain.data.loader import loader as loader
-from ftrain.data.packing import block_mask as block_mask
-from ftrain.data.packing import pack as pack
-from ftrain.data.packing import packed as packed
-from ftrain.data.pad_batch import pad as pad
-from ftrain.data.pad_batch import padding as padding
-from ftrain.data.permutation import shuffled as shuffled
-from ftrain.data.stateful import position as position
-from ftrain.data.stateful import seek as seek
-from ftrain.data.token_files import TokenDocuments as TokenDocuments
-from ftrain.data.token_files import TokenFile as TokenFile
-from ftrain.data.token_files import TokenWriter as TokenWriter
-from ftrain.data.token_files import write_tokens as write_tokens
+from ftrain.data.array_dataset import arrays
+from ftrain.data.device_prefetch import prefetch
+from ftrain.data.loader import Loader, loader
+from ftrain.data.packing import block_mask, pack, packed
+from ftrain.data.pad_batch import pad, padding
+from ftrain.data.permutation import shuffled
+from ftrain.data.stateful import position, seek
+from ftrain.data.token_files import TokenDocuments, TokenFile, TokenWriter, write_tokens
 
 __all__ = [
     "Loader",

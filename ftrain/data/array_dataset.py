@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -31,7 +29,10 @@ class ArrayDataset(Dataset[PyTree]):
     def rows(self, indices: Sequence[int]) -> PyTree:
         """Return several samples as one tree, stacked on a new first axis, as ``default_collate`` would."""
         index = np.asarray(indices, dtype=np.int64)
-        return tree.map(lambda leaf: _rows(leaf, index), self._data)
+        return tree.map(
+            lambda leaf: leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[index]),
+            self._data,
+        )
 
     def __getitem__(self, index: int) -> PyTree:
         # Indexing a range raises the IndexError of a list, which ends `for sample in arrays(...)`.
@@ -65,7 +66,3 @@ def arrays(data: PyTree) -> ArrayDataset:
     # A plain array: the rows of a np.memmap take three times as long.
     data = tree.map(lambda leaf: leaf if isinstance(leaf, Tensor) else np.asarray(leaf), data)
     return ArrayDataset(data, next(iter(lengths.values())))
-
-
-def _rows(leaf: Any, index: npt.NDArray[np.int64]) -> Tensor:
-    return leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[index])

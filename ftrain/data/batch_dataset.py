@@ -14,22 +14,20 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from ftrain.data import rng_streams
 from ftrain.data.array_dataset import ArrayDataset
 from ftrain.data.epoch_plan import BatchRequest
-from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, ReadError
+from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, read_error
 from ftrain.data.token_files import TokenFile
 from ftrain.data.worker_messages import MAX_BYTES
+from ftrain.errors import DataError
 from ftrain.types import PyTree
 
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
 """``list of samples -> batch``."""
 
-READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
-"""What to do when a sample cannot be read."""
-
-_Samples: TypeAlias = "tuple[list[Any], list[ReadError]]"
-"""The samples that could be read, and the errors of the others."""
-
 MAX_LISTED = 8
 """The largest number of samples that a message names."""
+
+READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
+"""What to do when a sample cannot be read."""
 
 
 class BatchDataset(Dataset[FetchedBatch]):
@@ -60,11 +58,37 @@ class BatchDataset(Dataset[FetchedBatch]):
         if rows is not None:
             return _built(request, "read", lambda: rows(request.indices))
         if self._draws is False and not self._collate_draws:
-            return self._fetch(request, *self._read(request, request.indices, seeded=False))
+            return self._fetch(request, *self._read(request, seeded=False))
         with rng_streams.PreservedState(detect=self._draws is None) as preserved:
-            return self._fetch(request, *self._read_seeding_if_needed(request, preserved))
+            samples, errors = self._read(request, seeded=bool(self._draws))
+            if self._draws is None and preserved.has_drawn():
+                self._draws = True
+                samples, errors = self._read(request, seeded=True)
+            return self._fetch(request, samples, errors)
 
-    def _fetch(self, request: BatchRequest, samples: list[Any], errors: list[ReadError]) -> FetchedBatch:
+    def _read(self, request: BatchRequest, *, seeded: bool) -> tuple[list[Any], list[DataError]]:
+        """Return the samples that could be read, and the errors of the others."""
+        dataset, indices = self._dataset, request.indices
+        if self._getitems is not None and not seeded and indices:
+            # If this fails, reading them one by one finds the sample at fault.
+            with suppress(Exception):
+                together = list(self._getitems(indices))
+                if len(together) == len(indices):
+                    return together, []
+        samples, errors = [], []
+        for index in indices:
+            if seeded:
+                rng_streams.seed_sample(self._seed, request.epoch, index)
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                remedy = "it is left out" if self._skip_errors else READ_REMEDY
+                errors.append(read_error(f"sample {index} of epoch {request.epoch} cannot be read", error, remedy))
+                if not self._skip_errors:
+                    break
+        return samples, errors
+
+    def _fetch(self, request: BatchRequest, samples: list[Any], errors: list[DataError]) -> FetchedBatch:
         position, skipped = request.position, tuple(errors)
         if errors and not self._skip_errors:
             return FetchedBatch(position, error=errors[0])
@@ -75,34 +99,6 @@ class BatchDataset(Dataset[FetchedBatch]):
         if self._collate_draws:
             rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
         return _built(request, "collated", lambda: self._collate(samples), skipped, COLLATE_REMEDY)
-
-    def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
-        if self._draws is None:
-            samples = self._read(request, request.indices, seeded=False)
-            if not preserved.has_drawn():
-                return samples
-            self._draws = True
-        return self._read(request, request.indices, seeded=self._draws)
-
-    def _read(self, request: BatchRequest, indices: list[int], *, seeded: bool) -> _Samples:
-        if self._getitems is not None and not seeded and indices:
-            # If this fails, reading them one by one finds the sample at fault.
-            with suppress(Exception):
-                samples = list(self._getitems(indices))
-                if len(samples) == len(indices):
-                    return samples, []
-        dataset, samples, errors = self._dataset, [], []
-        for index in indices:
-            if seeded:
-                rng_streams.seed_sample(self._seed, request.epoch, index)
-            try:
-                samples.append(dataset[index])
-            except Exception as error:
-                subject = f"sample {index} of epoch {request.epoch} cannot be read"
-                errors.append(ReadError.from_exception(subject, error, READ_REMEDY))
-                if not self._skip_errors:
-                    break
-        return samples, errors
 
 
 def _default_collate(samples: list[Any]) -> PyTree:
@@ -124,15 +120,15 @@ def _built(
     request: BatchRequest,
     action: str,
     build: Callable[[], PyTree],
-    skipped: tuple[ReadError, ...] = (),
+    skipped: tuple[DataError, ...] = (),
     remedy: str = READ_REMEDY,
 ) -> FetchedBatch:
     """Return the batch that `build` returns, or its error."""
     try:
         return FetchedBatch(request.position, build(), skipped)
     except Exception as error:
-        read_error = ReadError.from_exception(f"{describe(request)} cannot be {action}", error, remedy)
-        return FetchedBatch(request.position, error=read_error)
+        failure = read_error(f"{describe(request)} cannot be {action}", error, remedy)
+        return FetchedBatch(request.position, error=failure)
 
 
 def describe(request: BatchRequest) -> str:

@@ -63,8 +63,7 @@ def by_tokens(
 ) -> BatchSampler:
     """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-    Raises:
-        DataError: by `BatchSampler.divide`, if one sample alone has more.
+    `BatchSampler.divide` raises a DataError if one sample alone has more.
     """
 
     def divide(indices: Indices) -> list[Indices]:
@@ -145,28 +144,19 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples: int) -> Lengths:
-    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices.
-
-    Raises a DataError if a length is not an integer of at least 0; for a function, when it is called.
-    """
+    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices."""
     if callable(lengths):
-        return lambda indices: _call_for_each(lengths, indices)
-    table = np.asarray(lengths)
-    if table.shape != (num_samples,) or table.dtype.kind not in "iu" or (num_samples and table.min() < 0):
-        raise DataError(
-            f"loader: lengths have shape {table.shape} and dtype {table.dtype}; needs {num_samples} whole numbers of "
-            "at least 0, one for each sample"
-        )
-    table = table.astype(np.int64, copy=False)
+        return lambda indices: _checked([lengths(int(index)) for index in indices], len(indices))
+    table = _checked(lengths, num_samples)
     return lambda indices: table[indices]
 
 
-def _call_for_each(function: Callable[[int], int], indices: Indices) -> Indices:
-    lengths = [function(int(index)) for index in indices]
-    for index, length in zip(indices, lengths, strict=True):
-        if not isinstance(length, int | np.integer) or length < 0:
-            raise DataError(
-                f"loader: lengths({index}) is {length!r}; needs a whole number of at least 0, the number of tokens of "
-                "that sample"
-            )
-    return np.array(lengths, dtype=np.int64)
+def _checked(lengths: Sequence[int], count: int) -> Indices:
+    table = np.asarray(lengths)
+    if table.shape != (count,) or (count and (table.dtype.kind not in "iu" or table.min() < 0)):
+        least = f", the least is {table.min()}" if table.size and table.dtype.kind in "iuf" else ""
+        raise DataError(
+            f"loader: lengths have shape {table.shape} and dtype {table.dtype}{least}; needs {count} whole numbers of "
+            "at least 0, the number of tokens of each sample"
+        )
+    return table.astype(np.int64, copy=False)

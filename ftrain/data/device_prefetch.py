@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.data.stateful import position, seek
-from ftrain.errors import ComposeError, DataError, require_positive
+from ftrain.errors import require_positive
 from ftrain.types import PyTree
 
 
@@ -29,15 +30,12 @@ def prefetch(data: Iterable[PyTree], device: torch.device | str, depth: int = 2)
 
     Raises:
         OptionError: if `depth` is not a positive integer.
-        DataError: if `data` is not iterable.
         DeviceError: if the device is unknown or unavailable.
 
     >>> [int(batch["x"]) for batch in prefetch([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}], "cpu")]
     [1, 2]
     """
     require_positive("prefetch", "depth", depth)
-    if not isinstance(data, Iterable):
-        raise DataError(f"prefetch: data is {type(data).__name__}; needs an iterable of batches")
     return DevicePrefetcher(data, backends.resolve(device), depth)
 
 
@@ -53,14 +51,8 @@ class DevicePrefetcher:
         self._epoch_start: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            ComposeError: if `data` has no length.
-        """
-        if not isinstance(self._data, Sized):
-            raise ComposeError(f"len(prefetch): {type(self._data).__name__} has no length; count in steps instead")
-        return len(self._data)
+        """Return the number of batches in an epoch; raises as `len` of the data does."""
+        return len(self._data)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[PyTree]:
         if self._epoch_start is not None:
@@ -70,54 +62,44 @@ class DevicePrefetcher:
         return self._batches()
 
     def _batches(self) -> Iterator[PyTree]:
-        batches = iter(self._data)
         stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
-        queue: deque[_Prefetched] = deque()
+        ahead, queue = map(partial(self._prefetched, stream), self._data), deque[_Copy]()
+        failure: Exception | None = None
         while True:
-            while len(queue) <= self._depth and not (queue and queue[-1].is_end):
-                queue.append(self._read(batches, stream))
-            first = queue.popleft()
-            if first.error is not None:
-                raise first.error
-            if first.is_end:
+            try:
+                if failure is None:
+                    queue.extend(itertools.islice(ahead, self._depth + 1 - len(queue)))
+            except Exception as error:
+                # Raised after the earlier batches, which are good.
+                failure = error
+            if not queue:
                 break
-            self._position = first.position
-            yield first.wait()
+            copy = queue.popleft()
+            self._position = copy.position
+            yield copy.wait()
+        if failure is not None:
+            raise failure
         self._epoch_start = self._position = None
 
-    def _read(self, batches: Iterator[PyTree], stream: torch.Stream | None) -> _Prefetched:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return _Prefetched(is_end=True)
-        except Exception as error:
-            # Raised after the earlier batches, which are good.
-            return _Prefetched(is_end=True, error=error)
-        return _Prefetched(*_copy(tree.as_tree(batch), self._device, stream), position=position(self._data))
+    def _prefetched(self, stream: torch.Stream | None, batch: PyTree) -> _Copy:
+        return _Copy(*_copy(tree.as_tree(batch), self._device, stream), position(self._data))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position of `data` after the batches that were yielded; None if it has no position."""
         return position(self._data) if self._position is None else self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position of `data`.
-
-        Raises:
-            DataError: if `data` has no position, or this one does not fit.
-        """
+        """Set the position of `data`; raises as `seek` does."""
         seek(self._data, state)
         self._epoch_start = self._position = None
 
 
-@dataclass
-class _Prefetched:
-    """A batch on the device with the event of its copy, or the end of the epoch."""
+class _Copy(NamedTuple):
+    """A batch on the device, the event of its copy, and the position of the data after it."""
 
-    batch: PyTree = None
-    copied: Any = None
-    position: dict[str, Any] | None = None
-    is_end: bool = False
-    error: Exception | None = None
+    batch: PyTree
+    copied: torch.Event | None
+    position: dict[str, Any] | None
 
     def wait(self) -> PyTree:
         """Return the batch. The current stream waits for its copy, and its memory is kept until that stream is done."""

@@ -7,35 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import get_worker_info
 
+from ftrain.errors import DataError
 from ftrain.types import PyTree
 
 Position: TypeAlias = dict[str, Any]
 """A position within an epoch: integers and, for an iterable dataset, the state that the dataset itself returned."""
 
-
 COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
 """What to do when samples cannot be collated."""
-
-
-class ReadError(NamedTuple):
-    """An error raised while samples were read or collated, in a form that can be sent between processes."""
-
-    subject: str
-    """The sample or batch, and what failed."""
-    message: str
-    """The class and message of the error."""
-    trace: str
-    cause: Exception | None
-    """The error itself; None when it was raised in a worker."""
-    remedy: str
-    """What to do."""
-
-    @classmethod
-    def from_exception(cls, subject: str, error: Exception, remedy: str = "repair it") -> ReadError:
-        """Return the description of an error that is being handled."""
-        trace = "".join(traceback.format_exception(error))
-        cause = None if get_worker_info() else error
-        return cls(subject, f"{type(error).__name__}: {error}", trace, cause, remedy)
 
 
 class FetchedBatch(NamedTuple):
@@ -43,9 +22,19 @@ class FetchedBatch(NamedTuple):
 
     position: Position
     batch: PyTree = None
-    skipped: tuple[ReadError, ...] = ()
+    skipped: tuple[DataError, ...] = ()
     """The errors of samples that were left out."""
-    error: ReadError | None = None
+    error: DataError | None = None
     """The error because of which there is no batch."""
     empty: bool = False
     """Whether there is no batch because all its samples were left out."""
+
+
+def read_error(subject: str, error: Exception, remedy: str = "repair it") -> DataError:
+    """Return what the loader raises because of an error of the data; a worker can send it."""
+    failure = DataError(f"loader: {subject}: {type(error).__name__}: {error}; {remedy}")
+    failure.__cause__ = error
+    if get_worker_info():
+        # Pickling leaves out the cause.
+        failure.add_note(f"In a worker:\n{''.join(traceback.format_exception(error))}")
+    return failure

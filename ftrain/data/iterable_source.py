@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_dataset import Collate
-from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, Position, ReadError
+from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, Position, read_error
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 from ftrain.errors import warn
@@ -105,7 +105,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
 
 
 def _failed(subject: str, error: Exception, remedy: str = "repair it") -> FetchedBatch:
-    return FetchedBatch({}, error=ReadError.from_exception(subject, error, remedy))
+    return FetchedBatch({}, error=read_error(subject, error, remedy))
 
 
 class IterableSource:
@@ -133,11 +133,7 @@ class IterableSource:
         return self
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
-        """Yield the batches of an epoch that follow a position.
-
-        Raises:
-            DataError: when the dataset cannot be set to the position, or the worker fails.
-        """
+        """Yield the batches of an epoch that follow a position."""
         if position["batch"] and "source" not in position and not position["ended"]:
             warn(
                 f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "

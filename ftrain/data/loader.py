@@ -13,7 +13,6 @@ from ftrain.data.array_dataset import arrays
 from ftrain.data.batch_dataset import BatchDataset, Collate
 from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order, lengths_function
 from ftrain.data.epoch_plan import EpochPlan
-from ftrain.data.fetched_batch import ReadError
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
@@ -77,12 +76,16 @@ class Loader:
         self._require_latest(iterator)
         for batch in self._source.batches(self._epoch, self._start):
             if batch.error is not None:
-                raise _to_exception(batch.error, batch.error.remedy)
+                raise batch.error
             self._position = batch.position
             if batch.skipped:
                 self._count_skipped(batch.skipped)
             if batch.empty:
-                self._require_one_rank(batch.skipped)
+                if self._num_ranks > 1:
+                    raise DataError(
+                        f"{batch.skipped[0]}, as are all others of its batch, and with several ranks no batch can be "
+                        "left out; repair one of them"
+                    ) from batch.skipped[0]
                 continue
             # This frame must not keep a batch alive that the caller has dropped.
             yielded = [batch.batch]
@@ -133,30 +136,11 @@ class Loader:
                 "has one iterator at a time: make one loader for each iterator"
             )
 
-    def _require_one_rank(self, errors: Sequence[ReadError]) -> None:
-        if self._num_ranks > 1:
-            raise _to_exception(
-                errors[0],
-                "no other sample of its batch can be read either, and with several ranks no batch can be left out",
-            )
-
-    def _count_skipped(self, errors: Sequence[ReadError]) -> None:
+    def _count_skipped(self, errors: Sequence[DataError]) -> None:
         if not self._warned:
             self._warned = True
-            warn(
-                f"loader: {errors[0].subject}: {errors[0].message}; it is left out. loader.skipped counts such "
-                "samples; there is no further warning"
-            )
+            warn(f"{errors[0]}. loader.skipped counts such samples; there is no further warning")
         self.skipped += len(errors)
-
-
-def _to_exception(error: ReadError, remedy: str) -> DataError:
-    """Return the error to raise, with its cause, or with the traceback of the worker as a note."""
-    exception = DataError(f"loader: {error.subject}: {error.message}; {remedy}")
-    if error.cause is None:
-        exception.add_note(f"In a worker:\n{error.trace}")
-    exception.__cause__ = error.cause
-    return exception
 
 
 def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:

@@ -95,10 +95,7 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function; raises as it does."""
-    require_positive("packed", "length", length)
-    if rows is not None:
-        require_positive("packed", "rows", rows)
+    """Return `pack` with these options as a collate function."""
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
     return collate

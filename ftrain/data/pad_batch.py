@@ -17,9 +17,6 @@ from ftrain.types import Mean, PyTree
 MASK = "attention_mask"
 """The field of a padded batch that holds the mask."""
 
-FILLS: Mapping[str, float] = {"labels": IGNORED}
-"""The default padding values by field; 0 for other fields."""
-
 
 @dataclass(frozen=True)
 class Pad:
@@ -73,7 +70,7 @@ class Pad:
             listed = sorted({f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors})
             raise DataError(f"pad: field {name} has {', '.join(listed)} in one batch; only the first axis may differ")
         length = self._length(name, max(len(tensor) for tensor in tensors))
-        fill = self.values.get(name, FILLS.get(name, 0))
+        fill = self.values.get(name, IGNORED if name == "labels" else 0)
         if any(len(tensor) < length for tensor in tensors):
             _require_holds(name, tensors[0].dtype, fill)
         batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)

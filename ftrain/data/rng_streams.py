@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import mtrand
-from torch import Tensor
 
 from ftrain import random
 
@@ -66,7 +65,8 @@ class PreservedState:
         # Replaced by another generator: to copy the state takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
         if self._detect:
-            self._resets, self._torch_numbers = _SPARE.resets, _TorchNumbers.last
+            self._resets, self._torch_numbers = _SPARE.resets, _next_numbers_of_torch()
+            torch.default_generator.set_state(self._torch)
             mtrand.set_bit_generator(_SPARE.generator)
         else:
             mtrand.set_bit_generator(_SEEDED)
@@ -87,35 +87,21 @@ class PreservedState:
             _SPARE.has_drawn()
             or _SPARE.resets != self._resets
             or self._python.has_drawn()
-            or _TorchNumbers.differ(self._torch_numbers, self._torch)
+            or _next_numbers_of_torch() != self._torch_numbers
         )
 
 
-class _TorchNumbers:
-    """The next numbers of torch's global generator. To draw them takes a third of the time of comparing states.
+_MEMORY = np.empty(2)
+_NUMBERS = torch.from_numpy(_MEMORY)
+
+
+def _next_numbers_of_torch() -> bytes:
+    """Draw from torch's global generator. This takes a third of the time of comparing its states.
 
     Two normal numbers: the generator may have stored the first one, but not the second one.
     """
-
-    last: bytes | None = None
-    _memory = np.empty(2)
-    _numbers = torch.from_numpy(_memory)
-    _generator = torch.Generator()
-
-    @classmethod
-    def differ(cls, earlier: bytes | None, state: Tensor) -> bool:
-        """Draw the numbers; return whether they differ from `earlier` and from those that follow `state`.
-
-        Sets `last` to those that follow `state`. Two states have the same numbers once in 2**100 times.
-        """
-        cls._numbers.normal_()
-        numbers = cls._memory.tobytes()
-        if numbers == earlier:
-            return False
-        cls._generator.set_state(state)
-        cls._numbers.normal_(generator=cls._generator)
-        cls.last = cls._memory.tobytes()
-        return numbers != cls.last
+    _NUMBERS.normal_()
+    return _MEMORY.tobytes()
 
 
 class _PythonState:

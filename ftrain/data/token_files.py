@@ -117,10 +117,6 @@ def write_tokens(
             writer.add(tokens)
 
 
-NPY = b"\x93NUMPY"
-"""The first bytes of a ``.npy`` file."""
-
-
 def ends_path(path: Path) -> Path:
     """Return the path of the file that holds the ends of the documents of a token file."""
     return path.with_suffix(".ends.npy")
@@ -143,30 +139,20 @@ class _TokenArray:
     def array(self) -> Tokens:
         """The array, of shape (tokens,)."""
         if self._array is None:
-            _require_npy(self._path)
             try:
                 # A plain array: slices of a np.memmap take three times as long.
                 self._array = np.asarray(np.load(self._path or "", mmap_mode="r", allow_pickle=False))
-            except (OSError, ValueError) as error:
-                raise DataError(f"TokenFile: {self._path} cannot be read: {error}") from error
+            except (OSError, ValueError, EOFError) as error:
+                raise DataError(
+                    f"TokenFile: {self._path} cannot be read: {error}. It must be a .npy file, as "
+                    "ft.data.write_tokens makes them; of a file of numbers without a header, pass np.memmap(path, "
+                    "dtype=np.uint16)"
+                ) from error
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling a memory map, to send it to a worker, would copy the whole file.
         return {**self.__dict__, "_array": None if self._path else self._array}
-
-
-def _require_npy(path: Path | None) -> None:
-    """Check that a file which exists has the header of numpy: numpy itself takes another one for pickled objects."""
-    if path is None or not path.is_file():
-        return
-    with path.open("rb") as file:
-        is_npy = file.read(len(NPY)) == NPY
-    if not is_npy:
-        raise DataError(
-            f"TokenFile: {path} is no .npy file; make one with ft.data.write_tokens, or pass "
-            "np.memmap(path, dtype=np.uint16) of a file of numbers without a header"
-        )
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.data.fetched_batch import FetchedBatch, ReadError
+from ftrain.data.fetched_batch import FetchedBatch, read_error
 
 MAX_BYTES = 1 << 19
 """The largest memory of a tensor that is sent by value. To copy more takes as long as to send a file descriptor."""
@@ -26,8 +26,8 @@ def to_message(fetched: FetchedBatch) -> Message:
     try:
         return Message(_pickled(fetched))
     except Exception as error:
-        read_error = ReadError.from_exception("a batch cannot be sent from its worker", error)
-        return Message(_pickled(FetchedBatch(fetched.position, error=read_error)))
+        failure = read_error("a batch cannot be sent from its worker", error)
+        return Message(_pickled(FetchedBatch(fetched.position, error=failure)))
 
 
 class Message:

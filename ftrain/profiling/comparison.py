@@ -28,20 +28,12 @@ class Original:
         return tree.device_of(self.state.params)
 
     def outline(self, variant: Step) -> TrainState:
-        """Return the state for a variant without allocating memory: new tensors are on the device ``meta``.
-
-        Raises:
-            DeviceError: if the device cannot do what a wrapper needs.
-        """
+        """Return the state for a variant without allocating memory: new tensors are on the device ``meta``."""
         params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), self.state.params)
         return self._adapt(self.state, variant, params)
 
     def state_for(self, variant: Step) -> TrainState:
-        """Return a copy of the state for a variant; an optimizer or a wrapper that only the variant has starts anew.
-
-        Raises:
-            DeviceError: if the device cannot do what a wrapper needs.
-        """
+        """Return a copy of the state for a variant; an optimizer or a wrapper that only the variant has starts anew."""
         state = self.state if variant.optimizer is self.step.optimizer else replace(self.state, opt_state=None)
         copied = tree.clone(state)
         return mark_donatable(self._adapt(copied, variant, copied.params))
@@ -64,15 +56,9 @@ class Original:
         return Racer(variant, partial(self.state_for, variant), batch, self.device, needs)
 
     def measured_peak(self, variant: Step, batch: PyTree, at_rest: int) -> int | None:
-        """Run a variant, wait for the device, and return the bytes at the peak.
+        """Run a variant whose state and batch take `at_rest` bytes, wait for the device, and return those at the peak.
 
-        Args:
-            variant: the step that runs.
-            batch: a batch.
-            at_rest: bytes of the state of the variant and of the batch.
-
-        Returns:
-            The bytes, or None if a copy of the state does not fit beside the original.
+        Returns None if a copy of the state does not fit beside the original.
         """
         try:
             return at_rest + measure(variant, self.state_for(variant), batch).beyond_start

@@ -18,11 +18,6 @@ from ftrain.types import PyTree, TrainState
 WORTHWHILE = 0.995
 """A variant is listed if its peak is below this share of the peak of the step."""
 
-SMALLER_STATES = (
-    "  fewer trained parameters (trainable=, ft.lora), an optimizer with a smaller state",
-    "  (ft.optim.adamw with state_dtype='bf16', ft.optim.adamw_8bit, ft.optim.adafactor), a smaller model",
-)
-
 
 def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
     """Return lines that say what uses the memory of a step, and what would use less."""
@@ -35,7 +30,12 @@ def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
                 smaller = _predict(variant, outline, batch)
                 if smaller is not None and smaller.peak < WORTHWHILE * original.peak:
                     lines.append(f"  {name:<34} {smaller.peak / original.peak - 1:+.0%}")
-    return [*lines, "  shorter sequences, ft.losses.linear_cross_entropy for large vocabularies", *SMALLER_STATES]
+    return [
+        *lines,
+        "  shorter sequences, ft.losses.linear_cross_entropy for large vocabularies",
+        "  fewer trained parameters (trainable=, ft.lora), an optimizer with a smaller state",
+        "  (ft.optim.adamw with state_dtype='bf16', ft.optim.adamw_8bit, ft.optim.adafactor), a smaller model",
+    ]
 
 
 def _predict(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:

@@ -19,11 +19,7 @@ from ftrain.types import PyTree
 
 
 def require_step(function: str, step: Any, state: Any) -> None:
-    """Check that the first arguments of a function are a step and a state.
-
-    Raises:
-        ComposeError: if they are not.
-    """
+    """Raises a ComposeError unless the first arguments of a function are a step and a state."""
     require_order(function, step, state, f"{function}(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(
@@ -32,11 +28,7 @@ def require_step(function: str, step: Any, state: Any) -> None:
 
 
 def require_one_rank(function: str, step: Step) -> None:
-    """Check that a step that will be timed runs on one rank: ranks that run it different numbers of times would hang.
-
-    Raises:
-        ComposeError: if it runs on several ranks.
-    """
+    """Raises a ComposeError for a step on several ranks: they would hang if timing ran it unequally often."""
     if (ranks := ranks_of(step.wrappers)) > 1:
         raise ComposeError(
             f"{function}: the step runs on {ranks} ranks and cannot be timed there; pass it without ft.sharded on one "
@@ -47,25 +39,18 @@ def require_one_rank(function: str, step: Step) -> None:
 def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
     """Return a step with one more wrapper, which replaces the one of the same name.
 
-    Raises:
-        ComposeError: if the step has the same wrapper already, or one that cannot be combined with it.
+    Raises a ComposeError if the step has the same wrapper already, or one that cannot be combined with it.
     """
     old = next((other for other in step.wrappers if other.name == wrapper.name), None)
     if old is None:
         if not wrapper.innermost:
             return step.wrapped(wrapper)
         return dataclasses.replace(step, wrappers=(wrapper, *step.wrappers))
-    if replaces_optimizer(wrapper) or are_same(wrapper, old):
+    is_same = wrapper is old or (wrapper.options is not None and wrapper.options == old.options)
+    if is_same or replaces_optimizer(wrapper):
         raise ComposeError("the step has it already")
     wrappers = tuple(wrapper if other is old else other for other in step.wrappers)
     return dataclasses.replace(step, wrappers=wrappers)
-
-
-def are_same(wrapper: Wrapper, other: Wrapper) -> bool:
-    """Whether two wrappers are one object, or have the same name and options."""
-    if wrapper is other:
-        return True
-    return wrapper.name == other.name and wrapper.options is not None and wrapper.options == other.options
 
 
 def replaces_optimizer(wrapper: Wrapper) -> bool:
@@ -81,8 +66,7 @@ def remove_wrapper(step: Step, name: str) -> Step:
 def microbatches_of(step: Step) -> int:
     """Return the number of microbatches over which a step accumulates its gradient.
 
-    Raises:
-        ComposeError: if a wrapper changes the gradient of each microbatch, so that another number is another update.
+    Raises a ComposeError if a wrapper changes the gradient of each of them, so that another number is another update.
     """
     readers = [(w.text, w.grad) for w in step.wrappers if w.grad and w.grad.reads_gradients]
     for text, grad in readers:
@@ -96,11 +80,10 @@ def microbatches_of(step: Step) -> int:
 def with_microbatches(step: Step, microbatches: int, batch: PyTree) -> Step:
     """Return a step that computes the same update in this number of equal microbatches.
 
-    Raises:
-        ComposeError: if a wrapper changes the gradient of each microbatch.
-        BatchError: if the number does not divide the batch.
+    Raises a BatchError if the number does not divide the batch; and as `microbatches_of`.
     """
-    microbatches_of(step)
+    if microbatches == microbatches_of(step):
+        return step
     if microbatches == 1:
         return remove_wrapper(step, ACCUMULATE)
     length = length_of(batch)
@@ -110,11 +93,7 @@ def with_microbatches(step: Step, microbatches: int, batch: PyTree) -> Step:
 
 
 def double_batch(batch: PyTree) -> PyTree:
-    """Return a batch that has each example twice.
-
-    Raises:
-        BatchError: if its tensors do not agree on a number of examples.
-    """
+    """Return a batch that has each example twice; raises as `length_of`."""
     length, (leaves, spec) = length_of(batch), tree.flatten(batch)
     doubled = [torch.cat([leaf, leaf]) if tree.is_tensor(leaf) and leaf.ndim else leaf for leaf in leaves]
     return tree.unflatten(spec, doubled) if length else batch
@@ -126,11 +105,7 @@ def first_examples(batch: PyTree, length: int) -> PyTree:
 
 
 def length_of(batch: PyTree) -> int:
-    """Return the number of examples of a batch.
-
-    Raises:
-        BatchError: if its tensors do not agree on it.
-    """
+    """Return the number of examples of a batch. Raises a BatchError if its tensors do not agree on it."""
     length = tree.batch_length(batch)
     if length is None or (length > 1 and most_pieces(batch) == 1):
         raise BatchError("the tensors of the batch do not say how many examples it has")
@@ -145,10 +120,8 @@ def nbytes(values: PyTree) -> int:
 def smaller_optimizers(step: Step) -> dict[str, Step]:
     """Return steps like one of Adam or AdamW, with optimizers that have a smaller state, by the text of their calls.
 
-    They have the learning rate of the step and their default options, which do not change their memory.
-
-    Raises:
-        ComposeError: if the step has another optimizer.
+    They have the learning rate of the step and their default options, which do not change their memory. Raises a
+    ComposeError if the step has another optimizer.
     """
     if step.optimizer.name not in ("adam", "adamw") or any(map(replaces_optimizer, step.wrappers)):
         raise ComposeError(f"replaces adam or adamw; the step has {step.optimizer.text}")

@@ -60,14 +60,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 class Racer:
-    """A step that is timed on one batch and its own state, which is made in its first turn.
+    """A step that is timed on one batch and its own state, which `begin` makes in its first turn.
 
-    Args:
-        step: the step.
-        begin: returns a state that nothing else uses.
-        batch: the batch.
-        device: the device of state and batch.
-        needs: bytes at the peak of the step; 0 if they are not known.
+    At its peak the step `needs` these bytes; 0 if they are not known.
     """
 
     def __init__(
@@ -121,15 +116,7 @@ def race(
 
     A first round is not counted. Every other round runs in reverse order, so that no racer always follows the same one.
     If a racer does not fit beside the states of the others, or runs out of memory, the others release their states, and
-    make new ones in their next turns.
-
-    Args:
-        racers: key -> racer.
-        rounds: number of turns of each.
-        is_result: ``(key, error) -> bool``, whether an error of a racer is returned.
-
-    Raises:
-        Exception: any other error of a racer.
+    make new ones in their next turns. Raises an error of a racer unless ``is_result(key, error)``.
     """
     times: dict[K, list[float]] = {key: [] for key in racers}
     errors: dict[K, Exception] = {}
@@ -159,10 +146,8 @@ def _turn(racers: Mapping[K, Racer], key: K) -> float:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            _close(racers)
             release(error, racers[key].device)
-    else:
-        _close(racers)
+    _close(racers)
     return racers[key].turn()
 
 
@@ -193,14 +178,8 @@ class Loading(NamedTuple):
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
     """Time a source of data, and a step that trains on it; the position of the data is restored.
 
-    Args:
-        step: the step.
-        state: a state that nothing else uses.
-        data: batches that can be iterated several times.
-        device: the device of the state.
-
-    Raises:
-        DataError: if the data can be iterated only once, or has fewer than two batches.
+    Nothing else may use the state. Raises a DataError if the data can be iterated only once, or has fewer than two
+    batches.
     """
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise DataError(
@@ -230,7 +209,8 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
                     [_pass(batches(count), id, device), _pass(loaded, run, device), _pass(batches(count), run, device)]
                     for _ in range(PASSES)
                 ]
-                return Loading(*(statistics.median(column) for column in zip(*passes, strict=True)))
+                timed = len(loaded) - 1
+                return Loading(*(statistics.median(column) / timed for column in zip(*passes, strict=True)))
         raise DataError("hints, ladder: data has fewer than two batches; needs two or more")
     finally:
         if position is not None:
@@ -238,15 +218,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
 
 
 def _pass(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
-    """Return the seconds per batch of a pass, without the first batch, before which workers start."""
+    """Return the seconds of a pass, without the first batch, before which workers start."""
     rest = iter(batches)
     work(next(rest))
-    count = 0
-
-    def work_on_rest() -> None:
-        nonlocal count
-        for batch in rest:
-            work(batch)
-            count += 1
-
-    return seconds(work_on_rest, device) / max(count, 1)
+    return seconds(lambda: [work(batch) for batch in rest], device)

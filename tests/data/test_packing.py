@@ -85,7 +85,7 @@ def test_what_cannot_be_packed(documents, words):
 
 @pytest.mark.parametrize("options", [{"length": 0}, {"length": 4, "rows": 0}])
 def test_options_that_mean_nothing(options):
-    for function in (lambda **given: data.pack([[1]], **given), data.packed):
+    for function in (lambda **given: data.pack([[1]], **given), lambda **given: data.packed(**given)([[1]])):
         with pytest.raises(OptionError, match="is 0"):
             function(**options)
 

@@ -224,9 +224,9 @@ def test_lengths_that_are_none(lengths):
         made(3, 1, lengths=lengths)
 
 
-@pytest.mark.parametrize("length", [-1, 1.5, None])
-def test_a_function_of_lengths_that_returns_none(length):
-    with pytest.raises(DataError, match=rf"lengths\(\d\) is {length}"):
+@pytest.mark.parametrize(("length", "found"), [(-1, "the least is -1"), (1.5, "float64"), (None, "object")])
+def test_a_function_of_lengths_that_returns_none(length, found):
+    with pytest.raises(DataError, match=rf"lengths have shape \(3,\).*{found}.*needs 3 whole numbers"):
         list(made(3, 1, lengths=lambda index: length))
 
 

@@ -12,7 +12,7 @@ from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
 from ftrain.profiling import rates
 from ftrain.profiling.hints import Facts, Remedy, calls, facts_of, run_rules
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
+from ftrain.profiling.hints.rules import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.timing import Interval, Loading
 from tests.profiling.problem import assert_untouched, batch, kept, make
 
@@ -281,7 +281,7 @@ def test_a_loss_without_a_module_and_with_a_key():
 def test_facts_of_a_step():
     step, given = make(ft.with_amp("bf16"), ft.compiled(backend="eager")), batch()
     state = step.init()
-    facts = facts_of(step, state, given, ft.anatomy(step, state, given, measure=False), 0.5)
+    facts = facts_of(step, state, given, 0.5)
     assert (facts.compiled, facts.mixed, facts.tf32, facts.seconds) == (True, True, False, 0.5)
     assert facts.operations > 50
     assert facts.flops > 2 * 64 * 16 * 32 * 6

@@ -279,11 +279,11 @@ def test_the_memory_of_the_device_is_the_limit_unless_told(timed, monkeypatch):
 
 def test_less_memory_than_the_state_takes():
     step, given = make(width=WIDTH), batch(256, WIDTH)
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(DeviceError) as caught:
         ft.tune(step, step.init(), given, memory="300 KiB")
     text = str(caught.value)
-    assert "tune: memory is 300.0 KiB, but the state and the batch alone take 710.8 KiB:" in text
-    for line in ("parameters", "optimizer state", "What would take less:", "ft.optim.adamw_8bit", "trainable="):
+    assert "tune: nothing fits into 300.0 KiB; with " in text
+    for line in ("parameters", "optimizer state", "What would need less", "ft.optim.adamw_8bit", "trainable="):
         assert line in text
 
 
@@ -334,6 +334,13 @@ def test_nothing_fits():
         "adafactor",
     ):
         assert line in text
+
+
+def test_nothing_fits_in_the_microbatches_that_must_not_change():
+    step, given = make(ft.clip(1.0), ft.accumulate(4)), batch(8)
+    at_rest = sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))
+    with pytest.raises(DeviceError, match="tune: nothing fits into"):
+        ft.tune(step, step.init(), given, memory=int(1.1 * at_rest))
 
 
 @pytest.mark.parametrize("memory", ["8", "8 apples", "GB", "-1GB", 0, -5, 1.5, True, ["1GB"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ftrain import tree
@@ -13,18 +14,11 @@ from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
 from ftrain.step.step import Step
-from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
 
 
 class MeshLayout(NamedTuple):
-    """How a step is divided over ranks.
-
-    Args:
-        replicate: number of copies of the state.
-        shard: number of ranks over which each copy is divided.
-        level: level of `sharded`.
-    """
+    """How a step is divided over ranks: copies of the state, ranks that share each copy, and the level of `sharded`."""
 
     replicate: int
     shard: int
@@ -46,10 +40,8 @@ class MeshLayout(NamedTuple):
     def between_nodes(self, devices: int) -> dict[str, float]:
         """Return for each axis the share of the bytes a rank sends that goes to another node.
 
-        The ranks of a group in one node send equal shares of it, as several rings at the same time do.
-
-        Args:
-            devices: number of ranks per node, which are neighbours.
+        Neighbours, as many as a node has devices, are in one node. Those of a group send equal shares of it, as several
+        rings at the same time do.
         """
         neighbours = {REPLICATE: max(devices // self.shard, 1), SHARD: devices, ALL: devices}
         return {axis: 1 / neighbours[axis] if size > neighbours[axis] else 0.0 for axis, size in self.sizes.items()}
@@ -57,37 +49,28 @@ class MeshLayout(NamedTuple):
 
 def layout_of(step: Step) -> MeshLayout | None:
     """Return how a step is divided over ranks, or None if it is not `sharded`."""
-    wrapper = _sharded(step)
-    if wrapper is None or wrapper.options is None:
+    options = _options_of_sharded(step)
+    if options is None:
         return None
-    mesh = wrapper.options["mesh"]
-    return MeshLayout(mesh.size(0), mesh.size(1), wrapper.options["level"])
+    return MeshLayout(options["mesh"].size(0), options["mesh"].size(1), options["level"])
 
 
 def is_planned(step: Step) -> bool:
     """Whether a step is on ranks that do not exist."""
-    wrapper = _sharded(step)
-    return wrapper is not None and isinstance((wrapper.options or {}).get("mesh"), PlannedMesh)
+    options = _options_of_sharded(step)
+    return options is not None and isinstance(options["mesh"], PlannedMesh)
 
 
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
-    """Return the step on ranks that do not exist. It runs on fake tensors only.
+    """Return the step on ranks that do not exist, which runs on fake tensors only; `mesh` and `level` as for `anatomy`.
 
-    Args:
-        function: name of the caller, for errors.
-        step: the step, with or without `sharded`.
-        mesh: (replicate, shard). Default: the mesh of the step.
-        level: the level of `sharded`. Default: that of the step, or else the default of `sharded`.
-
-    Raises:
-        OptionError: for an invalid mesh or level, or a level without a mesh.
-        ComposeError: if a part of the step cannot run on ranks, or not at this level.
+    Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
+    step cannot run on ranks, or not at this level.
     """
-    wrapper, options = _sharded(step), dict[str, Any]()
-    if wrapper is not None:
-        options |= wrapper.options or {}
-    elif mesh is None:
+    given = _options_of_sharded(step)
+    if given is None and mesh is None:
         raise OptionError(f"{function}: level is {level}, but the step is on one device; pass mesh=, such as (1, 8)")
+    options = dict(given or {})
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
     if mesh is not None:
@@ -96,20 +79,16 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         options["level"] = level
         options |= {"gather": "own"} if level < 3 else {}
     planned = sharded(**options)
-    if wrapper is None:
+    if given is None:
         return step.wrapped(planned)
-    wrappers = tuple(planned if each is wrapper else each for each in step.wrappers)
+    wrappers = tuple(planned if each.name == SHARDED else each for each in step.wrappers)
     replaces = planned.update.optimizer if planned.update else None
     optimizer = replaces(step.optimizer) if replaces else step.optimizer
     return dataclasses.replace(step, optimizer=optimizer, wrappers=wrappers)
 
 
 def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
-    """Return a pair of positive whole numbers.
-
-    Raises:
-        OptionError: for anything else.
-    """
+    """Return a pair of positive whole numbers. Raises an OptionError for anything else."""
     is_pair = isinstance(mesh, tuple | list) and len(mesh) == 2
     if not is_pair or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in mesh):
         raise OptionError(f"{function}: mesh is {mesh!r}; needs ({names}), two positive whole numbers such as (8, 64)")
@@ -117,12 +96,7 @@ def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
 
 
 def planned_state(step: Step, state: TrainState) -> TrainState:
-    """Return the state of a planned step, as fake tensors.
-
-    Args:
-        step: the planned step.
-        state: a state of the step before it was planned, with whole tensors or divided over any mesh.
-    """
+    """Return the state of a planned step, as fake tensors, for one of the step before, whole or divided by a mesh."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = state.params, state.frozen, state.buffers
     # The shape of a DTensor is that of the whole tensor.
@@ -135,5 +109,5 @@ def planned_state(step: Step, state: TrainState) -> TrainState:
     return replace(state, params=params, frozen=frozen, buffers=buffers, opt_state=opt_state, slots=slots)
 
 
-def _sharded(step: Step) -> Wrapper | None:
-    return next((wrapper for wrapper in step.wrappers if wrapper.name == SHARDED), None)
+def _options_of_sharded(step: Step) -> Mapping[str, Any] | None:
+    return next((wrapper.options for wrapper in step.wrappers if wrapper.name == SHARDED), None)

@@ -38,13 +38,7 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
 def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
     """Context in which a step runs on fake tensors. Attributes of its module that the run sets are restored.
 
-    Args:
-        function: name of the caller, for errors.
-        step: the step.
-        mode: the mode of the fake tensors.
-
-    Raises:
-        TraceError: if the step reads the value of a tensor, or calls an operation that has no such tensors.
+    Raises a TraceError if the step reads the value of a tensor, or calls an operation that has no such tensors.
     """
     try:
         with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
@@ -67,13 +61,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
 def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """Run a step eagerly on fake tensors, even if it is compiled, and return what it allocates and computes.
 
-    Args:
-        step: the step. If it is `sharded`, its mesh must be a planned one.
-        state: its state.
-        batch: the batch of all ranks.
-
-    Raises:
-        TraceError: if the step reads the value of a tensor.
+    If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}

@@ -34,9 +34,8 @@ def anatomy(
     measured; with convolutions and `nn.LSTM` on a CPU it can be as large as the activations. The groups of operations
     are those of Ivanov et al. 2021 (arXiv:2007.00072).
 
-    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor fuses operations and stores
-    fewer results. It may take more with convolutions, whose inputs Inductor copies into the channels-last layout and
-    keeps for the backward pass. If the step is measured, the ratio is shown.
+    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor stores fewer results, but
+    may take more with convolutions, whose inputs Inductor copies. If the step is measured, the ratio is shown.
 
     On many ranks, this is the anatomy of the first rank, which needs the most memory, and the bytes that it sends. With
     `mesh` the ranks need not exist: the step of the first rank runs on fake tensors, without communication.
@@ -83,8 +82,7 @@ def anatomy(
 def whole_state(step: Step, state: TrainState | None) -> TrainState:
     """Return a state, or without one the initial state of a step on one device, as fake tensors.
 
-    Raises:
-        StructureError: if there is no state and the loss has no module.
+    Raises a StructureError if there is no state and the loss has no module.
     """
     if state is not None:
         return state

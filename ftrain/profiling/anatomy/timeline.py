@@ -26,32 +26,27 @@ COPYING = "clone", "cat", "split_with_sizes_copy"
 
 @dataclass
 class Allocation:
-    """The memory of one tensor and its views.
-
-    Args:
-        size: bytes.
-        start: index of the operation that allocated it.
-        module: dotted name of the module that was running.
-        phase: the phase of the step in which it was allocated; ``""`` if it was there before the step.
-        kind: one of `kinds.KINDS`; ``""`` until it is known.
-        cast_of: the allocation that this one is a copy of, in another dtype.
-        is_gathered: whether it was gathered from all ranks.
-        end: index of the first operation after it was freed; None while it is alive.
-    """
+    """The memory of one tensor and its views, in bytes."""
 
     size: int
     start: int
+    """Index of the operation that allocated it."""
     module: str
+    """Dotted name of the module that was running."""
     phase: str = ""
+    """The phase of the step in which it was allocated; ``""`` if it was there before the step."""
     kind: str = ""
+    """One of `kinds.KINDS`; ``""`` until it is known."""
     cast_of: Allocation | None = None
+    """The allocation that this one is a copy of, in another dtype."""
     is_gathered: bool = False
     end: int | None = None
+    """Index of the first operation after it was freed; None while it is alive."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its group, its phase, and its floating-point operations."""
+    """One operation."""
 
     group: str
     phase: str
@@ -85,16 +80,9 @@ class Timeline:
 
 
 class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the allocations and operations that run in this context.
+    """Records in `timeline` the allocations and operations that run in this context.
 
-    Args:
-        tensors_by_kind: kind -> tensors that exist before the step.
-        module: the module whose submodules name the allocations; None for a loss without a module.
-
-    Attributes:
-        timeline: what was recorded.
-        update_start: index of the first operation of the update.
-        running: the submodule that is running.
+    The tensors exist before the step. Submodules of `module` name the allocations.
     """
 
     def __init__(self, tensors_by_kind: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:

@@ -16,7 +16,7 @@ from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
 from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
-from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
+from ftrain.profiling.hints.rules import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded
@@ -24,7 +24,7 @@ from ftrain.step.core import assemble
 from ftrain.step.module_path import Running
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
-from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, replace
 
 _aten = torch.ops.aten
 FIRST_FACTOR = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
@@ -35,11 +35,7 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 
 
 def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Matmul], list[Attention]]:
-    """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches.
-
-    Raises:
-        TraceError: if the step reads the value of a tensor.
-    """
+    """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # On one rank the local tensor is the whole tensor.
     step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
@@ -59,13 +55,10 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
 
         return recorded
 
-    def skipping(update: UpdateFn) -> UpdateFn:
-        def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            return state
+    def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        return state
 
-        return skipped
-
-    run = assemble(step, around_loss=recording, around_update=skipping)
+    run = assemble(step, around_loss=recording, around_update=lambda update: skipped)
     with fake_run("hints", step, mode):
         run(state, batch, {}, key)
     return recorder.matmuls, recorder.attentions
@@ -99,7 +92,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_trial = True
         try:
             # Otherwise a rematerialised block would count the tensors that the call saves for its gradient.
-            with saved_tensors_hooks(_same, _same):
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 return self.run(call)[1]
         finally:
             self._is_trial = False
@@ -122,10 +115,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def kernel_rank(operation: Any) -> int:
     """Return the rank of a fused attention kernel."""
     return MIDDLE if "efficient" in operation.name() else FASTEST
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _is_exact(dtype: torch.dtype) -> bool:

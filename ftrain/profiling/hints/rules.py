@@ -1,15 +1,20 @@
-"""The rules of hints: each reads the facts, and yields hints about what makes the step slow."""
+"""The rules of hints: each reads facts about a step, and yields hints about what makes the step slow."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
 
-from ftrain.profiling.hints.facts import Facts, Matmul, Remedy
+from ftrain.profiling.timing import Interval, Loading
 from ftrain.tree import dtype_name
+
+SLOWEST, MIDDLE, FASTEST = range(3)
+"""Ranks of attention kernels: not fused, memory-efficient, and flash."""
 
 WORTHWHILE_SHARE = 0.01
 """The smallest share of the FLOPs of all matmuls that is worth a hint."""
@@ -34,6 +39,71 @@ ADVICE = {
     "need_weights": "Call it with need_weights=False",
 }
 """Argument that forces a slow kernel of attention -> what to do."""
+
+
+class Remedy(Enum):
+    """Advice of a rule that `ftrain.ladder` measures, so that it is not given if it was measured not to help."""
+
+    LARGER_BATCH = auto()
+    BFLOAT16 = auto()
+    COMPILE = auto()
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matrix multiplication, ``(rows, inner) @ (inner, columns)``, in the module of this dotted name."""
+
+    module: str
+    rows: int
+    inner: int
+    columns: int
+    dtype: torch.dtype
+    exact: bool
+    """Whether it is computed in float32 or float64, and not in TF32."""
+    flops: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of `scaled_dot_product_attention` or `multi_head_attention_forward` in the module of this dotted name."""
+
+    module: str
+    rank: int
+    """Of its kernel, `SLOWEST` to `FASTEST`."""
+    causes: Mapping[str, str]
+    """Name -> value of the arguments that force a slower kernel."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All facts about a step, its batch and its device that the rules read."""
+
+    matmuls: Sequence[Matmul]
+    """Those of the forward pass, in all microbatches; so are `attentions`."""
+    attentions: Sequence[Attention]
+    compiled: bool
+    mixed: bool
+    """Whether the step has mixed precision."""
+    operations: int
+    flops: int
+    """Floating-point operations of all matmuls of the step."""
+    multiple: Callable[[torch.dtype], int]
+    """``dtype -> number`` that lengths of axes should be multiples of."""
+    tf32: bool
+    """Whether the device has TF32."""
+    rates: Mapping[torch.dtype, float]
+    """Floating-point operations per second of a large matmul."""
+    gain: float
+    """Time of the largest matmul of the step in float32, divided by its time in bfloat16."""
+    launch: float
+    """Seconds to launch an operation."""
+    seconds: float
+    """Seconds of the step."""
+    loading: Loading | None = None
+    tried: Mapping[Remedy, Interval] = field(default_factory=dict)
+    """Examples per second with a remedy, relative to the step, for those that were measured."""
+    emulated: Sequence[torch.dtype] = ()
+    """The dtypes that the device emulates: it converts to float32 and back."""
 
 
 class Hint(NamedTuple):

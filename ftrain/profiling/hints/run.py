@@ -11,11 +11,10 @@ import torch
 from ftrain import backends, tree
 from ftrain.errors import BatchError
 from ftrain.profiling import rates
-from ftrain.profiling.anatomy import Anatomy, anatomy
+from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.hints.facts import Facts, Matmul, Remedy
-from ftrain.profiling.hints.rules import Hint, run_rules
+from ftrain.profiling.hints.rules import Facts, Hint, Matmul, Remedy, run_rules
 from ftrain.profiling.step_variants import double_batch, require_one_rank, require_step
 from ftrain.profiling.timing import Interval, Loading, interval, loading, race
 from ftrain.step.flops import CONTRACTION
@@ -57,7 +56,6 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     batch = tree.to(tree.as_tree(batch), original.device)
 
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
-    predicted = anatomy(step, state, batch, measure=False)
     racers = {"once": original.racer(step, batch)}
     with suppress(BatchError):  # Its tensors do not agree on a number of examples.
         racers["twice"] = original.racer(step, double_batch(batch))
@@ -67,32 +65,22 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
         speeds = [2 * once / twice for once, twice in zip(times["once"], times["twice"], strict=True)]
         tried[Remedy.LARGER_BATCH] = interval(speeds)
     seconds = interval(times["once"]).median
-    return run_rules(facts_of(step, state, batch, predicted, seconds, loading=data_times, tried=tried))
+    return run_rules(facts_of(step, state, batch, seconds, loading=data_times, tried=tried))
 
 
 def facts_of(
     step: Step,
     state: TrainState,
     batch: PyTree,
-    predicted: Anatomy,
     seconds: float,
     *,
     loading: Loading | None = None,
     tried: Mapping[Remedy, Interval] | None = None,
 ) -> Facts:
-    """Return the facts that the rules read, after measuring the rates of the device.
-
-    Args:
-        step: the step.
-        state: its state.
-        batch: a batch.
-        predicted: the anatomy of the step.
-        seconds: seconds of the step.
-        loading: field of `Facts`.
-        tried: field of `Facts`.
-    """
+    """Return the facts that the rules read about a step that takes these seconds, after measuring its device."""
     device = tree.device_of(state.params)
     record = backends.of(device)
+    predicted = anatomy(step, state, batch, measure=False)
     matmuls, attentions = record_calls(step, state, batch)
     return Facts(
         matmuls,

@@ -28,37 +28,30 @@ EMULATED = "emulated: the device converts that dtype to float32 and back, which 
 
 @dataclass(frozen=True)
 class Row:
-    """A technique with its time and memory.
-
-    Args:
-        group: `ALONE`, or the name of a stack, in which each row has the techniques of the rows above it too.
-        method: name of the method in the performance guides; empty for the step as given.
-        name: the technique as code.
-        examples: examples of a batch.
-        seconds: time of a step, over the rounds; None if it did not run.
-        speed: examples per second, relative to the step as given in the same round; None if one of them did not run.
-        at_rest: bytes of state and batch; None if the technique does not apply.
-        predicted: bytes at the peak, predicted; None if that was not possible.
-        measured: bytes at the peak, measured; None if nothing was measured.
-        bytes_per_parameter: bytes of weights, their copies, optimizer state and gradients per trained parameter.
-        rates: name -> count per second, of what `throughput` counts.
-        note: why there are no numbers, or which wrapper was replaced.
-        emulated: whether the device emulates the narrow dtype of the step.
-    """
+    """A technique with its time and memory; None is what is not known, or was not run."""
 
     group: str
+    """`ALONE`, or the name of a stack, in which each row has the techniques of the rows above it too."""
     method: str
     name: str
     examples: int
     seconds: Interval | None = None
+    """Time of a step, over the rounds."""
     speed: Interval | None = None
+    """Examples per second, relative to the step as given in the same round."""
     at_rest: int | None = None
+    """Bytes of state and batch."""
     predicted: int | None = None
+    """Bytes at the peak; so are those measured."""
     measured: int | None = None
     bytes_per_parameter: float | None = None
+    """Bytes of weights, their copies, optimizer state and gradients per trained parameter."""
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Name -> count per second, of what `throughput` counts."""
     note: str = ""
+    """Why there are no numbers, or which wrapper was replaced."""
     emulated: bool = False
+    """Whether the device emulates the narrow dtype of the step."""
 
     @property
     def peak(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import nbytes, require_one_rank, require_step
-from ftrain.profiling.timing import Loading, interval, loading, race
+from ftrain.profiling.timing import Interval, Loading, interval, loading, race
 from ftrain.step.autocast import DTYPES
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -80,30 +80,27 @@ def ladder(
     case = Case(step, tree.to(tree.as_tree(batch), tree.device_of(state.params)))
     runner = _Runner(Original(step, state), case, rounds, throughput or {})
     data_times = None if data is None else loading(step, runner.original.state_for(step), data, runner.original.device)
-    base, *others = runner.rows(ALONE, {technique: _apply(technique, case) for technique in chosen})
+    base, *others = runner.rows(ALONE, chosen)
     rows, alone = [base, *others], dict(zip(chosen, others, strict=True))
     if stacked:
         for group, stack in ((FASTER, _fastest(alone)), (SMALLER, _smallest(alone, base))):
             if len(stack) > 1:
-                rows += runner.rows(group, dict(_stack(stack, case)))[1:]
-    hints = [] if base.predicted is None else _hints(runner, base, alone, data_times)
+                rows += runner.rows(group, stack)[1:]
+    hints = [] if base.predicted is None or base.seconds is None else _hints(runner, base.seconds, alone, data_times)
     return Ladder(runner.title, rows, rounds, data_times, hints)
 
 
-def _hints(runner: _Runner, base: Row, alone: Mapping[Technique, Row], data_times: Loading | None) -> list[Hint]:
-    if base.seconds is None:
-        return []
+def _hints(
+    runner: _Runner, seconds: Interval, alone: Mapping[Technique, Row], data_times: Loading | None
+) -> list[Hint]:
     step, state, batch = runner.case.step, runner.original.state, runner.case.batch
     tried = {each.remedy: row.speed for each, row in alone.items() if each.remedy is not None and row.speed is not None}
-    predicted = anatomy(step, state, batch, measure=False)
-    return run_rules(facts_of(step, state, batch, predicted, base.seconds.median, loading=data_times, tried=tried))
+    return run_rules(facts_of(step, state, batch, seconds.median, loading=data_times, tried=tried))
 
 
 def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
     if wanted is None:
         return list(TECHNIQUES)
-    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
-        raise OptionError(f"ladder: techniques is {wanted!r}; needs a list of names or Techniques")
     chosen: list[Technique] = []
     for name in wanted:
         matches = [each for each in TECHNIQUES if name in (each.name, each.method)]
@@ -116,13 +113,6 @@ def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
     if len({each.name for each in chosen}) < len(chosen):
         raise OptionError(f"ladder: two techniques have the same name: {', '.join(each.name for each in chosen)}")
     return chosen
-
-
-def _apply(technique: Technique, case: Case) -> Case | FtrainError:
-    try:
-        return technique.apply(case)
-    except FtrainError as error:
-        return error
 
 
 def _fastest(alone: Mapping[Technique, Row]) -> list[Technique]:
@@ -145,14 +135,6 @@ def _best(costs: Mapping[Technique, float]) -> list[Technique]:
     return [technique for technique in costs if best[technique.method] is technique]
 
 
-def _stack(techniques: Sequence[Technique], case: Case) -> Iterator[tuple[Technique, Case | FtrainError]]:
-    """Apply techniques on top of each other, without those that do not apply."""
-    for number, technique in enumerate(techniques):
-        applied = _apply(technique, case)
-        yield dataclasses.replace(technique, name=f"+ {technique.name}" if number else technique.name), applied
-        case = case if isinstance(applied, FtrainError) else applied
-
-
 @dataclass
 class _Runner:
     """Runs cases in turns with the step as given, and makes rows of them."""
@@ -169,18 +151,18 @@ class _Runner:
         device = backends.of(self.original.device).describe()
         return f"{step.base.text}, {params:,} parameters, {_examples(self.case.batch):,} examples; {device}"
 
-    def rows(self, group: str, cases: Mapping[Technique, Case | FtrainError]) -> list[Row]:
-        """Return a row for the step as given, and one for each case."""
+    def rows(self, group: str, techniques: Sequence[Technique]) -> list[Row]:
+        """Return a row for the step as given, and one for each technique: alone, or on top of those before it."""
         rows: dict[Technique, Row] = {}
         to_run: dict[Technique, Case] = {}
         free = backends.of(self.original.device).free()
-        for technique, case in {BASE: self.case, **cases}.items():
-            row = Row(group, technique.method, technique.name, _examples(self.case.batch))
-            if isinstance(case, FtrainError):
-                rows[technique] = dataclasses.replace(row, note=str(case))
-                continue
+        case = self.case
+        for number, technique in enumerate((BASE, *techniques)):
+            name = f"+ {technique.name}" if group != ALONE and number > 1 else technique.name
+            row = Row(group, technique.method, name, _examples(self.case.batch))
             try:
-                row = self._predict(row, case)
+                applied = technique.apply(case)
+                row = self._predict(row, applied)
             except Exception as error:  # Of any kind: a technique that does not work is a row.
                 if technique is BASE:
                     raise
@@ -190,8 +172,9 @@ class _Runner:
                 sizes = f"{format_bytes(row.predicted)} predicted, {format_bytes(free)} free"
                 row = dataclasses.replace(row, note=f"does not fit: {sizes}")
             else:
-                to_run[technique] = case
+                to_run[technique] = applied
             rows[technique] = row
+            case = case if group == ALONE else applied
         racers = {
             technique: self.original.racer(case.step, case.batch, rows[technique].predicted or 0)
             for technique, case in to_run.items()
@@ -248,8 +231,9 @@ def _examples(batch: PyTree) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return why something did not run, in one line."""
+    """Return why something did not run."""
     if is_out_of_memory(error):
         return "does not fit: out of memory"
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text if isinstance(error, FtrainError) else f"fails: {type(error).__name__}: {text}"
+    if isinstance(error, FtrainError):
+        return str(error)
+    return f"fails: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

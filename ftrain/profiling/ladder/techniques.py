@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from ftrain.errors import BatchError, DeviceError
 from ftrain.profiling.hints import Remedy
 from ftrain.profiling.step_variants import (
     add_wrapper,
-    are_same,
     double_batch,
     length_of,
     microbatches_of,
@@ -62,24 +61,15 @@ class Technique:
 
 def replaced_wrappers(original: Step, variant: Step) -> str:
     """Return text that says which wrappers of a variant replace those of the original step; "" for none."""
-    removed, added = _only_in(original, variant), _only_in(variant, original)
-    return f"{_texts(variant, added)} in place of {_texts(original, removed)}" if removed else ""
+    before, after = _texts(original), _texts(variant)
+    removed = [text for text in before if text not in after]
+    added = [text for text in after if text not in before]
+    return f"{', '.join(added)} in place of {', '.join(removed)}" if removed else ""
 
 
-def _only_in(step: Step, other: Step) -> list[Wrapper]:
-    """Return the wrappers of a step that another step does not have."""
-    return [mine for mine in step.wrappers if not any(are_same(mine, its) for its in other.wrappers)]
-
-
-def _texts(step: Step, wrappers: Sequence[Wrapper]) -> str:
-    """Return the texts of some wrappers in a step: those of the loss depend on its blocks."""
-    loss, texts = step.base, {each.name: [each.text] for each in step.wrappers}
-    of_loss = [(each.name, each.loss) for each in step.wrappers if each.loss is not None]
-    for name, part in sorted(of_loss, key=lambda pair: pair[1].order):
-        wrapped = part.wrap(loss)
-        texts[name] = list(wrapped.wrapper_texts[len(loss.wrapper_texts) :])
-        loss = wrapped
-    return ", ".join(text for each in wrappers for text in texts[each.name])
+def _texts(step: Step) -> list[str]:
+    """Return the texts of the wrappers of a step: those of the loss depend on its blocks."""
+    return [*step.loss.wrapper_texts, *(wrapper.text for wrapper in step.wrappers if wrapper.loss is None)]
 
 
 def _double(case: Case) -> Case:
@@ -89,9 +79,7 @@ def _double(case: Case) -> Case:
 def _halve(case: Case) -> Case:
     length, microbatches = length_of(case.batch), microbatches_of(case.step)
     if not length or length % (2 * microbatches):
-        examples = "1 example" if length == 1 else f"{length} examples"
-        more = f" into batches of {microbatches} equal microbatches" if microbatches > 1 else ""
-        raise BatchError(f"{examples} cannot be halved{more}")
+        raise BatchError(f"{length} examples cannot be halved, for {microbatches} equal microbatches")
     return dataclasses.replace(case, batch=split_batch(case.batch, 2)[0])
 
 

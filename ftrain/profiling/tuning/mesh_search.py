@@ -6,19 +6,19 @@ import dataclasses
 from collections.abc import Iterator
 
 from ftrain.backends.format_bytes import format_bytes, parse_bytes
-from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
+from ftrain.errors import BatchError, DeviceError, FtrainError, OptionError
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.anatomy.kinds import BATCH
 from ftrain.profiling.anatomy.planned import MeshLayout, plan, require_pair
 from ftrain.profiling.anatomy.run import whole_state
-from ftrain.profiling.step_variants import (
-    add_wrapper,
-    first_examples,
-    length_of,
-    microbatches_of,
-    nbytes,
-    remove_wrapper,
-    with_microbatches,
+from ftrain.profiling.step_variants import length_of, nbytes, remove_wrapper
+from ftrain.profiling.tuning.candidates import (
+    candidate,
+    counts,
+    flops_with,
+    microbatch_starts,
+    microbatches_or_zero,
+    with_at_most_two,
 )
 from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, MeshTrial, MeshTrials, Remat
 from ftrain.step.step import Step
@@ -33,13 +33,7 @@ WHOLE, DIVIDED = (0,), (1, 2, 3)
 def mesh_trials(
     step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None, mesh: tuple[int, int]
 ) -> MeshTrials:
-    """Return the predictions for a step on the ranks of a mesh, the least time first; arguments as for `tune`.
-
-    Raises:
-        OptionError: for an invalid mesh or amount of memory.
-        BatchError: if the ranks do not divide the batch.
-        DeviceError: if nothing fits.
-    """
+    """Return the predictions for a step on the ranks of a mesh, the least time first; raises as `tune` does."""
     if memory is None:
         raise OptionError("tune: the ranks of a mesh may not exist; pass the memory of each, such as memory='80GB'")
     search = _MeshSearch(step, state, batch, parse_bytes("tune", memory), require_pair("tune", mesh, "nodes, devices"))
@@ -63,6 +57,7 @@ class _MeshSearch:
             )
         self._step = remove_wrapper(step, REMAT)
         self._state = state
+        self._current_microbatches = microbatches_or_zero(step)
         self._initial = whole_state(self._step, state)
         self._of_level_1: dict[tuple[MeshLayout, Remat], Anatomy] = {}
 
@@ -91,29 +86,19 @@ class _MeshSearch:
         params, others = nbytes(state.params), nbytes((state.opt_state, state.frozen, state.slots))
         return (params + others) // layout.shard + (params if layout.level in (1, 2) else 0)
 
-    def _counts(self) -> list[int]:
-        """Numbers of microbatches whose examples the ranks divide, fewest first; 0 if it must not change."""
-        try:
-            microbatches_of(self._step)
-        except ComposeError:
-            return [0]
-        each = self.examples // self._ranks
-        powers = {2**power for power in range(each.bit_length())} | {each}
-        return sorted(count for count in powers if each % count == 0)
-
     def _fewest(self, layout: MeshLayout, choice: Remat) -> MeshTrial:
-        counts = self._counts()
+        possible = counts(self.examples // self._ranks, self._current_microbatches)
         try:
-            row = self._predict(layout, choice, counts[-1])
+            row = self._predict(layout, choice, possible[-1])
         except FtrainError as error:
             line = str(error).splitlines()[0]
-            return MeshTrial(counts[-1], choice, self._step, verdict=f"does not apply: {line}", layout=layout)
+            return MeshTrial(possible[-1], choice, self._step, verdict=f"does not apply: {line}", layout=layout)
         if not row.fits:
             return row
-        low, high = 0, len(counts) - 1
+        low, high = 0, len(possible) - 1
         while low < high:
             middle = (low + high) // 2
-            other = self._predict(layout, choice, counts[middle])
+            other = self._predict(layout, choice, possible[middle])
             if other.fits:
                 row, high = other, middle
             else:
@@ -124,7 +109,6 @@ class _MeshSearch:
         simulated = self.anatomy(layout, choice, microbatches)
         more = max(microbatches - 2, 0)
         bytes_by_axis, shares = _sent(simulated, layout, more), layout.between_nodes(self.mesh[1])
-        step = self._compose(choice, microbatches, self._batch)
         # Every rank has the whole batch, and a copy of its rows of all microbatches.
         batch = nbytes(self._batch) + (nbytes(self._batch) // self._ranks if microbatches > 1 else 0)
         peak = simulated.peak + batch - simulated.most[BATCH]
@@ -132,10 +116,10 @@ class _MeshSearch:
         return MeshTrial(
             max(microbatches, 1),
             choice,
-            plan("tune", step, layout[:2], layout.level),
+            plan("tune", candidate(self._step, microbatches, choice, self._batch), layout[:2], layout.level),
             peak,
             fits,
-            _flops(simulated, layout, more),
+            flops_with(simulated, more),
             verdict="" if fits else "does not fit",
             layout=layout,
             sent=round(sum(bytes_by_axis.values())),
@@ -148,17 +132,11 @@ class _MeshSearch:
         if layout.level == 2 and microbatches == 1 and key in self._of_level_1:
             # Levels 1 and 2 differ only between microbatches.
             return dataclasses.replace(self._of_level_1[key], layout=layout)
-        count = min(microbatches, 2)
-        batch = first_examples(self._batch, self.examples // max(microbatches, 1) * max(count, 1))
-        step = self._compose(choice, count, batch)
+        step, batch = with_at_most_two(self._step, microbatches, choice, self._batch)
         simulated = anatomy(step, self._state, batch, mesh=layout[:2], level=layout.level)
         if layout.level == 1 and microbatches == 1:
             self._of_level_1[key] = simulated
         return simulated
-
-    def _compose(self, choice: Remat, microbatches: int, batch: PyTree) -> Step:
-        step = add_wrapper(self._step, choice.wrapper) if choice.wrapper else self._step
-        return with_microbatches(step, microbatches, batch) if microbatches else step
 
 
 def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
@@ -176,25 +154,10 @@ def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
     return DeviceError("\n".join(lines))
 
 
-def _flops(simulated: Anatomy, layout: MeshLayout, more: int) -> int:
-    """Return the FLOPs of a step that has `more` microbatches than the two that were simulated."""
-    first, second = _starts(simulated)
-    each = sum(operation.flops for operation in simulated.timeline.operations[first[0] : second[0]])
-    # From the second microbatch on, gradients are added to those before.
-    added = simulated.params // (layout.shard if layout.level > 1 else 1)
-    return sum(simulated.flops.values()) + (each + added) * more
-
-
 def _sent(simulated: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:
     """Return the bytes that a rank sends along each axis, with `more` microbatches than were simulated."""
-    totals, (first, second) = dict.fromkeys(layout.sizes, 0.0), _starts(simulated)
+    totals, (first, second) = dict.fromkeys(layout.sizes, 0.0), microbatch_starts(simulated)
     for number, each in enumerate(simulated.timeline.collectives):
         times = 1 + more * (first[1] <= number < second[1])
         totals[each.axis] += times * each.nbytes * SENT_PER_BYTE[each.operation](layout.sizes[each.axis])
     return totals
-
-
-def _starts(simulated: Anatomy) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where the two simulated microbatches start; each may call the loss several times."""
-    losses = simulated.timeline.losses
-    return losses[0], losses[len(losses) // 2]

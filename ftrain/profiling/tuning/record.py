@@ -24,12 +24,7 @@ Only the ratios matter, and an A100 has similar ones."""
 
 @dataclass(frozen=True)
 class Remat:
-    """A choice of rematerialisation.
-
-    Args:
-        text: its name in the table.
-        wrapper: the wrapper; None if the choice needs none.
-    """
+    """A choice of rematerialisation, with its name in the table; without a wrapper if it needs none."""
 
     text: str
     wrapper: Wrapper | None = None
@@ -44,29 +39,22 @@ BUDGETS = tuple(Remat(f"budget={share:g}", remat(budget=share)) for share in (0.
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate of `tune`: a number of microbatches with a choice of rematerialisation.
-
-    Args:
-        microbatches: number of microbatches.
-        remat: what is rematerialised.
-        step: the step with both.
-        predicted: bytes at the peak, predicted; None if that was not possible.
-        fits: whether these bytes are within the limit.
-        flops: floating-point operations of the step.
-        seconds: time of the step; None if it was not timed.
-        measured: bytes at the peak, measured; None if nothing was measured.
-        verdict: why it was chosen, or why not.
-    """
+    """A candidate of `tune`: the step with a number of microbatches and a choice of rematerialisation."""
 
     microbatches: int
     remat: Remat
     step: Step = dataclasses.field(repr=False)
     predicted: int | None = None
+    """Bytes at the peak; None if they cannot be predicted."""
     fits: bool = False
+    """Whether these bytes are within the limit."""
     flops: int = 0
     seconds: Interval | None = None
+    """Time of the step; None if it was not timed."""
     measured: int | None = None
+    """Bytes at the peak; None if they were not measured."""
     verdict: str = ""
+    """Why it was chosen, or why not."""
 
     @property
     def setting(self) -> str:
@@ -120,17 +108,13 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTrial(Trial):
-    """A candidate of `tune` for a mesh, which has a layout of ranks too.
-
-    Args:
-        layout: how the step is divided over ranks.
-        sent: bytes that each rank sends per step.
-        between: the part of these bytes that goes to other nodes.
-    """
+    """A candidate of `tune` for a mesh, which has a layout of ranks too."""
 
     layout: MeshLayout
     sent: int = 0
+    """Bytes that each rank sends per step."""
     between: int = 0
+    """The part of these bytes that goes to other nodes."""
 
     @property
     def estimate(self) -> float:

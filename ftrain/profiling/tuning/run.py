@@ -63,7 +63,7 @@ def tune(
         ComposeError: if `step` is not a `Step`, or runs on several ranks and would be timed.
         StructureError: if the state is of another step, or missing while the loss has no module.
         ConsumedError: if the state was donated.
-        OptionError: for an invalid amount of memory, or one smaller than the state; the message lists its parts.
+        OptionError: for an invalid amount of memory.
         BatchError: if the ranks of `mesh` do not divide the batch.
         DeviceError: if nothing fits, with the anatomy of the candidate that needs least, or if the device does not
             report its free memory.
@@ -84,8 +84,7 @@ def trials(
 ) -> Trials:
     """Return all candidates of `tune`, with the same arguments and errors, and the step that was chosen.
 
-    Raises:
-        FtrainError: as `tune`.
+    Raises as `tune` does.
     """
     require_step("tune", step, state)
     require_positive("tune", "rounds", rounds)
@@ -153,10 +152,9 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
     """Return what makes the chosen step slow."""
     if search.original is None or best.seconds is None:
         return []
-    predicted = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
     try:
         state = search.original.state_for(best.step)
-        return run_rules(facts_of(best.step, state, search.batch, predicted, best.seconds.median))
+        return run_rules(facts_of(best.step, state, search.batch, best.seconds.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 
 from ftrain import backends, tree
-from ftrain.backends.format_bytes import format_bytes, parse_bytes
+from ftrain.backends.format_bytes import parse_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
+from ftrain.errors import BatchError, DeviceError, FtrainError
 from ftrain.profiling.anatomy import anatomy
-from ftrain.profiling.anatomy.timeline import UPDATE
 from ftrain.profiling.comparison import Original
-from ftrain.profiling.oom_report import SMALLER_STATES, shortage
-from ftrain.profiling.step_variants import (
-    add_wrapper,
-    first_examples,
-    length_of,
-    microbatches_of,
-    nbytes,
-    remove_wrapper,
-    with_microbatches,
-)
+from ftrain.profiling.oom_report import shortage
+from ftrain.profiling.step_variants import length_of, nbytes
+from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
 from ftrain.step.evaluate import eval_step
 from ftrain.step.microbatch import combined, is_combined, split_batch
@@ -36,30 +26,16 @@ UNTRIED = "computes more, or in more microbatches"
 
 
 class Search:
-    """The candidates of `tune` and their predictions.
-
-    Args:
-        step: the step of the user.
-        state: its state, or None.
-        batch: the batch.
-        memory: the limit, as for `tune`.
-
-    Raises:
-        OptionError: for an invalid amount of memory, or one that is smaller than the state.
-        DeviceError: if the device does not report its free memory.
-    """
+    """The candidates of `tune` and their predictions."""
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
-        limit = parse_bytes("tune", memory) if memory is not None else None
-        at_rest = anatomy(step, state, batch, measure=False).at_rest
-        self.memory = limit if limit is not None else self._free() + at_rest.total()
-        if at_rest.total() > self.memory:
-            raise _below_state(self.memory, at_rest)
+        at_rest = anatomy(step, state, batch, measure=False).at_rest.total()
+        self.memory = self._free() + at_rest if memory is None else parse_bytes("tune", memory)
         is_meta = any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         self.original = None if state is None or is_meta else Original(step, state)
         """The step with its state; None if it cannot run."""
-        self.current_microbatches = _microbatches_or_zero(step)
+        self.current_microbatches = microbatches_or_zero(step)
         """The number of microbatches of the step of the user; 0 if it must not change."""
         self.current_remat = UNCHANGED if any(wrapper.name == REMAT for wrapper in step.wrappers) else NO_REMAT
 
@@ -92,16 +68,14 @@ class Search:
                 rows += [self._predict(microbatches, choice) for choice in (DOTS, *BUDGETS)]
         return rows
 
-    def _counts(self) -> Iterator[int]:
-        """Yield numbers of microbatches that divide the batch, fewest first; 0 if the number must not change."""
-        current, length = self.current_microbatches, 0
+    def _counts(self) -> list[int]:
+        """Return numbers of microbatches that divide the batch, fewest first; only 0 if the number must not change."""
+        length = 0
         with suppress(BatchError):
-            length = length_of(self.batch) if current else 0
-        if not length or self.reason_to_keep_microbatches is not None:
-            yield current if length else 0
-            return
-        powers = {2**power * factor for power in range(length.bit_length()) for factor in (1, current)}
-        yield from sorted(count for count in {*powers, current, length} if count <= length and length % count == 0)
+            length = length_of(self.batch)
+        if length and self.reason_to_keep_microbatches is not None:
+            return [self.current_microbatches]
+        return counts(length, self.current_microbatches)
 
     @functools.cached_property
     def reason_to_keep_microbatches(self) -> str | None:
@@ -125,46 +99,25 @@ class Search:
             "Mean(total, weight)"
         )
 
-    def _compose(self, microbatches: int, choice: Remat, batch: PyTree) -> Step:
-        step = self.step
-        if microbatches and microbatches != microbatches_of(step):
-            step = with_microbatches(step, microbatches, batch)
-        if choice is UNCHANGED:
-            return step
-        step = remove_wrapper(step, REMAT)
-        return add_wrapper(step, choice.wrapper) if choice.wrapper else step
-
     def _predict(self, microbatches: int, choice: Remat) -> Trial:
         try:
-            step = self._compose(microbatches, choice, self.batch)
-            peak, flops = self._peak_and_flops(microbatches, choice)
+            step = candidate(self.step, microbatches, choice, self.batch)
+            smaller, batch = with_at_most_two(self.step, microbatches, choice, self.batch)
+            predicted = anatomy(smaller, self.outline(smaller), batch, measure=False)
         except Exception as error:
             if not isinstance(error, FtrainError) and microbatches in (0, self.current_microbatches):
                 raise
             # Of any kind: the loss may not work on a part of the batch.
             return Trial(microbatches, choice, self.step, verdict=f"does not apply: {_first_line(error)}")
+        peak = predicted.peak + nbytes(self.batch) - nbytes(batch)
+        flops = flops_with(predicted, max(microbatches - 2, 0))
         fits = peak <= self.memory
         return Trial(microbatches or 1, choice, step, peak, fits, flops, verdict=UNTRIED if fits else "does not fit")
 
-    def _with_two_microbatches(self, microbatches: int, choice: Remat) -> tuple[Step, PyTree]:
-        """Return a candidate with at most two of its microbatches, and their batch: more do not take more memory."""
-        if microbatches <= 2:
-            return self._compose(microbatches, choice, self.batch), self.batch
-        batch = first_examples(self.batch, 2 * (length_of(self.batch) // microbatches))
-        return self._compose(2, choice, batch), batch
-
-    def _peak_and_flops(self, microbatches: int, choice: Remat) -> tuple[int, int]:
-        step, batch = self._with_two_microbatches(microbatches, choice)
-        predicted = anatomy(step, self.outline(step), batch, measure=False)
-        gradient_flops = sum(each.flops for each in predicted.timeline.operations if each.phase != UPDATE)
-        flops = sum(predicted.flops.values()) + gradient_flops * max(microbatches - 2, 0) // 2
-        return predicted.peak + nbytes(self.batch) - nbytes(batch), flops
-
     def shortage(self, row: Trial) -> list[str]:
         """Return lines that say what uses the memory of a candidate, with at most two of its microbatches."""
-        step, batch = row.step, self.batch
-        if row.microbatches:
-            step, batch = self._with_two_microbatches(row.microbatches, row.remat)
+        microbatches = row.microbatches if self.current_microbatches else 0
+        step, batch = with_at_most_two(self.step, microbatches, row.remat, self.batch)
         return shortage(step, self.outline(step), batch)
 
     def outline(self, step: Step) -> TrainState | None:
@@ -172,18 +125,5 @@ class Search:
         return None if self.state is None else Original(self.step, self.state).outline(step)
 
 
-def _microbatches_or_zero(step: Step) -> int:
-    with suppress(ComposeError):
-        return microbatches_of(step)
-    return 0
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _below_state(memory: int, at_rest: Counter[str]) -> OptionError:
-    total = format_bytes(at_rest.total())
-    lines = [f"tune: memory is {format_bytes(memory)}, but the state and the batch alone take {total}:"]
-    lines += [f"  {kind:<34} {format_bytes(size):>12}" for kind, size in at_rest.items()]
-    return OptionError("\n".join([*lines, "What would take less:", *SMALLER_STATES]))

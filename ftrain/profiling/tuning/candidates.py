@@ -1,0 +1,68 @@
+"""A step with another number of microbatches and another rematerialisation, and what shows its cost."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ftrain.errors import ComposeError
+from ftrain.profiling.anatomy import Anatomy
+from ftrain.profiling.step_variants import (
+    add_wrapper,
+    first_examples,
+    length_of,
+    microbatches_of,
+    remove_wrapper,
+    with_microbatches,
+)
+from ftrain.profiling.tuning.record import UNCHANGED, Remat
+from ftrain.step.step import Step
+from ftrain.transforms.remat.wrapper import NAME as REMAT
+from ftrain.types import PyTree
+
+
+def microbatches_or_zero(step: Step) -> int:
+    """Return the number of microbatches of a step; 0 if it must not change."""
+    with suppress(ComposeError):
+        return microbatches_of(step)
+    return 0
+
+
+def counts(length: int, current: int) -> list[int]:
+    """Return numbers of equal microbatches, fewest first; only 0, for no change, if `length` or `current` is 0."""
+    if not length or not current:
+        return [0]
+    powers = {2**power * factor for power in range(length.bit_length()) for factor in (1, current)}
+    return sorted(count for count in {*powers, current, length} if count <= length and length % count == 0)
+
+
+def candidate(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> Step:
+    """Return a step with a number of microbatches, 0 for no change, and a choice of rematerialisation."""
+    if microbatches:
+        step = with_microbatches(step, microbatches, batch)
+    if choice is UNCHANGED:
+        return step
+    step = remove_wrapper(step, REMAT)
+    return add_wrapper(step, choice.wrapper) if choice.wrapper else step
+
+
+def with_at_most_two(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> tuple[Step, PyTree]:
+    """Return a candidate with at most two of its microbatches, and their batch: more do not take more memory."""
+    if microbatches > 2:
+        batch = first_examples(batch, 2 * (length_of(batch) // microbatches))
+    return candidate(step, min(microbatches, 2), choice, batch), batch
+
+
+def flops_with(predicted: Anatomy, more: int) -> int:
+    """Return the FLOPs of a step that has `more` microbatches than the two that were predicted."""
+    first, second = microbatch_starts(predicted)
+    each = sum(operation.flops for operation in predicted.timeline.operations[first[0] : second[0]])
+    # From the second microbatch on, gradients are added to those before.
+    layout = predicted.layout
+    added = predicted.params // (layout.shard if layout is not None and layout.level > 1 else 1)
+    return sum(predicted.flops.values()) + (each + added) * more
+
+
+def microbatch_starts(predicted: Anatomy) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the numbers of operations and of collectives before each of two microbatches."""
+    losses = predicted.timeline.losses  # Each may call the loss several times.
+    return losses[0], losses[len(losses) // 2]
