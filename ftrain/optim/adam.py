@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,6 @@ from ftrain.errors import require_positive
 from ftrain.optim.elementwise import (
     COUNT,
     ZERO_COUNT,
-    Fused,
     Number,
     Part,
     average,
@@ -174,16 +173,33 @@ def _adam(
 
     def rule(part: Part, size: Number, root: Number, decay_factor: Number) -> None:
         p, mu, nu = part.leaf, part.state["mu"], part.state["nu"]
-        g = part.descent(maximize=maximize, l2=0.0 if decoupled else weight_decay)
+        g = part.descent(maximize=maximize, l2=not decoupled)
         average(mu, g, b1)
         average_squares(nu, g, b2)
         largest = part.state["nu_max"].clamp_min_(nu) if amsgrad else nu
-        if decoupled and weight_decay and part.decay:
+        if decoupled and part.weight_decay:
             p.mul_(decay_factor)
         descend_quotient(p, mu, largest.sqrt().div_(root).add_(eps), size)
 
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    scalars = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+        kernel(
+            part.leaf,
+            part.grad,
+            part.state["mu"],
+            part.state["nu"],
+            part.state["nu_max"] if amsgrad else [],
+            [shared[COUNT]] * len(part.leaf),
+            lr=rate,
+            beta1=b1,
+            beta2=b2,
+            weight_decay=part.weight_decay,
+            eps=eps,
+            amsgrad=amsgrad,
+            maximize=maximize,
+        )
+
     return leafwise(
         name,
         lr,
@@ -191,7 +207,7 @@ def _adam(
         state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
         shared={COUNT: ZERO_COUNT},
         constants=constants,
-        fused=_fused(kernel, weight_decay, scalars),
+        fused=fused,
         storage=storage,
         by_element=True,
         weight_decay=weight_decay,
@@ -199,16 +215,3 @@ def _adam(
         shown={"amsgrad": amsgrad, "maximize": maximize},
         options={"b1": b1, "b2": b2, "eps": eps},
     )
-
-
-def _fused(kernel: Callable[..., Any], weight_decay: float, scalars: Mapping[str, Any]) -> Fused:
-    """Return the update by a fused kernel of torch, which takes all leaves of a part."""
-
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        mu, nu = part.state["mu"], part.state["nu"]
-        largest = part.state["nu_max"] if scalars["amsgrad"] else []
-        decay = weight_decay if part.decay else 0.0
-        counts = [shared[COUNT]] * len(part.leaf)
-        kernel(part.leaf, part.grad, mu, nu, largest, counts, lr=rate, weight_decay=decay, **scalars)
-
-    return fused

@@ -55,8 +55,8 @@ def lamb(
         p, g = part.leaf, part.grad
         mu = average(part.state["mu"], g, b1)
         u = mu.mul(correction).div_(average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(eps))
-        if weight_decay and part.decay:
-            u.add_(p, alpha=weight_decay)
+        if part.weight_decay:
+            u.add_(p, alpha=part.weight_decay)
         descend(p, u.mul_(_trust(p, u)), rate)
 
     return leafwise(

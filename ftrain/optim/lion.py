@@ -46,7 +46,7 @@ def lion(
 
     def rule(part: Part, rate: Number, decay_factor: Number) -> None:
         p, g, mu = part.leaf, part.grad, part.state["mu"]
-        if weight_decay and part.decay:
+        if part.weight_decay:
             p.mul_(decay_factor)
         descend(p, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
         average(mu, g, b2)

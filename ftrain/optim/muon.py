@@ -88,7 +88,7 @@ def muon(
         b = average(part.state["momentum"], g, momentum)
         ahead = g.lerp(b, momentum) if nesterov else b
         o = ahead.like(_orthogonal(ahead.tensors, ns_coefficients, ns_steps, eps))
-        if weight_decay and part.decay:
+        if part.weight_decay:
             p.mul_(decay_factor)
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         descend(p, o, rate * factor)

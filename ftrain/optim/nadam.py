@@ -59,7 +59,6 @@ def nadam(
     """
     require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("nadam", momentum_decay=momentum_decay)
-    coupled = 0.0 if decoupled_weight_decay else weight_decay
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = exact_count(shared[COUNT])
@@ -72,12 +71,12 @@ def nadam(
         return rate * factor * root, share, eps * root, 1 - rate * weight_decay
 
     def rule(part: Part, size: Number, share: Number, least: Number, decay_factor: Number) -> None:
-        g = part.descent(maximize=maximize, l2=coupled)
+        g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         u = combine(g, mu, share)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        if decoupled_weight_decay and weight_decay and part.decay:
+        if decoupled_weight_decay and part.weight_decay:
             part.leaf.mul_(decay_factor)
         descend_quotient(part.leaf, u, nu.sqrt().add_(least), size)
 

@@ -57,7 +57,6 @@ def radam(
     * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
     require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
-    coupled = 0.0 if decoupled_weight_decay else weight_decay
     limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -72,11 +71,11 @@ def radam(
         return rate, root, torch.where(rectified, eps * adaptive, first), 1 - rate * weight_decay
 
     def rule(part: Part, rate: Number, root: Number, least: Number, decay_factor: Number) -> None:
-        g = part.descent(maximize=maximize, l2=coupled)
+        g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        if decoupled_weight_decay and weight_decay and part.decay:
+        if decoupled_weight_decay and part.weight_decay:
             part.leaf.mul_(decay_factor)
         if isinstance(root, Tensor):
             descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)

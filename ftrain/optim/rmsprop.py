@@ -50,7 +50,7 @@ def rmsprop(
     require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
 
     def rule(part: Part, rate: Number) -> None:
-        g = part.descent(maximize=maximize, l2=weight_decay)
+        g = part.descent(maximize=maximize)
         spread = average_squares(part.state["nu"], g, alpha)
         if centered:
             mu = average(part.state["mu"], g, alpha)

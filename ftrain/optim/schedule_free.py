@@ -76,7 +76,7 @@ def schedule_free_adamw(
     def rule(part: Part, size: Number, step: Number, share: Number, least: Number, decay: Number) -> None:
         y, z, g = part.leaf, part.state["z"], part.grad
         u = g.div(average_squares(part.state["nu"], g, b2).sqrt().add_(least))
-        if weight_decay and part.decay:
+        if part.weight_decay:
             descend(u, y, decay)
         # y after the step from the old y, z and u, without x.
         approach(y, z, share)

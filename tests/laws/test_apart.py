@@ -124,8 +124,8 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "nested", "lookahead"])
 def test_plans_are_made_once(name, monkeypatch):
     made = []
-    make_plan = optim.grouping.Planner._make
-    monkeypatch.setattr(optim.grouping.Planner, "_make", lambda *args: made.append(1) or make_plan(*args))
+    make_plan = optim.grouping.Planner.plan
+    monkeypatch.setattr(optim.grouping.Planner, "plan", lambda *args: made.append(1) or make_plan(*args))
     run(make(name), "leaf by leaf", torch.float32, donate=True, steps=1)
     once = len(made)
     made.clear()
