@@ -53,21 +53,6 @@ def require_floating(function: str, name: str, value: Tensor) -> None:
         raise LossError(f"{function}: {name} are {kind(value)}; they must be floating point.")
 
 
-def require_smoothing(function: str, label_smoothing: float) -> None:
-    """Check that the label smoothing is in [0, 1]. Raises a LossError if not."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise LossError(f"{function}: label_smoothing is {label_smoothing}; it must be in [0, 1].")
-
-
-def require_class_weight(function: str, name: str, weight: Tensor, classes: int) -> None:
-    """Check that class weights are floating point of shape (classes,). Raises a LossError if not."""
-    if not weight.is_floating_point() or weight.shape != (classes,):
-        raise LossError(
-            f"{function}: {name} is {kind(weight)}; it must be floating point, one for each class, "
-            f"of shape {(classes,)}."
-        )
-
-
 def kind(value: Tensor) -> str:
     """Return the dtype and shape of a tensor as text for messages."""
     return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"

@@ -25,13 +25,13 @@ Rounding: TypeAlias = Callable[[Tensor], Tensor]
 class Floats:
     """Stored in a floating-point dtype; in that of the parameter if none is given.
 
-    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `align`
+    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `block`
     is the number of elements that must stay together.
     """
 
     dtype: torch.dtype | None = None
     suffixes: tuple[str, ...] = ("",)
-    align: int = 1
+    block: int = 1
 
     def begin(self, value: Tensor) -> Window:
         """Store the initial value of a moment."""
@@ -74,11 +74,6 @@ class Codes:
     block: int
     least: int
     suffixes: tuple[str, ...] = ("", "_scale")
-
-    @property
-    def align(self) -> int:
-        """Number of elements that must stay together."""
-        return self.block
 
     def begin(self, value: Tensor) -> Window:
         """Store zeros."""

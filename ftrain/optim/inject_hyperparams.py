@@ -42,16 +42,9 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
         return {FACTORS: factors, **inner.init(params)}
 
-    def update(
-        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        params, state = inner.update(grads, opt_state, params, hyper, donate=donate)
-        return params, {FACTORS: opt_state[FACTORS], **state}
-
     return dataclasses.replace(
-        optimizer,
+        inner,
         init=init,
-        update=update,
         factors=_factors,
         text=f"adjustable({optimizer.text})",
         name="",
@@ -61,7 +54,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def _within(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state is ``{"state": state of optimizer}``."""
+    """Return an optimizer whose state is ``{"state": state of optimizer}``; it keeps other entries."""
 
     def init(params: PyTree) -> PyTree:
         return {STATE: optimizer.init(params)}
@@ -70,7 +63,7 @@ def _within(optimizer: Optimizer) -> Optimizer:
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
-        return params, {STATE: state}
+        return params, {**opt_state, STATE: state}
 
     return dataclasses.replace(optimizer, init=init, update=update)
 

@@ -72,8 +72,6 @@ def muon(
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_positive("muon", "ns_steps", ns_steps)
-    if len(ns_coefficients) != 3:
-        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
 
@@ -111,7 +109,17 @@ def muon(
             "adjust_lr_fn": adjust_lr_fn,
         },
     )
-    return replace(optimizer, init=lambda params: optimizer.init(_require_matrices(params)))
+
+    def init(params: PyTree) -> PyTree:
+        for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
+            if leaf.ndim != 2:
+                raise StructureError(
+                    f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
+                    "ft.optim.partition to give parameters that are not matrices to another optimizer"
+                )
+        return optimizer.init(params)
+
+    return replace(optimizer, init=init)
 
 
 def _orthogonal(
@@ -136,14 +144,3 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
         x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     # In bfloat16, multiplying by a learning rate that is a tensor would round.
     return (x.mT if tall else x).to(matrix.dtype)
-
-
-def _require_matrices(params: PyTree) -> PyTree:
-    """Return the parameters; raises a StructureError if one is not a matrix."""
-    for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
-        if leaf.ndim != 2:
-            raise StructureError(
-                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
-                "ft.optim.partition to give parameters that are not matrices to another optimizer"
-            )
-    return params

@@ -56,7 +56,7 @@ class Storage:
     @property
     def align(self) -> int:
         """Number of elements that must stay together."""
-        return max([form.align for form in self.formats.values()], default=1)
+        return max([form.block for form in self.formats.values()], default=1)
 
     @property
     def by_element(self) -> bool:
@@ -114,7 +114,7 @@ class Storage:
 
         def rounding(values: Tensor) -> Tensor:
             device_key = random.to_device(key, values.device)
-            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager), eager=eager)
+            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager))
 
         return rounding
 
