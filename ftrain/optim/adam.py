@@ -14,8 +14,6 @@ from ftrain.optim.elementwise import (
     ZERO_COUNT,
     Number,
     Part,
-    average,
-    average_squares,
     debias,
     descend_quotient,
     exact_count,
@@ -169,17 +167,14 @@ def _adam(
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = exact_count(shared[COUNT])
-        return rate / debias(b1, count), debias(b2, count).sqrt(), 1 - rate * weight_decay
+        return rate / debias(b1, count), debias(b2, count).sqrt()
 
-    def rule(part: Part, size: Number, root: Number, decay_factor: Number) -> None:
-        p, mu, nu = part.leaf, part.state["mu"], part.state["nu"]
+    def rule(part: Part, size: Number, root: Number) -> None:
         g = part.descent(maximize=maximize, l2=not decoupled)
-        average(mu, g, b1)
-        average_squares(nu, g, b2)
+        mu = part.state["mu"].lerp_(g, 1 - b1)
+        nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
         largest = part.state["nu_max"].clamp_min_(nu) if amsgrad else nu
-        if decoupled and part.weight_decay:
-            p.mul_(decay_factor)
-        descend_quotient(p, mu, largest.sqrt().div_(root).add_(eps), size)
+        descend_quotient(part.leaf, mu, largest.sqrt().div_(root).add_(eps), size)
 
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
@@ -210,6 +205,7 @@ def _adam(
         fused=fused,
         storage=storage,
         by_element=True,
+        decoupled=decoupled,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"amsgrad": amsgrad, "maximize": maximize},

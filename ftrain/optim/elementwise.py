@@ -18,9 +18,10 @@ from torch import Tensor
 from ftrain import _torch, backends, tree
 from ftrain.errors import StructureError, require_range
 from ftrain.optim.column import Column, Some
+from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
 from ftrain.optim.schedules import as_schedule
-from ftrain.optim.state_dtype import Storage, Vectors
+from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
@@ -33,30 +34,6 @@ COUNT, ZERO_COUNT = "count", torch.zeros(())
 
 REDUCED = 16
 """Number of elements of a reduction that Inductor does not unroll."""
-
-
-@dataclass(slots=True)
-class Part:
-    """Leaves of one dtype and device, or a single leaf, with their gradients and moments.
-
-    Args:
-        leaf: the parameters, which the formula writes.
-        grad: their gradients, which it only reads.
-        state: the moments by name, which it writes.
-        weight_decay: the weight decay of these leaves; 0 for those that do not decay.
-        like: one of the leaves.
-    """
-
-    leaf: Some
-    grad: Some
-    state: Mapping[str, Some]
-    weight_decay: float
-    like: Tensor
-
-    def descent(self, *, maximize: bool, l2: bool = True) -> Some:
-        """Return the gradient to descend: negated to `maximize` the loss, and with that of weight decay if `l2`."""
-        grad = self.grad.neg() if maximize else self.grad
-        return grad.add(self.leaf, alpha=self.weight_decay) if l2 and self.weight_decay else grad
 
 
 Rule: TypeAlias = Callable[..., None]
@@ -83,6 +60,7 @@ def leafwise(
     alike: bool = False,
     by_element: bool = False,
     storage: Storage | None = None,
+    decoupled: bool = False,
     weight_decay: float,
     decay_mask: Mask,
     shown: Mapping[str, float | bool] | None = None,
@@ -104,7 +82,9 @@ def leafwise(
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
         storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
             be elementwise, and gets vectors.
-        weight_decay: weight decay, applied by the rule itself; with 0, the mask does not split the leaves into groups.
+        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule; else the rule applies
+            the weight decay itself.
+        weight_decay: weight decay; with 0, the mask does not split the leaves into groups.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
@@ -117,7 +97,9 @@ def leafwise(
     require_range(name, "weight_decay", weight_decay, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
-    family = _Family(name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage, weight_decay)
+    family = _Family(
+        name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage, decoupled, weight_decay
+    )
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
 
     def init(params: PyTree) -> PyTree:
@@ -158,6 +140,7 @@ class _Family:
     foreach: bool
     alike: bool
     storage: Storage | None
+    decoupled: bool
     weight_decay: float
 
     def init(self, params: PyTree) -> PyTree:
@@ -221,22 +204,30 @@ class _Family:
         if self.storage:
             stored = dict(zip(self.names, moments, strict=True))
             key = hyper[RNG] if self.storage.stochastic else None
-            parts = self._parts_of_vectors(wrap, self.storage.vectors(plan, leaves, grads, stored, key, eager=eager))
+            parts = self.storage.parts(
+                plan, leaves, grads, stored, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
+            )
         else:
             parts = self._parts(wrap, groups, [leaves, grads, *moments])
         if kernel is not None:
             for part in parts:
                 kernel(part, rate, scalars)
             return
-        constants = (rate,) if self.constants is None else _materialized(self.constants(rate, scalars), rate)
-        if eager:
-            constants = tuple(map(_number, constants))
+        constants = (rate,) if self.constants is None else self.constants(rate, scalars)
+        if self.decoupled:
+            constants = (1 - rate * self.weight_decay, *constants)
+        constants = tuple(map(_number, constants)) if eager else _materialized(constants, rate)
         converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
             kind = part.like.dtype, part.like.device
             if kind not in converted:
                 converted[kind] = tuple(_converted(value, *kind) for value in constants)
-            self.rule(part, *converted[kind])
+            values: Sequence[Number] = converted[kind]
+            if self.decoupled:
+                decay_factor, *values = values
+                if part.weight_decay:
+                    part.leaf.mul_(decay_factor)
+            self.rule(part, *values)
 
     def _parts(
         self, wrap: Callable[[list[Tensor]], Some], groups: Iterable[Group], columns: list[list[Tensor]]
@@ -250,13 +241,6 @@ class _Family:
             state = dict(zip(self.names, moments, strict=True))
             yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[0][indices[0]])
 
-    def _parts_of_vectors(self, wrap: Callable[[list[Tensor]], Some], vectors: Iterator[Vectors]) -> Iterator[Part]:
-        """Yield the parts of vectors, leaf by leaf: kernels may round the last elements of a vector differently."""
-        for leaf, grad, moments, sizes, decay in vectors:
-            state = {key: wrap(list(moment.split_with_sizes(sizes))) for key, moment in moments.items()}
-            leaves, grads = (wrap(list(vector.split_with_sizes(sizes))) for vector in (leaf, grad))
-            yield Part(leaves, grads, state, self.weight_decay if decay else 0.0, leaf)
-
 
 def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     """Return gradients with the strides of their parameters, which fused kernels need."""
@@ -266,14 +250,14 @@ def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _materialized(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
-    """In a graph, keep a compiler from computing 0-d tensors again for every element that uses them.
+def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...]:
+    """Keep a compiler from computing 0-d tensors again for every element that uses them.
 
     Inductor fuses cheap operations into the kernels that use them, and counts powers among these: an update
     of 8 million parameters took 6.5 ms instead of 3.0. It always stores the result of a reduction.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if not isinstance(rate, Tensor) or not tensors:
+    if all(tensor is rate for tensor in tensors):
         return values
     scalars = torch.stack([value.to(rate.dtype) for value in tensors])
     stored = iter(scalars.expand(REDUCED, len(scalars)).amax(0).unbind())
@@ -313,29 +297,9 @@ def require_ranges(function: str, high: float = float("inf"), **values: float) -
         require_range(function, name, value, 0.0, high)
 
 
-def average(mean: Some, grad: Some, decay: float) -> Some:
-    """``mean <- decay mean + (1 - decay) grad``, in place."""
-    return mean.lerp_(grad, 1 - decay)
-
-
-def average_squares(mean: Some, grad: Some, decay: float) -> Some:
-    """``mean <- decay mean + (1 - decay) grad^2``, in place."""
-    return mean.mul_(decay).addcmul_(grad, grad, value=1 - decay)
-
-
 def descend(leaf: Some, step: Some, rate: Number) -> Some:
     """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
     return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
-
-
-def approach(leaf: Some, other: Some, share: Number) -> Some:
-    """``leaf <- leaf + share (other - leaf)``, in place; the share may be a tensor."""
-    return leaf.add_(other.sub(leaf).mul_(share)) if isinstance(share, Tensor) else leaf.lerp_(other, share)
-
-
-def combine(leaf: Some, other: Some, share: Number) -> Some:
-    """``leaf + share other``, of new memory."""
-    return other.mul(share).add_(leaf) if isinstance(share, Tensor) else leaf.add(other, alpha=share)
 
 
 def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:

@@ -7,8 +7,6 @@ import torch
 from ftrain.optim.elementwise import (
     Number,
     Part,
-    average,
-    average_squares,
     descend,
     descend_quotient,
     leafwise,
@@ -51,9 +49,9 @@ def rmsprop(
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize)
-        spread = average_squares(part.state["nu"], g, alpha)
+        spread = part.state["nu"].mul_(alpha).addcmul_(g, g, value=1 - alpha)
         if centered:
-            mu = average(part.state["mu"], g, alpha)
+            mu = part.state["mu"].lerp_(g, 1 - alpha)
             root = spread.addcmul(mu, mu, value=-1).sqrt_().add_(eps)
         else:
             root = spread.sqrt().add_(eps)

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
+from ftrain.optim.column import Part, Some
 from ftrain.optim.formats import Floats, Format, Rounding
 from ftrain.optim.grouping import Plan, VectorLayout
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class Vectors(NamedTuple):
-    """Vectors to compute on, the number of elements of each leaf in them, and whether they decay."""
-
-    leaf: Tensor
-    grad: Tensor
-    moments: dict[str, Tensor]
-    sizes: list[int]
-    decay: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Storage:
                     columns[key + suffix].append(stored)
         return {name: tree.unflatten(spec, column) for name, column in columns.items()}
 
-    def vectors(
+    def parts(
         self,
         plan: Plan,
         leaves: list[Tensor],
@@ -81,12 +72,16 @@ class Storage:
         stored: Mapping[str, list[Tensor]],
         key: Tensor | None,
         *,
+        wrap: Callable[[list[Tensor]], Some],
+        weight_decay: float,
         eager: bool,
-    ) -> Iterator[Vectors]:
-        """Yield one vector after another to compute on, and store its new values when the next one is requested.
+    ) -> Iterator[Part]:
+        """Yield one part after another to compute on, and store its new values when the next one is requested.
 
         Writes `leaves`, the parameters, and `stored`, the leaves of the state by name. Gradients must have the strides
         of the parameters. `key` is that of stochastic rounding. In eager mode, join small leaves and cut long ones.
+        Within a part, the elements of each leaf are a vector of their own: kernels may round the last ones of a vector
+        differently.
         """
         plain = Floats()
         for layout in plan.vectors if eager else plan.leaf_vectors:
@@ -103,7 +98,9 @@ class Storage:
             grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in layout.windows], dtype)
             values = {name: self.formats[name].read(cuts, dtype) for name, cuts in moments.items()}
             sizes = [stop - start for _, start, stop in layout.windows]
-            yield Vectors(leaf, grad, values, sizes, layout.decay)
+            p, g, *state = [wrap(list(each.split_with_sizes(sizes))) for each in (leaf, grad, *values.values())]
+            decay = weight_decay if layout.decay else 0.0
+            yield Part(p, g, dict(zip(values, state, strict=True)), decay, leaf)
             plain.write(windows, leaf, self._rounding(key, layout, 0, eager))
             for number, (name, form) in enumerate(self.formats.items(), 1):
                 form.write(moments[name], values[name], self._rounding(key, layout, number * plan.size, eager))
