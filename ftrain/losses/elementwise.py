@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import at_least_float32, kind, require_floating
+from ftrain.losses.inputs import at_least_float32, require_floating
+from ftrain.tree import describe
 from ftrain.types import Mean
 
 
@@ -84,7 +85,7 @@ def _weighted(
 def _require_same_shape(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
     require_floating(function, names[0], outputs)
     if targets.is_complex():
-        raise LossError(f"{function}: {names[1]} are {kind(targets)}; they must be real.")
+        raise LossError(f"{function}: {names[1]} are {describe(targets)}; they must be real.")
     if outputs.shape != targets.shape:
         raise LossError(
             f"{function}: {names[0]} have shape {tuple(outputs.shape)} and {names[1]} "

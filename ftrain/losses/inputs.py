@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import LossError
-from ftrain.tree import dtype_name
+from ftrain.tree import describe
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -42,7 +42,7 @@ def require_indices(function: str, labels: Tensor) -> None:
     """Check that labels are integers. Raises a LossError if not."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
-            f"{function}: labels are {kind(labels)}; they must be integer class indices. "
+            f"{function}: labels are {describe(labels)}; they must be integer class indices. "
             "Take argmax(-1) of one-hot labels."
         )
 
@@ -50,9 +50,4 @@ def require_indices(function: str, labels: Tensor) -> None:
 def require_floating(function: str, name: str, value: Tensor) -> None:
     """Check that a tensor has a floating-point dtype. Raises a LossError if not."""
     if not value.is_floating_point():
-        raise LossError(f"{function}: {name} are {kind(value)}; they must be floating point.")
-
-
-def kind(value: Tensor) -> str:
-    """Return the dtype and shape of a tensor as text for messages."""
-    return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+        raise LossError(f"{function}: {name} are {describe(value)}; they must be floating point.")

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError, require_positive, require_range
-from ftrain.losses.inputs import at_least_float32, kind, require_floating, require_indices, weight_of_labels
+from ftrain.losses.inputs import at_least_float32, require_floating, require_indices, weight_of_labels
+from ftrain.tree import describe
 from ftrain.types import Mean
 
 NAME = "linear_cross_entropy"
@@ -71,7 +72,7 @@ def linear_cross_entropy(
     if class_weight is not None:
         if class_weight.shape != weight.shape[:1]:
             raise LossError(
-                f"{NAME}: class_weight is {kind(class_weight)}; it must have shape {tuple(weight.shape[:1])}."
+                f"{NAME}: class_weight is {describe(class_weight)}; it must have shape {tuple(weight.shape[:1])}."
             )
         class_weight = class_weight.detach().to(wide)
     labels = labels.long().reshape(-1)
@@ -143,7 +144,7 @@ def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise LossError(
-            f"{NAME}: hidden is {kind(hidden)} and weight {kind(weight)}; they must have one dtype, "
+            f"{NAME}: hidden is {describe(hidden)} and weight {describe(weight)}; they must have one dtype, "
             "or be under autocast. Convert one of them."
         )
     return hidden.dtype
@@ -163,6 +164,6 @@ def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
         )
     if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         raise LossError(
-            f"{NAME}: bias is {kind(bias)} and weight {kind(weight)}; bias must have the dtype of weight "
+            f"{NAME}: bias is {describe(bias)} and weight {describe(weight)}; bias must have the dtype of weight "
             f"and shape {tuple(weight.shape[:1])}."
         )

@@ -46,11 +46,7 @@ def adagrad(
     * `initial_accumulator_value`: the first value of :math:`s`, at least 0.
     """
     require_ranges("adagrad", 1.0, eps=eps)
-    require_ranges(
-        "adagrad",
-        lr_decay=lr_decay,
-        initial_accumulator_value=initial_accumulator_value,
-    )
+    require_ranges("adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return (rate / (1 + (exact_count(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import OptionError, StructureError, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
@@ -94,8 +93,7 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
             raise OptionError(
                 f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number of at least 0")
+        require_range("adjust", f"the factor of {pattern}", factor, 0.0)
         new = torch.tensor(float(factor), dtype=torch.float64)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
     if all(changed[name] is factor for name, factor in old.items()):

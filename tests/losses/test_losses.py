@@ -410,11 +410,11 @@ class TestErrors:
             (LOGITS, LABELS.new_zeros(5), r"logits have shape \(4, 10\) and labels \(5,\); .* shape \(4,\)"),
             (LOGITS, LABELS.new_zeros(4, 1), r"labels \(4, 1\); labels must have shape \(4,\)"),
             (LOGITS.expand(2, 4, 10), LABELS.expand(2, 4).T, r"must have shape \(2, 4\), because the class axis"),
-            (LOGITS, torch.zeros(4), r"labels are float32 of shape \(4,\); they must be integer"),
-            (LOGITS, torch.zeros(4, 10), r"labels are float32 of shape \(4, 10\); .* argmax\(-1\)"),
-            (LOGITS, LABELS.bool(), r"labels are bool of shape \(4,\); they must be integer"),
+            (LOGITS, torch.zeros(4), r"labels are float32\[4\]; they must be integer"),
+            (LOGITS, torch.zeros(4, 10), r"labels are float32\[4, 10\]; .* argmax\(-1\)"),
+            (LOGITS, LABELS.bool(), r"labels are bool\[4\]; they must be integer"),
             (LOGITS, LABELS.to(torch.complex64), r"labels are complex64"),
-            (LOGITS.long(), LABELS, r"logits are int64 of shape \(4, 10\); they must be floating point"),
+            (LOGITS.long(), LABELS, r"logits are int64\[4, 10\]; they must be floating point"),
             (LOGITS.to(torch.complex64), LABELS, r"logits are complex64"),
             (torch.zeros(()), LABELS, r"logits have shape \(\); they must be \(\.\.\., classes\)"),
             (torch.zeros(4, 0), LABELS, r"logits have shape \(4, 0\); .* at least one class"),
@@ -442,9 +442,9 @@ class TestErrors:
         start, outputs = f"^{function.__name__}: ", torch.zeros(4, 1)
         with pytest.raises(LossError, match=start + rf"{names[0]} have shape \(4, 1\) and {names[1]} \(4,\);"):
             function(outputs, torch.zeros(4))
-        with pytest.raises(LossError, match=start + rf"{names[0]} are int64 of shape \(4, 1\); .* floating"):
+        with pytest.raises(LossError, match=start + rf"{names[0]} are int64\[4, 1\]; .* floating"):
             function(outputs.long(), outputs)
-        with pytest.raises(LossError, match=start + rf"{names[1]} are complex64 of shape \(4, 1\); .* real"):
+        with pytest.raises(LossError, match=start + rf"{names[1]} are complex64\[4, 1\]; .* real"):
             function(outputs, outputs.to(torch.complex64))
 
     @pytest.mark.parametrize("function", [mse, binary_cross_entropy])
