@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ftrain.optim.elementwise import (
-    Number,
-    Part,
-    descend,
-    descend_quotient,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, descend, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
