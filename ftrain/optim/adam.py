@@ -88,9 +88,8 @@ def adamw(
 
     To save memory, ``state_dtype="bf16"`` halves the moments, and ``stochastic_rounding=True`` trains bfloat16
     parameters without a float32 copy. Values are then rounded up or down at random, with the key of the step, so that
-    the mean of the result is the value. Rounded to the nearest, changes of less than 0.2% would be lost, and with them
-    the decay of :math:`v`: its root was 5.3 times too large 4,500 steps after gradients fell tenfold. Rounded
-    at random it was right on average, and within 6% for nine of ten elements.
+    the mean of the result is the value: rounded to the nearest, changes of less than 0.2% would be lost, and with them
+    the decay of :math:`v`.
 
     Besides the arguments that `ftrain.optim` describes:
 

@@ -65,7 +65,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         data = to_device(data, key.device).to(torch.int64)
         low, high = data & MASK, (data >> 32) & MASK
     else:
-        low, high = (full(key, half) for half in halves("fold_in", "data", data))
+        lower, upper = halves("fold_in", "data", data)
+        low, high = full(key, lower), full(key, upper)
     return _join_key(torch.stack(philox(key, (low, high, full(key, FOLD), full(key, 0)))[:2], -1), examples)
 
 
