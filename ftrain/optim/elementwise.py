@@ -108,7 +108,8 @@ def leafwise(
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         plan = planner.of_parts(params).plan
-        return [replace(whole, init=family.init, update=partial(family.update, StructureCache(plan))) for _ in parts]
+        updates = [partial(family.update, StructureCache(plan)) for _ in parts]
+        return [replace(whole, init=family.init, update=update, split=None) for update in updates]
 
     shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
@@ -202,10 +203,9 @@ class _Family:
         else:
             wrap, groups = _only, (([index], decay) for index, decay in enumerate(plan.decays))
         if self.storage:
-            stored = dict(zip(self.names, moments, strict=True))
             key = hyper[RNG] if self.storage.stochastic else None
             parts = self.storage.parts(
-                plan, leaves, grads, stored, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
+                plan, leaves, grads, moments, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
             )
         else:
             parts = self._parts(wrap, groups, [leaves, grads, *moments])

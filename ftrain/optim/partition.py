@@ -115,7 +115,8 @@ class _Part(NamedTuple):
 def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
     """Return the optimizer of some leaves, from the parts for each of their labels."""
     by_element = all(part.optimizer.by_element for part in parts)
-    return replace(whole, init=partial(_init, parts), update=partial(_update, parts), by_element=by_element)
+    init, update = partial(_init, parts), partial(_update, parts)
+    return replace(whole, init=init, update=update, split=None, by_element=by_element)
 
 
 def _init(parts: Sequence[_Part], params: PyTree) -> PyTree:

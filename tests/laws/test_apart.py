@@ -195,3 +195,11 @@ def test_two_parameters_of_one_name():
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(
             params, optimizer.init(params), {"lr": 0.1}, donate=False
         )
+
+
+@pytest.mark.parametrize("name", ["adamw", "nested", "lookahead"])
+def test_a_part_is_not_split_again(name):
+    """Its random numbers and kernels are those of the whole tree, which it does not know."""
+    optimizer = make(name)
+    params = {"a": torch.ones(2, 2), "b": torch.ones(2)}
+    assert [each.split for each in optimizer.split(params, [[0], [1]])] == [None, None]
