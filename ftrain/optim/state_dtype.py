@@ -18,7 +18,7 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.errors import OptionError
 from ftrain.optim.column import Part, Some
-from ftrain.optim.formats import Floats, Format, Rounding
+from ftrain.optim.formats import Floats, Format, Rounding, window
 from ftrain.optim.grouping import Plan, VectorLayout
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
@@ -91,7 +91,7 @@ class Storage:
             dtype = torch.promote_types(leaves[layout.windows[0][0]].dtype, torch.float32)
             sizes = [stop - start for _, start, stop in layout.windows]
             windows = [
-                [form.window(tuple(map(itemgetter(index), each)), *cut) for index, *cut in layout.windows]
+                [window(tuple(map(itemgetter(index), each)), form.block, *cut) for index, *cut in layout.windows]
                 for form, each in columns
             ]
             vectors = [form.read(each, dtype) for (form, _), each in zip(columns, windows, strict=True)]

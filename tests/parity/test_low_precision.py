@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain import checkpoint, optim, random, tree
 from ftrain.errors import OptionError, StructureError
-from ftrain.optim.formats import Codes, Floats, dynamic_map
+from ftrain.optim.formats import Codes, Floats, dynamic_map, window
 from ftrain.optim.grouping import BLOCK
 from ftrain.optim.rounding import noise, rounded
 from ftrain.transforms.compile.capture import capture
@@ -286,7 +286,7 @@ def test_values_go_to_the_nearest_code(signed, shape, block):
     values = values if signed else values.square()
     form = Codes(signed, block, 1)
     stored = form.begin(torch.zeros(shape))
-    assert form.read([form.window(stored, 0, values.numel())], F32).count_nonzero() == 0
+    assert form.read([stored], F32).count_nonzero() == 0
     form.write([stored], values.reshape(-1), None)
     codes, scale = stored
     assert (codes.dtype, codes.shape, scale.shape) == (torch.uint8, values.shape, (-(-values.numel() // block),))
@@ -538,5 +538,5 @@ def test_bad_options_are_errors():
 
 def test_windows_of_a_format_are_what_is_stored():
     form, stored = Floats(BF16), (torch.zeros(10, dtype=BF16),)
-    form.write([form.window(stored, 2, 5)], torch.ones(3), None)
+    form.write([window(stored, form.block, 2, 5)], torch.ones(3), None)
     assert stored[0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
