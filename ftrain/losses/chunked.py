@@ -12,8 +12,7 @@ reorder them until all logits exist at once, and a policy of `remat` that keeps 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,22 +57,22 @@ def losses_and_gradients(
     Gradients that are not needed are empty. The arguments are those of `linear_cross_entropy`, with `hidden` of shape
     (rows, width) and int64 `labels` of shape (rows,); `dtype` is that of matmuls.
     """
-    targets = _Targets.of(
-        labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=at_least_float32(dtype)
-    )
+    wide = at_least_float32(dtype)
+    weight_of_class = hidden.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight.to(wide)
     grads = _gradients(hidden, weight, dtype, needs)
-    total = hidden.new_zeros((), dtype=at_least_float32(dtype))
+    total = hidden.new_zeros((), dtype=wide)
     chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
     # Inside an operation the caller's autocast would still apply, and cast the matmuls to its dtype a second time.
     with torch.autocast(hidden.device.type, enabled=False):
         narrow = weight.to(dtype)
-        memory = hidden.new_empty((chunk, len(weight)), dtype=at_least_float32(dtype))
+        memory = hidden.new_empty((chunk, len(weight)), dtype=wide)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
+            targets = _targets(labels[rows], weight_of_class, ignore_index, label_smoothing)
             # Infinite or NaN values of an ignored row must not reach the sums over rows: 0 x NaN is NaN.
-            part = hidden[rows].to(dtype).masked_fill(~targets.not_ignored[rows, None], 0)
+            part = hidden[rows].to(dtype).masked_fill(~targets.not_ignored[:, None], 0)
             logits = _logits(part, narrow, bias, memory[: len(part)])
-            total += _turn_into_gradient(logits, targets[rows])
+            total += _turn_into_gradient(logits, targets)
             _add_gradients(grads, rows, logits, part, narrow)
     return total, *grads
 
@@ -105,8 +104,7 @@ def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: Needs)
     return hidden_grad, weight_grad, bias_grad
 
 
-@dataclass(frozen=True)
-class _Targets:
+class _Targets(NamedTuple):
     """The coefficients of each row: its gradient is ``slope p - peak onehot(label) - floor spread``."""
 
     labels: Tensor
@@ -116,22 +114,13 @@ class _Targets:
     floor: Tensor
     spread: Tensor | None
 
-    @classmethod
-    def of(
-        cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, *, classes: int, dtype: torch.dtype
-    ) -> _Targets:
-        """Compute them from labels and class weights; `spread` is None without smoothing."""
-        not_ignored = labels != ignored
-        labels = labels.masked_fill(~not_ignored, 0)
-        weight = labels.new_ones(classes, dtype=dtype) if weight is None else weight.to(dtype)
-        peak = torch.where(not_ignored, (1.0 - smoothing) * weight[labels], 0.0)
-        floor = not_ignored.to(dtype) * (smoothing / classes)
-        return cls(labels, not_ignored, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
 
-    def __getitem__(self, rows: slice) -> _Targets:
-        return _Targets(
-            self.labels[rows], self.not_ignored[rows], self.slope[rows], self.peak[rows], self.floor[rows], self.spread
-        )
+def _targets(labels: Tensor, weight: Tensor, ignored: int, smoothing: float) -> _Targets:
+    not_ignored = labels != ignored
+    labels = labels.masked_fill(~not_ignored, 0)
+    peak = torch.where(not_ignored, (1.0 - smoothing) * weight[labels], 0.0)
+    floor = not_ignored.to(weight.dtype) * (smoothing / len(weight))
+    return _Targets(labels, not_ignored, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ftrain.losses.inputs import (
-    at_least_float32,
-    require_class_weight,
-    require_classes,
-    require_smoothing,
-    weight_of_labels,
-)
+from ftrain.errors import require_range
+from ftrain.losses.inputs import at_least_float32, require_classes, weight_of_labels
 from ftrain.types import Mean
 
 
@@ -43,7 +38,8 @@ def cross_entropy(
         weight: (classes,), floating point, used in the dtype of the loss; not differentiated.
 
     Raises:
-        LossError: a shape, dtype or the smoothing is not as above.
+        LossError: a shape or dtype of logits or labels is not as above. Torch checks the weight.
+        OptionError: the smoothing is not in [0, 1].
 
     Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing).
 
@@ -53,10 +49,9 @@ def cross_entropy(
     (4.0, 1.3863)
     """
     require_classes("cross_entropy", logits, labels)
-    require_smoothing("cross_entropy", label_smoothing)
+    require_range("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0, closed=True)
     dtype = at_least_float32(logits.dtype)
     if weight is not None:
-        require_class_weight("cross_entropy", "weight", weight, logits.shape[-1])
         weight = weight.detach().to(dtype)
     labels = labels.long().reshape(-1)
     total = F.cross_entropy(

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import at_least_float32, kind, require_floating
+from ftrain.losses.inputs import at_least_float32, require_floating
+from ftrain.tree import describe
 from ftrain.types import Mean
 
 
@@ -28,7 +29,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
             may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
-        LossError: a shape or dtype is not as above.
+        LossError: a shape or dtype is not as above. Torch checks that of the weight.
 
     Source: `torch.nn.functional.binary_cross_entropy_with_logits`.
 
@@ -38,7 +39,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     _require_same_shape("binary_cross_entropy", logits, labels, ("logits", "labels"))
     dtype = at_least_float32(logits.dtype)
     error = partial(F.binary_cross_entropy_with_logits, reduction="none")
-    return _weighted("binary_cross_entropy", error, logits.to(dtype), labels.to(dtype), weight)
+    return _weighted(error, logits.to(dtype), labels.to(dtype), weight)
 
 
 def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -> Mean:
@@ -53,7 +54,7 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
             0 may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
-        LossError: a shape or dtype is not as above.
+        LossError: a shape or dtype is not as above. Torch checks that of the weight.
 
     Source: `torch.nn.functional.mse_loss`.
 
@@ -62,41 +63,29 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
     """
     _require_same_shape("mse", predictions, targets, ("predictions", "targets"))
     dtype = at_least_float32(predictions.dtype)
-    return _weighted("mse", lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
+    return _weighted(lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
 
 
 def _weighted(
-    function: str,
-    error: Callable[[Tensor, Tensor], Tensor],
-    outputs: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
+    error: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, weight: Tensor | None
 ) -> Mean:
     """Return the weighted mean of ``error(outputs, targets)``, which are of one shape, over all elements."""
     if weight is None:
         errors = error(outputs, targets)
         return Mean(errors.sum(), torch.full((), errors.numel(), dtype=errors.dtype, device=errors.device))
-    if weight.is_complex() or not _broadcasts(weight.shape, outputs.shape):
-        raise LossError(
-            f"{function}: weight is {kind(weight)}; it must be real and broadcast to {tuple(outputs.shape)}."
-        )
+    weight = weight.expand(outputs.shape)
     # Masked before the error is computed: 0 x NaN is NaN, in the loss and in the gradient. Not if the weight has a
     # gradient, which needs the error.
     if not weight.requires_grad:
         outputs, targets = (each.masked_fill(weight == 0, 0) for each in (outputs, targets))
     errors, weight = error(outputs, targets), weight.to(outputs.dtype)
-    return Mean((errors * weight).sum(), weight.detach().expand(errors.shape).sum())
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(size in (1, needed) for size, needed in pairs)
+    return Mean((errors * weight).sum(), weight.detach().sum())
 
 
 def _require_same_shape(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
     require_floating(function, names[0], outputs)
     if targets.is_complex():
-        raise LossError(f"{function}: {names[1]} are {kind(targets)}; they must be real.")
+        raise LossError(f"{function}: {names[1]} are {describe(targets)}; they must be real.")
     if outputs.shape != targets.shape:
         raise LossError(
             f"{function}: {names[0]} have shape {tuple(outputs.shape)} and {names[1]} "

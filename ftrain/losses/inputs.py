@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import LossError
-from ftrain.tree import dtype_name
+from ftrain.tree import describe
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -42,7 +42,7 @@ def require_indices(function: str, labels: Tensor) -> None:
     """Check that labels are integers. Raises a LossError if not."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
-            f"{function}: labels are {kind(labels)}; they must be integer class indices. "
+            f"{function}: labels are {describe(labels)}; they must be integer class indices. "
             "Take argmax(-1) of one-hot labels."
         )
 
@@ -50,24 +50,4 @@ def require_indices(function: str, labels: Tensor) -> None:
 def require_floating(function: str, name: str, value: Tensor) -> None:
     """Check that a tensor has a floating-point dtype. Raises a LossError if not."""
     if not value.is_floating_point():
-        raise LossError(f"{function}: {name} are {kind(value)}; they must be floating point.")
-
-
-def require_smoothing(function: str, label_smoothing: float) -> None:
-    """Check that the label smoothing is in [0, 1]. Raises a LossError if not."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise LossError(f"{function}: label_smoothing is {label_smoothing}; it must be in [0, 1].")
-
-
-def require_class_weight(function: str, name: str, weight: Tensor, classes: int) -> None:
-    """Check that class weights are floating point of shape (classes,). Raises a LossError if not."""
-    if not weight.is_floating_point() or weight.shape != (classes,):
-        raise LossError(
-            f"{function}: {name} is {kind(weight)}; it must be floating point, one for each class, "
-            f"of shape {(classes,)}."
-        )
-
-
-def kind(value: Tensor) -> str:
-    """Return the dtype and shape of a tensor as text for messages."""
-    return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
+        raise LossError(f"{function}: {name} are {describe(value)}; they must be floating point.")

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ftrain.errors import LossError
-from ftrain.losses.inputs import (
-    at_least_float32,
-    kind,
-    require_class_weight,
-    require_indices,
-    require_smoothing,
-    weight_of_labels,
-)
+from ftrain.errors import LossError, require_positive, require_range
+from ftrain.losses.inputs import at_least_float32, require_floating, require_indices, weight_of_labels
+from ftrain.tree import describe
 from ftrain.types import Mean
 
 NAME = "linear_cross_entropy"
@@ -58,7 +52,8 @@ def linear_cross_entropy(
             of the memory of `weight` if that is more.
 
     Raises:
-        LossError: a shape, a dtype, the smoothing or the chunk is not as above; for a derivative in forward mode.
+        LossError: a shape or a dtype is not as above; for a derivative in forward mode.
+        OptionError: the smoothing or the chunk is not as above.
 
     Source: Hsu et al. 2024, https://arxiv.org/abs/2410.10989 (gradients with the loss, by chunks);
     Wijmans et al. 2024, https://arxiv.org/abs/2411.09009.
@@ -70,12 +65,15 @@ def linear_cross_entropy(
     """
     dtype = _matmul_dtype(hidden, weight)
     _require_shapes(hidden, weight, labels, bias)
-    require_smoothing(NAME, label_smoothing)
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise LossError(f"{NAME}: chunk is {chunk!r}; it must be a number of rows, at least 1, or None.")
+    require_range(NAME, "label_smoothing", label_smoothing, 0.0, 1.0, closed=True)
+    if chunk is not None:
+        require_positive(NAME, "chunk", chunk)
     wide = at_least_float32(dtype)
     if class_weight is not None:
-        require_class_weight(NAME, "class_weight", class_weight, len(weight))
+        if class_weight.shape != weight.shape[:1]:
+            raise LossError(
+                f"{NAME}: class_weight is {describe(class_weight)}; it must have shape {tuple(weight.shape[:1])}."
+            )
         class_weight = class_weight.detach().to(wide)
     labels = labels.long().reshape(-1)
     options = class_weight, ignore_index, float(label_smoothing), chunk, dtype
@@ -138,30 +136,25 @@ class _Loss(torch.autograd.Function):
 
 def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which ``hidden @ weight.T`` is computed."""
-    for name, value in (("hidden", hidden), ("weight", weight)):
-        if not value.is_floating_point():
-            raise LossError(f"{NAME}: {name} is {kind(value)}; it must be floating point.")
+    require_floating(NAME, "hidden states", hidden)
+    require_floating(NAME, "weights", weight)
     device = hidden.device.type
     # Autocast does not change float64.
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise LossError(
-            f"{NAME}: hidden is {kind(hidden)} and weight {kind(weight)}; they must have one dtype, "
+            f"{NAME}: hidden is {describe(hidden)} and weight {describe(weight)}; they must have one dtype, "
             "or be under autocast. Convert one of them."
         )
     return hidden.dtype
 
 
 def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    if weight.ndim != 2 or not len(weight):
+    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:]:
         raise LossError(
-            f"{NAME}: weight has shape {tuple(weight.shape)}; it must be (classes, width), with at least one class."
-        )
-    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise LossError(
-            f"{NAME}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; hidden must be "
-            f"(..., {weight.shape[1]}), because weight is (classes, width)."
+            f"{NAME}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
+            "(..., width) and (classes, width)."
         )
     require_indices(NAME, labels)
     if labels.shape != hidden.shape[:-1]:
@@ -171,6 +164,6 @@ def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
         )
     if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         raise LossError(
-            f"{NAME}: bias is {kind(bias)} and weight {kind(weight)}; bias must have the dtype of weight "
+            f"{NAME}: bias is {describe(bias)} and weight {describe(weight)}; bias must have the dtype of weight "
             f"and shape {tuple(weight.shape[:1])}."
         )

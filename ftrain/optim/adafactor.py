@@ -62,10 +62,10 @@ def adafactor(
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
     def rule(part: Part, share: Tensor, rate: Tensor, decay_factor: Number) -> None:
-        p, g, root = part.leaf, part.descent(maximize=maximize), max(part.leaf.numel(), 1) ** 0.5
+        p, g, root = part.leaf, part.descent(maximize=maximize, l2=False), max(part.leaf.numel(), 1) ** 0.5
         least = torch.finfo(p.dtype).eps if first is None else first
         length = torch.linalg.vector_norm(p).clamp_(min=second * root)
-        if weight_decay and part.decay:
+        if part.weight_decay:
             p.mul_(decay_factor)
         u = _second_moment(g, part.state, share, least).clamp_(min=least * least).rsqrt_().mul_(g)
         # Both norms are root mean squares times sqrt(numel); `rate` contains d. This saves divisions.

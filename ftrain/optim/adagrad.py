@@ -46,17 +46,13 @@ def adagrad(
     * `initial_accumulator_value`: the first value of :math:`s`, at least 0.
     """
     require_ranges("adagrad", 1.0, eps=eps)
-    require_ranges(
-        "adagrad",
-        lr_decay=lr_decay,
-        initial_accumulator_value=initial_accumulator_value,
-    )
+    require_ranges("adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return (rate / (1 + (exact_count(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
 
     def rule(part: Part, rate: Number) -> None:
-        g = part.descent(maximize=maximize, l2=weight_decay)
+        g = part.descent(maximize=maximize)
         descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
@@ -68,7 +64,7 @@ def adagrad(
             [shared[COUNT]] * len(leaves),
             lr=rate,
             lr_decay=lr_decay,
-            weight_decay=weight_decay if part.decay else 0.0,
+            weight_decay=part.weight_decay,
             eps=eps,
             maximize=maximize,
         )

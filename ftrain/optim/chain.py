@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import ComposeError, require_range
 from ftrain.optim.partial_update import require_optimizer, require_splittable
 from ftrain.optim.schedules import as_schedule, describe
 from ftrain.optim.structure_cache import StructureCache, common_spec
@@ -79,8 +79,8 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
     `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
     if it is negative.
     """
-    if isinstance(stddev, int | float) and stddev < 0:
-        raise OptionError(f"noise: stddev is {stddev!r}, needs a number of at least 0, or a schedule")
+    if isinstance(stddev, int | float):
+        require_range("noise", "stddev", stddev, 0.0)
 
     def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
         drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)

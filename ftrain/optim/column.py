@@ -1,8 +1,9 @@
-"""Many tensors at once, with the methods of one tensor."""
+"""Many tensors at once, with the methods of one tensor, and what an optimizer updates at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -41,6 +42,30 @@ class Column:
     def like(self, tensors: list[Tensor]) -> Column:
         """Return a column of other tensors."""
         return Column(tensors, eager=self.eager)
+
+
+@dataclass(slots=True)
+class Part:
+    """Leaves of one dtype and device, or a single leaf, with their gradients and moments.
+
+    Args:
+        leaf: the parameters, which the formula writes.
+        grad: their gradients, which it only reads.
+        state: the moments by name, which it writes.
+        weight_decay: the weight decay of these leaves; 0 for those that do not decay.
+        like: one of the leaves.
+    """
+
+    leaf: Some
+    grad: Some
+    state: Mapping[str, Some]
+    weight_decay: float
+    like: Tensor
+
+    def descent(self, *, maximize: bool, l2: bool = True) -> Some:
+        """Return the gradient to descend: negated to `maximize` the loss, and with that of weight decay if `l2`."""
+        grad = self.grad.neg() if maximize else self.grad
+        return grad.add(self.leaf, alpha=self.weight_decay) if l2 and self.weight_decay else grad
 
 
 def _one_by_one(name: str, tensors: list[Tensor], *others: Any, **constants: float) -> list[Tensor]:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, OptionError, StructureError, require_range
+from ftrain.errors import StructureError, require_range
 from ftrain.optim.column import Column, Some
+from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
 from ftrain.optim.schedules import as_schedule
-from ftrain.optim.state_dtype import Storage, Vectors
+from ftrain.optim.state_dtype import Storage
+from ftrain.optim.structure_cache import StructureCache
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
@@ -32,30 +34,6 @@ COUNT, ZERO_COUNT = "count", torch.zeros(())
 
 REDUCED = 16
 """Number of elements of a reduction that Inductor does not unroll."""
-
-
-@dataclass(slots=True)
-class Part:
-    """Leaves of one dtype and device, or a single leaf, with their gradients and moments.
-
-    Args:
-        leaf: the parameters, which the formula writes.
-        grad: their gradients, which it only reads.
-        state: the moments by name, which it writes.
-        decay: whether weight decay applies.
-        like: one of the leaves.
-    """
-
-    leaf: Some
-    grad: Some
-    state: Mapping[str, Some]
-    decay: bool
-    like: Tensor
-
-    def descent(self, *, maximize: bool = False, l2: float = 0.0) -> Some:
-        """Return the gradient to descend: negated to `maximize` the loss, and with that of L2 weight decay."""
-        grad = self.grad.neg() if maximize else self.grad
-        return grad.add(self.leaf, alpha=l2) if l2 and self.decay else grad
 
 
 Rule: TypeAlias = Callable[..., None]
@@ -82,6 +60,7 @@ def leafwise(
     alike: bool = False,
     by_element: bool = False,
     storage: Storage | None = None,
+    decoupled: bool = False,
     weight_decay: float,
     decay_mask: Mask,
     shown: Mapping[str, float | bool] | None = None,
@@ -103,7 +82,9 @@ def leafwise(
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
         storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
             be elementwise, and gets vectors.
-        weight_decay: weight decay, applied by the rule itself; with 0, the mask does not split the leaves into groups.
+        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule; else the rule applies
+            the weight decay itself.
+        weight_decay: weight decay; with 0, the mask does not split the leaves into groups.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
@@ -111,28 +92,30 @@ def leafwise(
     Raises:
         OptionError: a negative learning rate or weight decay, or no mask; at `init`, a pattern that matches nothing.
     """
-    if isinstance(lr, int | float) and lr < 0:
+    if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
     require_range(name, "weight_decay", weight_decay, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
-    family = _Family(name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage)
-    mask, align = decays if weight_decay else everything, storage.align if storage else 0
-    planner = Planner(mask, half=half, align=align, alike=alike)
+    family = _Family(
+        name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage, decoupled, weight_decay
+    )
+    planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
         return family.init(params)
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        planners = planner.of_parts(params, len(parts))
-        return [replace(whole, init=family.init, update=partial(family.update, each)) for each in planners]
+        plan = planner.of_parts(params).plan
+        updates = [partial(family.update, StructureCache(plan)) for _ in parts]
+        return [replace(whole, init=family.init, update=update, split=None) for update in updates]
 
     shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
     whole = Optimizer(
         init=init,
-        update=partial(family.update, planner),
+        update=partial(family.update, StructureCache(planner.plan)),
         schedules={"lr": schedule},
         text=f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})",
         needs_rng=storage is not None and storage.stochastic,
@@ -158,21 +141,25 @@ class _Family:
     foreach: bool
     alike: bool
     storage: Storage | None
+    decoupled: bool
+    weight_decay: float
 
     def init(self, params: PyTree) -> PyTree:
-        device = next((leaf.device for leaf in tree.leaves(params)), ZERO_COUNT.device)
-        exact = any(value.dtype == torch.float64 for value in self.shared.values())
-        if exact and backends.widest(device) != torch.float64:
-            raise DeviceError(
-                f"{self.name}: needs float64, and {backends.of(device).describe()} has none; use another optimizer"
-            )
+        device = tree.device_of(params)
         scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
         if self.storage:
             return {**scalars, **self.storage.begin(self.state, params)}
         return {**scalars, **{key: tree.map(begin, params) for key, begin in self.state.items()}}
 
     def update(
-        self, planner: Planner, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+        self,
+        plans: StructureCache[Plan],
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        hyper: Hyper,
+        *,
+        donate: bool = False,
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(opt_state, Mapping) or opt_state.keys() != {*self.shared, *self.names}:
             keys = opt_state if isinstance(opt_state, Mapping) else [type(opt_state).__name__]
@@ -181,7 +168,7 @@ class _Family:
                 f"{', '.join(sorted([*self.shared, *self.names])) or 'nothing'}; it is the state of another optimizer, "
                 "or of this one with other options"
             )
-        plan, (leaves, gradients, *moments) = planner.plan(params, grads, *map(opt_state.__getitem__, self.names))
+        plan, (leaves, gradients, *moments) = plans(params, grads, *map(opt_state.__getitem__, self.names))
         if donate and plan.writable:
             self._write(plan, leaves, gradients, moments, opt_state, hyper)
             return params, opt_state
@@ -207,31 +194,52 @@ class _Family:
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
             grads = _with_strides_of(leaves, grads)
-        vectors = None
-        if self.storage:
-            stored, key = dict(zip(self.names, moments, strict=True)), _key(self.name, self.storage, hyper)
-            vectors = self.storage.vectors(plan, leaves, grads, stored, key, eager=eager)
-        columns = [leaves, grads, *moments]
+        groups: Iterable[Group]
+        wrap: Callable[[list[Tensor]], Some]
         if kernel is not None:
-            for part in _parts_of_vectors(list, vectors) if vectors else _parts(list, plan.groups, columns, self.names):
+            wrap, groups = list, plan.groups
+        elif self.alike or (self.foreach and eager):
+            wrap, groups = partial(Column, eager=eager), plan.blocks
+        else:
+            wrap, groups = _only, (([index], decay) for index, decay in enumerate(plan.decays))
+        if self.storage:
+            key = hyper[RNG] if self.storage.stochastic else None
+            parts = self.storage.parts(
+                plan, leaves, grads, moments, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
+            )
+        else:
+            parts = self._parts(wrap, groups, [leaves, grads, *moments])
+        if kernel is not None:
+            for part in parts:
                 kernel(part, rate, scalars)
             return
-        constants = (rate,) if self.constants is None else _materialized(self.constants(rate, scalars), rate)
-        if eager:
-            constants = tuple(map(_number, constants))
-        together = self.foreach and eager
-        if vectors:
-            parts = _parts_of_vectors(Column if together else _only, vectors)
-        elif self.alike or together:
-            parts = _parts(partial(Column, eager=eager), plan.blocks, columns, self.names)
-        else:
-            parts = _parts(_only, (([index], decay) for index, decay in enumerate(plan.decays)), columns, self.names)
+        constants = (rate,) if self.constants is None else self.constants(rate, scalars)
+        if self.decoupled:
+            constants = (1 - rate * self.weight_decay, *constants)
+        constants = tuple(map(_number, constants)) if eager else _materialized(constants, rate)
         converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
             kind = part.like.dtype, part.like.device
             if kind not in converted:
                 converted[kind] = tuple(_converted(value, *kind) for value in constants)
-            self.rule(part, *converted[kind])
+            values: Sequence[Number] = converted[kind]
+            if self.decoupled:
+                decay_factor, *values = values
+                if part.weight_decay:
+                    part.leaf.mul_(decay_factor)
+            self.rule(part, *values)
+
+    def _parts(
+        self, wrap: Callable[[list[Tensor]], Some], groups: Iterable[Group], columns: list[list[Tensor]]
+    ) -> Iterator[Part]:
+        """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
+        for indices, decay in groups:
+            is_all = len(indices) == len(columns[0])
+            leaf, grad, *moments = [
+                wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns
+            ]
+            state = dict(zip(self.names, moments, strict=True))
+            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[0][indices[0]])
 
 
 def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -242,14 +250,14 @@ def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _materialized(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
-    """In a graph, keep a compiler from computing 0-d tensors again for every element that uses them.
+def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...]:
+    """Keep a compiler from computing 0-d tensors again for every element that uses them.
 
     Inductor fuses cheap operations into the kernels that use them, and counts powers among these: an update
     of 8 million parameters took 6.5 ms instead of 3.0. It always stores the result of a reduction.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if not isinstance(rate, Tensor) or not tensors:
+    if all(tensor is rate for tensor in tensors):
         return values
     scalars = torch.stack([value.to(rate.dtype) for value in tensors])
     stored = iter(scalars.expand(REDUCED, len(scalars)).amax(0).unbind())
@@ -271,30 +279,6 @@ def _converted(value: Number, dtype: torch.dtype, device: torch.device) -> Numbe
     return value.to(device, dtype) if isinstance(value, Tensor) else value
 
 
-def _parts(
-    wrap: Callable[[list[Tensor]], Some], groups: Iterable[Group], columns: list[list[Tensor]], names: list[str]
-) -> Iterator[Part]:
-    """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
-    for indices, decay in groups:
-        is_all = len(indices) == len(columns[0])
-        leaf, grad, *moments = [wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns]
-        yield Part(leaf, grad, dict(zip(names, moments, strict=True)), decay, columns[0][indices[0]])
-
-
-def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
-    if storage.stochastic and RNG not in hyper:
-        raise OptionError(f"{name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does")
-    return hyper[RNG] if storage.stochastic else None
-
-
-def _parts_of_vectors(make: Callable[[list[Tensor]], Some], vectors: Iterator[Vectors]) -> Iterator[Part]:
-    """Yield the parts of vectors, leaf by leaf: kernels may round the last elements of a vector differently."""
-    for leaf, grad, moments, sizes, decay in vectors:
-        state = {key: make(list(moment.split_with_sizes(sizes))) for key, moment in moments.items()}
-        leaves, grads = (make(list(vector.split_with_sizes(sizes))) for vector in (leaf, grad))
-        yield Part(leaves, grads, state, decay, leaf)
-
-
 def _only(leaves: list[Tensor]) -> Tensor:
     (leaf,) = leaves
     return leaf
@@ -313,29 +297,9 @@ def require_ranges(function: str, high: float = float("inf"), **values: float) -
         require_range(function, name, value, 0.0, high)
 
 
-def average(mean: Some, grad: Some, decay: float) -> Some:
-    """``mean <- decay mean + (1 - decay) grad``, in place."""
-    return mean.lerp_(grad, 1 - decay)
-
-
-def average_squares(mean: Some, grad: Some, decay: float) -> Some:
-    """``mean <- decay mean + (1 - decay) grad^2``, in place."""
-    return mean.mul_(decay).addcmul_(grad, grad, value=1 - decay)
-
-
 def descend(leaf: Some, step: Some, rate: Number) -> Some:
     """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
     return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
-
-
-def approach(leaf: Some, other: Some, share: Number) -> Some:
-    """``leaf <- leaf + share (other - leaf)``, in place; the share may be a tensor."""
-    return leaf.add_(other.sub(leaf).mul_(share)) if isinstance(share, Tensor) else leaf.lerp_(other, share)
-
-
-def combine(leaf: Some, other: Some, share: Number) -> Some:
-    """``leaf + share other``, of new memory."""
-    return other.mul(share).add_(leaf) if isinstance(share, Tensor) else leaf.add(other, alpha=share)
 
 
 def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:

@@ -25,22 +25,17 @@ Rounding: TypeAlias = Callable[[Tensor], Tensor]
 class Floats:
     """Stored in a floating-point dtype; in that of the parameter if none is given.
 
-    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `align`
+    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `block`
     is the number of elements that must stay together.
     """
 
     dtype: torch.dtype | None = None
     suffixes: tuple[str, ...] = ("",)
-    align: int = 1
+    block: int = 1
 
     def begin(self, value: Tensor) -> Window:
         """Store the initial value of a moment."""
         return (value.to(self.dtype or value.dtype),)
-
-    def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored for the elements from `start` to `stop` of a leaf."""
-        (leaf,) = stored
-        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
@@ -75,11 +70,6 @@ class Codes:
     least: int
     suffixes: tuple[str, ...] = ("", "_scale")
 
-    @property
-    def align(self) -> int:
-        """Number of elements that must stay together."""
-        return self.block
-
     def begin(self, value: Tensor) -> Window:
         """Store zeros."""
         if value.numel() < self.least:
@@ -87,13 +77,6 @@ class Codes:
             return value.to(wide), value.new_zeros(0, dtype=torch.float32)
         blocks = -(-value.numel() // self.block)
         return value.new_zeros(value.shape, dtype=torch.uint8), value.new_zeros(blocks, dtype=torch.float32)
-
-    def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored for the elements from `start` to `stop` of a leaf."""
-        codes, scale = stored
-        if stop - start == codes.numel():
-            return stored
-        return codes.view(-1)[start:stop], scale[start // self.block : -(-stop // self.block)]
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in."""
@@ -147,6 +130,14 @@ class Codes:
 
 
 Format: TypeAlias = Floats | Codes
+
+
+def window(stored: Window, block: int, start: int, stop: int) -> Window:
+    """Return what is stored for the elements from `start` to `stop` of a leaf; scales are those of whole blocks."""
+    leaf, *scales = stored
+    if stop - start == leaf.numel():
+        return stored
+    return leaf.view(-1)[start:stop], *[scale[start // block : -(-stop // block)] for scale in scales]
 
 
 def flatten(leaves: list[Tensor]) -> Tensor:

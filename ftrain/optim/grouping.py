@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.optim.structure_cache import StructureCache, common_spec
+from ftrain.optim.structure_cache import common_spec
 from ftrain.tree.name_patterns import Select
 from ftrain.types import PyTree
 
@@ -72,8 +71,9 @@ class WholeTree(NamedTuple):
     fusible: bool
 
 
+@dataclass(frozen=True)
 class Planner:
-    """Makes plans, and keeps the last one.
+    """Makes plans.
 
     Args:
         mask: mask of the leaves that decay.
@@ -83,25 +83,24 @@ class Planner:
         whole: facts about all leaves, if the planner gets only some of them.
     """
 
-    def __init__(
-        self, mask: Select, *, half: bool = True, align: int = 0, alike: bool = False, whole: WholeTree | None = None
-    ) -> None:
-        self._mask, self._half, self._align, self._alike, self._whole = mask, half, align, alike, whole
-        self.plan = StructureCache(self._make)
-        """``(params, grads, *moments) -> (plan, [leaves of each])``."""
+    mask: Select
+    half: bool = True
+    align: int = 0
+    alike: bool = False
+    whole: WholeTree | None = None
 
-    def of_parts(self, params: PyTree, parts: int) -> list[Planner]:
-        """Return planners for parts of a tree, whose plans treat a leaf as the plan for the whole tree does."""
+    def of_parts(self, params: PyTree) -> Planner:
+        """Return a planner for parts of a tree, whose plans treat a leaf as the plan for the whole tree does."""
         names, leaves = tree.leaf_names(params), tree.leaves(params)
         offsets, size = _offsets(_groups(self._decays(names, leaves), leaves), leaves)
         whole = WholeTree(dict(zip(names, offsets, strict=True)), size, self._is_fusible(leaves))
-        planner = partial(Planner, self._mask, half=self._half, align=self._align, alike=self._alike, whole=whole)
-        return [planner() for _ in range(parts)]
+        return replace(self, whole=whole)
 
     def _decays(self, names: list[str], leaves: list[Tensor]) -> list[bool]:
-        return [bool(self._mask(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        return [bool(self.mask(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
 
-    def _make(self, specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
+    def plan(self, specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
+        """Return the plan for parameters, gradients and moments: their structures and leaves, in this order."""
         spec, (leaves, grads, *moments) = common_spec(specs), columns
         names = tree.leaf_names(tree.unflatten(spec, leaves))
         decays = self._decays(names, leaves)
@@ -110,21 +109,26 @@ class Planner:
         groups = _groups(decays, leaves)
         blocks = [(block, decay) for indices, decay in groups for block in self._blocks(indices, leaves)]
         offsets, size = _offsets(groups, leaves)
-        if self._whole is not None:
-            offsets, size = [self._whole.offsets[name] for name in names], self._whole.size
-            fusible = fusible and self._whole.fusible
+        if self.whole is not None:
+            offsets, size = [self.whole.offsets[name] for name in names], self.whole.size
+            fusible = fusible and self.whole.fusible
         vectors = leaf_vectors = list[VectorLayout]()
-        if self._align:
+        if self.align:
             columns_of_leaves = enumerate(zip(leaves, *moments, strict=True))
             uncut = {i for i, each in columns_of_leaves if not all(map(Tensor.is_contiguous, each))}
-            vectors = list(_vectors(groups, leaves, offsets, uncut, self._align))
-            leaf_vectors = list(_vectors(groups, leaves, offsets, uncut, 0))
+            vectors = list(_vectors(groups, leaves, offsets, uncut, self.align))
+            leaf_vectors = [
+                VectorLayout([(index, 0, leaves[index].numel())], decay, offsets[index])
+                for indices, decay in groups
+                for index in indices
+                if leaves[index].numel()
+            ]
         aligned = _aligned(leaves, grads)
         return Plan(spec, decays, groups, blocks, fusible, aligned, writable, vectors, leaf_vectors, size)
 
     def _blocks(self, indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
         cached = backends.of(leaves[indices[0]].device).caches_memory
-        if not self._alike:
+        if not self.alike:
             return iter([indices]) if cached else _blocks(indices, leaves, BLOCK)
         shapes: dict[torch.Size, list[int]] = {}
         for index in indices:
@@ -135,10 +139,10 @@ class Planner:
     def _is_fusible(self, leaves: list[Tensor], *moments: list[Tensor]) -> bool:
         if not all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves}):
             return False
-        if self._align > 0:
+        if self.align:
             # Kernels then get vectors of at least float32.
             return True
-        wide = self._half or all(leaf.dtype.itemsize >= 4 for leaf in leaves)
+        wide = self.half or all(leaf.dtype.itemsize >= 4 for leaf in leaves)
         # Leaves must be dense, and moments have their strides.
         return wide and all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in moments)
 
@@ -175,15 +179,15 @@ def _offsets(groups: list[Group], leaves: list[Tensor]) -> tuple[list[int], int]
 def _vectors(
     groups: list[Group], leaves: list[Tensor], offsets: list[int], uncut: set[int], align: int
 ) -> Iterator[VectorLayout]:
-    """Join and cut the leaves of each group, but do not cut those in `uncut`; with an `align` of 0, do neither."""
+    """Join and cut the leaves of each group, but do not cut those in `uncut`."""
     for indices, decay in groups:
         cached = backends.of(leaves[indices[0]].device).caches_memory
-        most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align) if align else 0
+        most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align)
         windows: list[tuple[int, int, int]] = []
         offset = size = 0
         for index in indices:
             count = leaves[index].numel()
-            step = most if most and index not in uncut else max(count, 1)
+            step = max(count, 1) if index in uncut else most
             for start in range(0, count, step):
                 stop, first = min(start + step, count), offsets[index] + start
                 if windows and (size + stop - start > most or first != offset + size):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import OptionError, StructureError, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
@@ -42,16 +41,9 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
         return {FACTORS: factors, **inner.init(params)}
 
-    def update(
-        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        params, state = inner.update(grads, opt_state, params, hyper, donate=donate)
-        return params, {FACTORS: opt_state[FACTORS], **state}
-
     return dataclasses.replace(
-        optimizer,
+        inner,
         init=init,
-        update=update,
         factors=_factors,
         text=f"adjustable({optimizer.text})",
         name="",
@@ -61,7 +53,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def _within(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state is ``{"state": state of optimizer}``."""
+    """Return an optimizer whose state is ``{"state": state of optimizer}``; it keeps other entries."""
 
     def init(params: PyTree) -> PyTree:
         return {STATE: optimizer.init(params)}
@@ -70,7 +62,7 @@ def _within(optimizer: Optimizer) -> Optimizer:
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
-        return params, {STATE: state}
+        return params, {**opt_state, STATE: state}
 
     return dataclasses.replace(optimizer, init=init, update=update)
 
@@ -101,8 +93,7 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
             raise OptionError(
                 f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number of at least 0")
+        require_range("adjust", f"the factor of {pattern}", factor, 0.0)
         new = torch.tensor(float(factor), dtype=torch.float64)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
     if all(changed[name] is factor for name, factor in old.items()):

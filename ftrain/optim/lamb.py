@@ -13,8 +13,6 @@ from ftrain.optim.elementwise import (
     ZERO_COUNT,
     Number,
     Part,
-    average,
-    average_squares,
     debias,
     descend,
     exact_count,
@@ -53,10 +51,11 @@ def lamb(
 
     def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:
         p, g = part.leaf, part.grad
-        mu = average(part.state["mu"], g, b1)
-        u = mu.mul(correction).div_(average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(eps))
-        if weight_decay and part.decay:
-            u.add_(p, alpha=weight_decay)
+        mu = part.state["mu"].lerp_(g, 1 - b1)
+        nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
+        u = mu.mul(correction).div_(nu.sqrt().div_(root).add_(eps))
+        if part.weight_decay:
+            u.add_(p, alpha=part.weight_decay)
         descend(p, u.mul_(_trust(p, u)), rate)
 
     return leafwise(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from ftrain.optim.elementwise import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
@@ -41,24 +39,19 @@ def lion(
     """
     require_ranges("lion", 1.0, b1=b1, b2=b2)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - rate * weight_decay
-
-    def rule(part: Part, rate: Number, decay_factor: Number) -> None:
-        p, g, mu = part.leaf, part.grad, part.state["mu"]
-        if weight_decay and part.decay:
-            p.mul_(decay_factor)
-        descend(p, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
-        average(mu, g, b2)
+    def rule(part: Part, rate: Number) -> None:
+        g, mu = part.grad, part.state["mu"]
+        descend(part.leaf, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
+        mu.lerp_(g, 1 - b2)
 
     return leafwise(
         "lion",
         lr,
         rule,
         state={"mu": torch.zeros_like},
-        constants=constants,
         storage=low_precision("lion", state_dtype, stochastic_rounding, ["mu"]),
         by_element=True,
+        decoupled=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"b1": b1, "b2": b2},

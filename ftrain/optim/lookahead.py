@@ -10,7 +10,6 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import ComposeError, require_positive, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
-from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.types import Hyper, Optimizer, PyTree
 
 NAME, SLOW, FAST = "lookahead", "slow", "fast"
@@ -41,7 +40,6 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     require_range(NAME, "alpha", alpha, 0.0, 1.0, closed=True)
     if NAME in optimizer.schedules:
         raise ComposeError("lookahead: the optimizer is a lookahead already; wrap it once")
-    common = StructureCache(lambda specs, columns: common_spec(specs))
 
     def due(step: int) -> float:
         return float((step + 1) % k == 0)
@@ -53,11 +51,16 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         params, fast = optimizer.update(grads, opt_state[FAST], params, hyper, donate=donate)
-        if not isinstance(hyper[NAME], Tensor) and not hyper[NAME]:
-            return params, {SLOW: opt_state[SLOW] if donate else tree.clone(opt_state[SLOW]), FAST: fast}
-        spec, (slow, leaves) = common(opt_state[SLOW], params)
-        slow, leaves = _synchronized(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
-        return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
+        slow = opt_state[SLOW] if donate else tree.clone(opt_state[SLOW])
+        if isinstance(hyper[NAME], Tensor):
+            now = hyper[NAME].to(tree.device_of(params)) > 0
+            slow = tree.map(lambda s, p: torch.where(now, s.lerp(p, alpha), s), slow, params)
+            params = tree.where(now, slow, params)
+        elif hyper[NAME]:
+            slow_leaves, leaves = tree.leaves(slow), tree.leaves(params)
+            torch._foreach_lerp_(slow_leaves, leaves, alpha)
+            torch._foreach_copy_(leaves, slow_leaves)
+        return params, {SLOW: slow, FAST: fast}
 
     return replace(
         optimizer,
@@ -68,15 +71,3 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         name="",
         split=wrap_split(optimizer, lambda each: lookahead(each, k, alpha)),
     )
-
-
-def _synchronized(
-    slow: list[Tensor], leaves: list[Tensor], due: Tensor | float, alpha: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    if isinstance(due, Tensor):
-        now = due.to(slow[0].device) > 0
-        slow = [torch.where(now, s.lerp(p, alpha), s) for s, p in zip(slow, leaves, strict=True)]
-        return slow, [torch.where(now, s, p) for s, p in zip(slow, leaves, strict=True)]
-    torch._foreach_lerp_(slow, leaves, alpha)
-    torch._foreach_copy_(leaves, slow)
-    return slow, leaves

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_positive
-from ftrain.optim.elementwise import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
 
@@ -72,34 +72,27 @@ def muon(
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_positive("muon", "ns_steps", ns_steps)
-    if len(ns_coefficients) != 3:
-        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - rate * weight_decay
-
-    def rule(part: Part, rate: Number, decay_factor: Number) -> None:
-        p, g = part.leaf, part.grad
+    def rule(part: Part, rate: Number) -> None:
+        g = part.grad
         rows, columns = part.like.shape
         if rows * columns == 0:
             return
-        b = average(part.state["momentum"], g, momentum)
+        b = part.state["momentum"].lerp_(g, 1 - momentum)
         ahead = g.lerp(b, momentum) if nesterov else b
         o = ahead.like(_orthogonal(ahead.tensors, ns_coefficients, ns_steps, eps))
-        if weight_decay and part.decay:
-            p.mul_(decay_factor)
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        descend(p, o, rate * factor)
+        descend(part.leaf, o, rate * factor)
 
     optimizer = leafwise(
         "muon",
         lr,
         rule,
         state={"momentum": torch.zeros_like},
-        constants=constants,
         alike=True,
+        decoupled=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={
@@ -111,7 +104,17 @@ def muon(
             "adjust_lr_fn": adjust_lr_fn,
         },
     )
-    return replace(optimizer, init=lambda params: optimizer.init(_require_matrices(params)))
+
+    def init(params: PyTree) -> PyTree:
+        for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
+            if leaf.ndim != 2:
+                raise StructureError(
+                    f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
+                    "ft.optim.partition to give parameters that are not matrices to another optimizer"
+                )
+        return optimizer.init(params)
+
+    return replace(optimizer, init=init)
 
 
 def _orthogonal(
@@ -136,14 +139,3 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
         x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     # In bfloat16, multiplying by a learning rate that is a tensor would round.
     return (x.mT if tall else x).to(matrix.dtype)
-
-
-def _require_matrices(params: PyTree) -> PyTree:
-    """Return the parameters; raises a StructureError if one is not a matrix."""
-    for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
-        if leaf.ndim != 2:
-            raise StructureError(
-                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
-                "ft.optim.partition to give parameters that are not matrices to another optimizer"
-            )
-    return params

@@ -12,9 +12,6 @@ from ftrain.optim.elementwise import (
     ZERO_COUNT,
     Number,
     Part,
-    average,
-    average_squares,
-    combine,
     debias,
     descend_quotient,
     exact_count,
@@ -59,7 +56,6 @@ def nadam(
     """
     require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("nadam", momentum_decay=momentum_decay)
-    coupled = 0.0 if decoupled_weight_decay else weight_decay
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = exact_count(shared[COUNT])
@@ -69,16 +65,15 @@ def nadam(
         factor = (1 - now) / (1 - product)
         share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()
         # The correction of the second moment goes to the rate too, so that the denominator is sqrt(nu) + constant.
-        return rate * factor * root, share, eps * root, 1 - rate * weight_decay
+        return rate * factor * root, share, eps * root
 
-    def rule(part: Part, size: Number, share: Number, least: Number, decay_factor: Number) -> None:
-        g = part.descent(maximize=maximize, l2=coupled)
-        mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
-        u = combine(g, mu, share)
+    def rule(part: Part, size: Number, share: Number, least: Number) -> None:
+        g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
+        mu = part.state["mu"].lerp_(g, 1 - b1)
+        nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
+        u = mu.mul(share).add_(g) if isinstance(share, Tensor) else g.add(mu, alpha=share)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        if decoupled_weight_decay and weight_decay and part.decay:
-            part.leaf.mul_(decay_factor)
         descend_quotient(part.leaf, u, nu.sqrt().add_(least), size)
 
     return leafwise(
@@ -89,6 +84,7 @@ def nadam(
         shared={COUNT: ZERO_COUNT, "product": torch.ones(())},
         constants=constants,
         by_element=True,
+        decoupled=decoupled_weight_decay,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"maximize": maximize},

@@ -172,32 +172,26 @@ def param_groups(
     `parts` are the indices of the leaves of `params` in each group. Errors name `function`.
 
     Raises:
-        ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
-            that the whole state does not have.
+        ComposeError: the optimizer has no `split`, or two leaves have the same name.
     """
     split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
     state_names = tree.leaf_names(opt_state)
-    _require_unique(function, "parameters", param_names)
-    _require_unique(function, "leaves of the optimizer's state", state_names)
+    require_unique(function, "parameters", param_names)
+    require_unique(function, "leaves of the optimizer's state", state_names)
     index_of = {name: index for index, name in enumerate(state_names)}
     for part, group_optimizer in zip(parts, split(params, parts), strict=True):
         leaves = {param_names[index]: param_leaves[index] for index in part}
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
             state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
-        names = tree.leaf_names(state)
-        if not index_of.keys() >= set(names):
-            other = next(name for name in names if name not in index_of)
-            raise ComposeError(
-                f"{function}: the state of {group_optimizer.text} for {', '.join(leaves)} has the leaf {other}, which "
-                f"the state of {optimizer.text} does not have; its Optimizer.split must keep the names of leaves"
-            )
+        state_indices = [index_of[name] for name in tree.leaf_names(state)]
         _, spec = tree.flatten(state)
-        yield ParamGroup(group_optimizer, list(leaves), list(part), [index_of[name] for name in names], spec)
+        yield ParamGroup(group_optimizer, list(leaves), list(part), state_indices, spec)
 
 
-def _require_unique(function: str, what: str, names: list[str]) -> None:
+def require_unique(function: str, what: str, names: Sequence[str]) -> None:
+    """Check that names differ. Raises a ComposeError that names `function` and `what` is called so."""
     if len(set(names)) < len(names):
         name = next(name for name, count in Counter(names).items() if count > 1)
         raise ComposeError(f"{function}: two {what} are called {name}; rename one: groups are by name")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.partial_update import require_optimizer, require_splittable
+from ftrain.optim.partial_update import require_optimizer, require_splittable, require_unique
 from ftrain.optim.structure_cache import StructureCache, common_spec
-from ftrain.tree.name_patterns import Mask, as_select, near, require_matches
+from ftrain.tree.name_patterns import Mask, Select, as_select, near, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"
@@ -35,9 +35,10 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
             one label may be left out: it takes the rest.
 
     Raises:
-        ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost.
+        ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost; at `init`: two
+            parameters have one name.
         OptionError: a label has no optimizer; at `init`: a pattern matches nothing, a parameter has two labels or none,
-            two parameters have one name, or an optimizer has no parameters.
+            or an optimizer has no parameters.
 
     >>> import ftrain as ft
     >>> parts = {"matrices": ft.optim.muon(0.02), "rest": ft.optim.adamw(3e-4)}
@@ -45,7 +46,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     """
     for label, optimizer in optimizers.items():
         require_optimizer("partition", label, optimizer)
-    label_of = label_fn if callable(label_fn) else _Masks(label_fn, optimizers)
+    selects, label_of = ({}, label_fn) if callable(label_fn) else _by_masks(label_fn, list(optimizers))
     labelled = StructureCache(partial(_labelled, optimizers, label_of))
     schedules = {
         f"{label}{SEPARATOR}{name}": schedule
@@ -54,8 +55,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     }
 
     def init(params: PyTree) -> PyTree:
-        if isinstance(label_of, _Masks):
-            label_of.require(params)
+        for select in selects.values():
+            require_matches(select, params)
         (_, names, parts), (leaves,) = labelled(params)
         return _init(parts, dict(zip(names, leaves, strict=True)))
 
@@ -80,7 +81,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     options = {f"{label}/{name}": value for label, each in optimizers.items() for name, value in each.options.items()}
     whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng, by_element=by_element, options=options)
     able = all(optimizer.split is not None for optimizer in optimizers.values())
-    return dataclasses.replace(whole, split=split if able else None)
+    return replace(whole, split=split if able else None)
 
 
 class _Part(NamedTuple):
@@ -114,7 +115,8 @@ class _Part(NamedTuple):
 def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
     """Return the optimizer of some leaves, from the parts for each of their labels."""
     by_element = all(part.optimizer.by_element for part in parts)
-    return dataclasses.replace(whole, init=partial(_init, parts), update=partial(_update, parts), by_element=by_element)
+    init, update = partial(_init, parts), partial(_update, parts)
+    return replace(whole, init=init, update=update, split=None, by_element=by_element)
 
 
 def _init(parts: Sequence[_Part], params: PyTree) -> PyTree:
@@ -133,38 +135,29 @@ def _update(
     return new_params, new_state
 
 
-class _Masks:
-    """The label of a parameter, from a mask for each label; one label may have no mask, and takes the rest."""
+def _by_masks(masks: Mapping[str, Mask], known: list[str]) -> tuple[dict[str, Select], LabelFn]:
+    """Return the masks as functions, and the label of a parameter; one label may have no mask, and takes the rest."""
+    if not isinstance(masks, Mapping):
+        raise OptionError(f"partition: label_fn is {masks!r}; needs (name, leaf) -> label, or label -> patterns")
+    unknown = [label for label in masks if label not in known]
+    rest = [label for label in known if label not in masks]
+    if unknown:
+        raise OptionError(f"partition: there is no optimizer for {', '.join(unknown)}; there are {known}")
+    if len(rest) > 1:
+        raise OptionError(f"partition: {', '.join(rest)} have no patterns; one label at most can take the rest")
+    selects = {label: as_select(f"partition: {label}", mask) for label, mask in masks.items()}
 
-    def __init__(self, masks: Mapping[str, Mask], optimizers: Mapping[str, Optimizer]) -> None:
-        if not isinstance(masks, Mapping):
-            raise OptionError(f"partition: label_fn is {masks!r}; needs (name, leaf) -> label, or label -> patterns")
-        unknown = [label for label in masks if label not in optimizers]
-        rest = [label for label in optimizers if label not in masks]
-        if unknown:
-            raise OptionError(
-                f"partition: there is no optimizer for {', '.join(unknown)}; there are {list(optimizers)}"
-            )
-        if len(rest) > 1:
-            raise OptionError(f"partition: {', '.join(rest)} have no patterns; one label at most can take the rest")
-        self._selects = {label: as_select(f"partition: {label}", mask) for label, mask in masks.items()}
-        self._rest = rest[0] if rest else None
-
-    def require(self, params: PyTree) -> None:
-        """Check that each pattern matches a parameter."""
-        for select in self._selects.values():
-            require_matches(select, params)
-
-    def __call__(self, name: str, leaf: Tensor) -> str:
-        """Return the label of a parameter."""
-        labels = [label for label, select in self._selects.items() if select(name, leaf)]
+    def label_of(name: str, leaf: Tensor) -> str:
+        labels = [label for label, select in selects.items() if select(name, leaf)] or rest
         if len(labels) > 1:
             raise OptionError(f"partition: {name} has the labels {' and '.join(labels)}; make their patterns disjoint")
-        if not labels and self._rest is None:
+        if not labels:
             raise OptionError(
                 f"partition: {name} has no label; add a pattern, or leave one label out, which then takes the rest"
             )
-        return labels[0] if labels else str(self._rest)
+        return labels[0]
+
+    return selects, label_of
 
 
 def _labelled(
@@ -176,9 +169,7 @@ def _labelled(
     """Return the structure of the parameters, the names of their leaves, and the part of each label."""
     spec, leaves = common_spec(specs), columns[0]
     names = tree.leaf_names(tree.unflatten(spec, leaves))
-    if len(set(names)) < len(names):
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise OptionError(f"partition: two parameters are called {repeated}; rename one: labels are by name")
+    require_unique("partition", "parameters", names)
     names_of: dict[str, list[str]] = {label: [] for label in optimizers}
     for name, leaf in zip(names, leaves, strict=True):
         label = label_of(name, leaf)

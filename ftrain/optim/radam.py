@@ -12,8 +12,6 @@ from ftrain.optim.elementwise import (
     ZERO_COUNT,
     Number,
     Part,
-    average,
-    average_squares,
     debias,
     descend,
     descend_quotient,
@@ -57,7 +55,6 @@ def radam(
     * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
     require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
-    coupled = 0.0 if decoupled_weight_decay else weight_decay
     limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -69,15 +66,14 @@ def radam(
         # torch.where and not a product: the root may be NaN where it is not used.
         rectified = length > 5
         root = torch.where(rectified, adaptive, 0.0)
-        return rate, root, torch.where(rectified, eps * adaptive, first), 1 - rate * weight_decay
+        return rate, root, torch.where(rectified, eps * adaptive, first)
 
-    def rule(part: Part, rate: Number, root: Number, least: Number, decay_factor: Number) -> None:
-        g = part.descent(maximize=maximize, l2=coupled)
-        mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
+    def rule(part: Part, rate: Number, root: Number, least: Number) -> None:
+        g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
+        mu = part.state["mu"].lerp_(g, 1 - b1)
+        nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        if decoupled_weight_decay and weight_decay and part.decay:
-            part.leaf.mul_(decay_factor)
         if isinstance(root, Tensor):
             descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
         elif root:
@@ -93,6 +89,7 @@ def radam(
         shared={COUNT: ZERO_COUNT},
         constants=constants,
         by_element=True,
+        decoupled=decoupled_weight_decay,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"maximize": maximize},

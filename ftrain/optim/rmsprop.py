@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ftrain.optim.elementwise import (
-    Number,
-    Part,
-    average,
-    average_squares,
-    descend,
-    descend_quotient,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, descend, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -50,10 +41,10 @@ def rmsprop(
     require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
 
     def rule(part: Part, rate: Number) -> None:
-        g = part.descent(maximize=maximize, l2=weight_decay)
-        spread = average_squares(part.state["nu"], g, alpha)
+        g = part.descent(maximize=maximize)
+        spread = part.state["nu"].mul_(alpha).addcmul_(g, g, value=1 - alpha)
         if centered:
-            mu = average(part.state["mu"], g, alpha)
+            mu = part.state["mu"].lerp_(g, 1 - alpha)
             root = spread.addcmul(mu, mu, value=-1).sqrt_().add_(eps)
         else:
             root = spread.sqrt().add_(eps)

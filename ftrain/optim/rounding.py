@@ -22,15 +22,13 @@ def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
         key: int64 of shape (2,), as `ftrain.random.key` makes.
         start: index of the first element; an element's bits depend only on the key and its index.
         size: number of elements.
-        eager: write in place, which takes half the time; else use operations that a compiler can fuse.
+        eager: draw two elements from each hash, which takes half the time; a compiler could not fuse that.
     """
     offset, secret = key.to(torch.int32).unbind()
     begin, odd = start >> 1, start & 1
     offset = offset + ((begin + (1 << 31)) % (1 << 32) - (1 << 31))
     if eager:
-        hashes = _hash_in_place(
-            torch.arange((size + odd + 1) // 2, dtype=torch.int32, device=key.device), offset, secret
-        )
+        hashes = _hash(torch.arange((size + odd + 1) // 2, dtype=torch.int32, device=key.device), offset, secret)
         return hashes.view(torch.uint16)[odd : odd + size].to(torch.int32)
     index = torch.arange(odd, size + odd, dtype=torch.int32, device=key.device)
     hashes = _hash(index >> 1, offset, secret)
@@ -38,29 +36,19 @@ def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
 
 
 def _hash(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
-    # A shift of signed integers repeats the sign bit, which the masks remove.
-    x = x + offset
-    x = ((x ^ ((x >> 16) & 0xFFFF)) * _FIRST) ^ secret
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * _SECOND
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def _hash_in_place(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
+    """Overwrite integers with their hashes."""
     x.add_(offset)
+    # A shift of signed integers repeats the sign bit, which the masks remove.
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).bitwise_xor_(secret)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def rounded(values: Tensor, bits: Tensor, *, eager: bool) -> Tensor:
+def rounded(values: Tensor, bits: Tensor) -> Tensor:
     """Round float32 up or down to bfloat16 values, the nearer one with a higher probability; NaN and infinities stay.
 
-    `bits` are `noise` of the same shape. If `eager`, `values` are overwritten.
+    `bits` are `noise` of the same shape. Overwrites `values`.
     """
-    # Adding noise to the bits of a NaN could overflow into its sign.
-    if eager:
-        values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
-        values.view(torch.int32).add_(bits).bitwise_and_(_UPPER)
-        return values
-    canonical = torch.where(values == values, values, torch.nan)
-    return ((canonical.view(torch.int32) + bits) & _UPPER).view(torch.float32)
+    # Adding noise to the bits of other NaNs could overflow into their signs.
+    values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
+    return values.view(torch.int32).add(bits).bitwise_and_(_UPPER).view(torch.float32)

@@ -14,8 +14,6 @@ from ftrain.optim.elementwise import (
     ZERO_COUNT,
     Number,
     Part,
-    approach,
-    average_squares,
     debias,
     descend,
     exact_count,
@@ -75,11 +73,12 @@ def schedule_free_adamw(
 
     def rule(part: Part, size: Number, step: Number, share: Number, least: Number, decay: Number) -> None:
         y, z, g = part.leaf, part.state["z"], part.grad
-        u = g.div(average_squares(part.state["nu"], g, b2).sqrt().add_(least))
-        if weight_decay and part.decay:
+        nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
+        u = g.div(nu.sqrt().add_(least))
+        if part.weight_decay:
             descend(u, y, decay)
         # y after the step from the old y, z and u, without x.
-        approach(y, z, share)
+        y = y.add_(z.sub(y).mul_(share)) if isinstance(share, Tensor) else y.lerp_(z, share)
         descend(y, u, step)
         descend(z, u, size)
 

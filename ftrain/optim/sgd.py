@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Fused,
-    Number,
-    Part,
-    descend,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, exact_count, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -68,13 +58,26 @@ def sgd(
         return rate, 1 - dampening * exact_count(shared[COUNT] > 1)
 
     def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
-        g = part.descent(maximize=maximize, l2=weight_decay)
+        g = part.descent(maximize=maximize)
         if momentum:
             m = part.state["momentum"].mul_(momentum).add_(g.mul(share) if damped else g)
             g = g.add(m, alpha=momentum) if nesterov else m
         descend(part.leaf, g, rate)
 
-    scalars = {"momentum": momentum, "nesterov": nesterov, "maximize": maximize}
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+        torch._fused_sgd_(
+            part.leaf,
+            part.grad,
+            part.state["momentum"] if momentum else [],
+            weight_decay=part.weight_decay,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=maximize,
+            is_first_step=False,
+        )
+
     return leafwise(
         "sgd",
         lr,
@@ -83,7 +86,7 @@ def sgd(
         shared={COUNT: ZERO_COUNT} if damped else {},
         constants=constants if damped else None,
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
-        fused=None if damped else _fused(weight_decay, scalars),
+        fused=None if damped else fused,
         # torch's fused kernel for the CPU is wrong for 16-bit parameters (torch 2.13).
         half=False,
         storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
@@ -92,15 +95,3 @@ def sgd(
         decay_mask=decay_mask,
         shown={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
     )
-
-
-def _fused(weight_decay: float, scalars: Mapping[str, Any]) -> Fused:
-    """Return the update by torch's fused kernel, which takes all leaves of a part."""
-
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        buffers = part.state["momentum"] if scalars["momentum"] else []
-        decay = weight_decay if part.decay else 0.0
-        others: dict[str, Any] = {"weight_decay": decay, "lr": rate, "dampening": 0.0, "is_first_step": False}
-        torch._fused_sgd_(part.leaf, part.grad, buffers, **others, **scalars)
-
-    return fused

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from operator import itemgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.formats import Floats, Format, Rounding
+from ftrain.optim.column import Part, Some
+from ftrain.optim.formats import Floats, Format, Rounding, window
 from ftrain.optim.grouping import Plan, VectorLayout
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class Vectors(NamedTuple):
-    """Vectors to compute on, the number of elements of each leaf in them, and whether they decay."""
-
-    leaf: Tensor
-    grad: Tensor
-    moments: dict[str, Tensor]
-    sizes: list[int]
-    decay: bool
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Storage:
     @property
     def align(self) -> int:
         """Number of elements that must stay together."""
-        return max([form.align for form in self.formats.values()], default=1)
+        return max([form.block for form in self.formats.values()], default=1)
 
     @property
     def by_element(self) -> bool:
@@ -73,40 +65,42 @@ class Storage:
                     columns[key + suffix].append(stored)
         return {name: tree.unflatten(spec, column) for name, column in columns.items()}
 
-    def vectors(
+    def parts(
         self,
         plan: Plan,
         leaves: list[Tensor],
         grads: list[Tensor],
-        stored: Mapping[str, list[Tensor]],
+        moments: list[list[Tensor]],
         key: Tensor | None,
         *,
+        wrap: Callable[[list[Tensor]], Some],
+        weight_decay: float,
         eager: bool,
-    ) -> Iterator[Vectors]:
-        """Yield one vector after another to compute on, and store its new values when the next one is requested.
+    ) -> Iterator[Part]:
+        """Yield one part after another to compute on, and store its new values when the next one is requested.
 
-        Writes `leaves`, the parameters, and `stored`, the leaves of the state by name. Gradients must have the strides
+        Writes `leaves`, the parameters, and `moments`, the leaves of each of `names`. Gradients must have the strides
         of the parameters. `key` is that of stochastic rounding. In eager mode, join small leaves and cut long ones.
+        Within a part, the elements of each leaf are a vector of their own: kernels may round the last ones of a vector
+        differently.
         """
-        plain = Floats()
+        formats: list[Format] = [Floats(), Floats(), *self.formats.values()]
+        trees = iter([grads, leaves, *moments])
+        columns = [(form, [next(trees) for _ in form.suffixes]) for form in formats]
         for layout in plan.vectors if eager else plan.leaf_vectors:
             dtype = torch.promote_types(leaves[layout.windows[0][0]].dtype, torch.float32)
-            windows = [plain.window((leaves[index],), *cut) for index, *cut in layout.windows]
-            moments = {
-                name: [
-                    form.window(tuple(stored[name + suffix][index] for suffix in form.suffixes), *cut)
-                    for index, *cut in layout.windows
-                ]
-                for name, form in self.formats.items()
-            }
-            leaf = plain.read(windows, dtype)
-            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in layout.windows], dtype)
-            values = {name: self.formats[name].read(cuts, dtype) for name, cuts in moments.items()}
             sizes = [stop - start for _, start, stop in layout.windows]
-            yield Vectors(leaf, grad, values, sizes, layout.decay)
-            plain.write(windows, leaf, self._rounding(key, layout, 0, eager))
-            for number, (name, form) in enumerate(self.formats.items(), 1):
-                form.write(moments[name], values[name], self._rounding(key, layout, number * plan.size, eager))
+            windows = [
+                [window(tuple(map(itemgetter(index), each)), form.block, *cut) for index, *cut in layout.windows]
+                for form, each in columns
+            ]
+            vectors = [form.read(each, dtype) for (form, _), each in zip(columns, windows, strict=True)]
+            grad, leaf, *state = [wrap(list(vector.split_with_sizes(sizes))) for vector in vectors]
+            decay = weight_decay if layout.decay else 0.0
+            yield Part(leaf, grad, dict(zip(self.formats, state, strict=True)), decay, vectors[1])
+            for number, (form, _) in enumerate(columns[1:]):
+                rounding = self._rounding(key, layout, number * plan.size, eager)
+                form.write(windows[number + 1], vectors[number + 1], rounding)
 
     def _rounding(self, key: Tensor | None, layout: VectorLayout, offset: int, eager: bool) -> Rounding | None:
         if key is None:
@@ -114,7 +108,7 @@ class Storage:
 
         def rounding(values: Tensor) -> Tensor:
             device_key = random.to_device(key, values.device)
-            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager), eager=eager)
+            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager))
 
         return rounding
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import optree
@@ -45,16 +46,12 @@ class StructureCache(Generic[T]):
         leaves, spec = self._flatten(trees)
         last, shards = self._last, sharding.current()
         if last is None or last.spec is not spec or last.shards is not shards or not last.is_like(*leaves):
-            last = self._last = self._computed(shards, spec, leaves)
+            specs = spec.children()
+            ends = [*accumulate((each.num_leaves for each in specs), initial=0)]
+            slices = [slice(start, end) for start, end in pairwise(ends)]
+            value = self._compute(specs, [leaves[part] for part in slices])
+            last = self._last = _Cached(shards, spec, _torch.tensor_guard(leaves), slices, value)
         return last.value, [*map(leaves.__getitem__, last.slices)]
-
-    def _computed(self, shards: Shards | None, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> _Cached[T]:
-        specs, slices, start = spec.children(), list[slice](), 0
-        for each in specs:
-            slices.append(slice(start, start + each.num_leaves))
-            start += each.num_leaves
-        value = self._compute(specs, [leaves[part] for part in slices])
-        return _Cached(shards, spec, _torch.tensor_guard(leaves), slices, value)
 
 
 def common_spec(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:

@@ -10,7 +10,6 @@ from ftrain.random.keys import bits as bits
 from ftrain.random.keys import dropout as dropout
 from ftrain.random.keys import exponential as exponential
 from ftrain.random.keys import fold_in as fold_in
-from ftrain.random.keys import fold_in_each as fold_in_each
 from ftrain.random.keys import for_examples as for_examples
 from ftrain.random.keys import keep_scale as keep_scale
 from ftrain.random.keys import key as key

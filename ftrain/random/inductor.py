@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +12,12 @@ from torch import Tensor
 from ftrain import random
 from ftrain._torch.compile import inductor_random
 from ftrain.random.philox import full
-from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
-
-_Source: TypeAlias = Callable[[Any, str], Tensor]
-"""``(shape, "rand" or "randn") -> numbers``, a draw from one seed."""
-
-_Draw: TypeAlias = Callable[[_Source, dict[str, Any]], Any]
+from ftrain.random.torch_ops import Keyed, float_dtype_of
 
 _aten = torch.ops.aten
+_NORMAL = {_aten.randn.default, _aten.randn_like.default}
+_BERNOULLI = {_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.float}
+_UNIFORM = {_aten.rand.default, _aten.rand_like.default, _aten.native_dropout.default, *_BERNOULLI}
 
 
 class Fused(Keyed):  # type: ignore[no-untyped-call]
@@ -32,50 +29,23 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
     """
 
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
-        if func not in _DRAWS:
+        if func not in _NORMAL and func not in _UNIFORM:
             return super()._drawn(func, arguments, device)
+        like: Any = arguments.get("input", arguments.get("self"))
+        numbers = self._numbers(arguments["size"] if like is None else like.shape, func in _NORMAL, device)
+        if func is _aten.native_dropout.default:
+            keep = numbers < 1.0 - arguments["p"]
+            return torch.where(keep, like * random.keep_scale(arguments["p"]), 0.0), keep
+        if func in _BERNOULLI:
+            return (numbers < arguments.get("p", like)).to(like.dtype)
+        return numbers.to(float_dtype_of(arguments))
+
+    def _numbers(self, shape: Sequence[Any], normal: bool, device: torch.device) -> Tensor:
+        """Draw for the whole batch, or for some of its examples as in `random.for_examples`."""
         key = random.to_device(self.key, device)
-        source = functools.partial(_draw_fused, (key[1] << 32) + key[0] + self.offset, self.examples)
+        seed, start, size = (key[1] << 32) + key[0] + self.offset, None, math.prod(shape)
         self.offset += 1
-        return _DRAWS[func](source, arguments)
-
-
-def _draw_fused(seed: Tensor, examples: tuple[int | Tensor, int] | None, shape: Any, kind: str) -> Tensor:
-    """Draw for the whole batch, or for some of its examples as in `random.for_examples`."""
-    shape, start = list(shape), None
-    size = math.prod(shape)
-    if examples is not None and shape and size % examples[1] == 0:
-        first, length = examples
-        start = (first if isinstance(first, Tensor) else full(seed, first)) * (size // length)
-    return inductor_random(shape, seed, kind, start)
-
-
-def _uniform(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source(shape_of(a), "rand").to(float_dtype_of(a))
-
-
-def _normal(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source(shape_of(a), "randn").to(float_dtype_of(a))
-
-
-def _bernoulli(source: _Source, a: dict[str, Any]) -> Tensor:
-    like: Tensor = a["self"]
-    p: Tensor | float = a.get("p", like)
-    return (source(like.shape, "rand") < p).to(like.dtype)
-
-
-def _native_dropout(source: _Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    keep = source(a["input"].shape, "rand") < 1.0 - a["p"]
-    return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
-
-
-_DRAWS: dict[Any, _Draw] = {
-    _aten.rand.default: _uniform,
-    _aten.rand_like.default: _uniform,
-    _aten.randn.default: _normal,
-    _aten.randn_like.default: _normal,
-    _aten.bernoulli.default: _bernoulli,
-    _aten.bernoulli.p: _bernoulli,
-    _aten.bernoulli_.float: _bernoulli,
-    _aten.native_dropout.default: _native_dropout,
-}
+        if self.examples is not None and shape and size % self.examples[1] == 0:
+            first, length = self.examples
+            start = (first if isinstance(first, Tensor) else full(seed, first)) * (size // length)
+        return inductor_random(list(shape), seed, "randn" if normal else "rand", start)

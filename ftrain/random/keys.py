@@ -41,13 +41,9 @@ def key(seed: int) -> Tensor:
 def split(key: Tensor, num: int = 2) -> Tensor:
     """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
 
-    Raises `OptionError` for a negative `num`.
-
     >>> first, second = split(key(0))
     """
     key, examples = _split_key("split", key)
-    if num < 0:
-        raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
     keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
     return _join_key(keys, examples)
 
@@ -57,29 +53,21 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     Args:
         key: the parent.
-        data: an integer that fits in 64 bits, or a 0-d integer tensor, which may be on another device.
+        data: an integer that fits in 64 bits, or an integer tensor, which may be on another device.
 
-    Returns a key on the parent's device. Raises `OptionError` for other data.
+    Returns a key on the parent's device; for a tensor with axes one key for each element, of shape (*data.shape, 2).
+    Raises `OptionError` for other data.
     """
-    if isinstance(data, Tensor):
-        if data.ndim:
-            raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
-        return fold_in_each(key, data)
     key, examples = _split_key("fold_in", key)
-    low, high = halves("fold_in", "data", data)
-    return _join_key(_fold(key, full(key, low), full(key, high)), examples)
-
-
-def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
-    """`fold_in` of every element of an integer tensor in one operation: shape (*data.shape, 2).
-
-    Raises `OptionError` for data of another dtype.
-    """
-    key, examples = _split_key("fold_in_each", key)
-    if data.is_floating_point() or data.is_complex():
-        raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
-    data = to_device(data, key.device).to(torch.int64)
-    return _join_key(_fold(key, data & MASK, (data >> 32) & MASK), examples)
+    if isinstance(data, Tensor):
+        if data.is_floating_point() or data.is_complex():
+            raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
+        data = to_device(data, key.device).to(torch.int64)
+        low, high = data & MASK, (data >> 32) & MASK
+    else:
+        lower, upper = halves("fold_in", "data", data)
+        low, high = full(key, lower), full(key, upper)
+    return _join_key(torch.stack(philox(key, (low, high, full(key, FOLD), full(key, 0)))[:2], -1), examples)
 
 
 def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
@@ -284,10 +272,6 @@ def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:
     return philox(key, (index & MASK, index >> 32, full(key, domain), full(key, 0)))
-
-
-def _fold(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.stack(philox(key, (low, high, full(key, FOLD), full(key, 0)))[:2], -1)
 
 
 def _columns(dtype: torch.dtype) -> int:

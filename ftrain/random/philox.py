@@ -6,7 +6,6 @@ same bits on every device, eager, traced, compiled, vmapped and recomputed.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -42,18 +41,13 @@ def philox(key: Tensor, counter: Words) -> Words:
 
 def philox_host(key: tuple[int, int], counter: tuple[Any, int, int, int]) -> tuple[Any, Any, Any, Any]:
     """`philox` on the host, in plain Python integers; the first counter may be a numpy array of dtype uint64."""
-    (m0, m1), mask = _MULTIPLIERS, MASK
-    c0, c1, c2, c3 = counter
-    for k0, k1 in _key_schedule(key):
+    (m0, m1), (w0, w1), mask = _MULTIPLIERS, _WEYL, MASK
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(_ROUNDS):
         p0, p1 = c0 * m0, c2 * m1
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + w0) & mask, (k1 + w1) & mask
     return c0, c1, c2, c3
-
-
-@functools.lru_cache(maxsize=64)
-def _key_schedule(key: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the keys of all rounds. Cached, because the key of a run is used in every step."""
-    return [((key[0] + i * _WEYL[0]) & MASK, (key[1] + i * _WEYL[1]) & MASK) for i in range(_ROUNDS)]
 
 
 def full(key: Tensor, value: int) -> Tensor:

@@ -150,7 +150,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         chunk, index = divmod(self.offset, _CHUNK)
         if (chunk, device) not in self._chunks:
             draws = torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, device=self.key.device)
-            self._chunks[chunk, device] = random.to_device(random.fold_in_each(self.key, draws), device)
+            self._chunks[chunk, device] = random.to_device(random.fold_in(self.key, draws), device)
         self.offset += 1
         key = self._chunks[chunk, device][index]
         return key if self.examples is None else random.for_examples(key, *self.examples)

@@ -89,8 +89,7 @@ def leaf_names(tree: PyTree) -> list[str]:
     >>> leaf_names({"w": 1, "blocks": [2, {"b": 3}]})
     ['blocks.0', 'blocks.1.b', 'w']
     """
-    accessors, _, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-    return [".".join(str(entry.entry) for entry in accessor) for accessor in accessors]
+    return [".".join(str(entry) for entry in path) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
 def map_named(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
@@ -214,9 +213,15 @@ def global_norm(tree: PyTree) -> Tensor:
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """`global_norm` for a list of tensors."""
     shards = sharding.current()
-    norms = _norms(tensors if shards is None else _counted_here(tensors, shards), 2.0)
+    counted = tensors if shards is None or shards.is_first else [tensor for tensor in tensors if tensor.ndim]
+    norms = _norms(counted, 2.0)
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    return norm if shards is None else _norm_over(shards, norm, tensors)
+    if shards is None:
+        return norm
+    # A rank whose parts are all empty has a norm without their device and dtype.
+    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    norm = norm.to(device_of(list(tensors)), torch.float64 if is_wide else torch.float32)
+    return shards.sum(norm.square()).sqrt()
 
 
 def all_finite(tree: PyTree) -> Tensor:
@@ -226,18 +231,6 @@ def all_finite(tree: PyTree) -> Tensor:
     norms = _norms(values, float("inf"))
     finite = torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
     return finite if shards is None else shards.sum((~finite).to(device_of(values), torch.int32)) == 0
-
-
-def _norm_over(shards: sharding.Shards, norm: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    # A rank whose parts are all empty has a norm without their device and dtype.
-    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    norm = norm.to(device_of(list(tensors)), torch.float64 if is_wide else torch.float32)
-    return shards.sum(norm.square()).sqrt()
-
-
-def _counted_here(tensors: Sequence[Tensor], shards: sharding.Shards) -> list[Tensor]:
-    """Return the tensors, except those that only the first rank counts."""
-    return [tensor for tensor in tensors if tensor.ndim or shards.is_first]
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -269,13 +262,12 @@ def batch_length(batch: PyTree) -> int | None:
 
 def describe(leaf: Any) -> str:
     """Return the dtype and shape of a tensor as text, ``float32[3, 4]``; for another leaf, the name of its class."""
-    if is_tensor(leaf) and leaf.is_nested:
+    if not is_tensor(leaf):
+        return type(leaf).__name__
+    if leaf.is_nested:
         return f"a nested {dtype_name(leaf.dtype)} tensor"
-    if is_tensor(leaf) and leaf.layout != torch.strided:
-        return f"a {dtype_name(leaf.layout)} {dtype_name(leaf.dtype)}{list(leaf.shape)} tensor"
-    if is_tensor(leaf):
-        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
-    return type(leaf).__name__
+    text = f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
+    return text if leaf.layout == torch.strided else f"a {dtype_name(leaf.layout)} {text} tensor"
 
 
 def signature(tree: PyTree) -> dict[str, str]:
@@ -285,9 +277,8 @@ def signature(tree: PyTree) -> dict[str, str]:
 
 def _described(tree: PyTree) -> dict[tuple[str, ...], str]:
     """`signature` by path: different paths can have the same name (keys that contain a dot)."""
-    accessors, values, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-    paths = [tuple(str(entry.entry) for entry in accessor) for accessor in accessors]
-    return {path: describe(leaf) for path, leaf in zip(paths, values, strict=True)}
+    paths = [tuple(str(entry) for entry in path) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
+    return {path: describe(leaf) for path, leaf in zip(paths, leaves(tree), strict=True)}
 
 
 def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> None:

@@ -64,24 +64,7 @@ class Flattener:
 
 
 def _read(spec: optree.PyTreeSpec) -> Read:
-    if spec.is_leaf():
-        return _leaf
-    if _is_none(spec):
-        return _none
-    if spec.type in (dict, list, tuple):
-        return _container(spec)
-    if spec.type is TrainState:
-        return _state(spec.entries(), spec.children())
-    return _any(spec)
-
-
-def _leaf(node: Any, leaves: list[Any]) -> bool:
-    leaves.append(node)
-    return True
-
-
-def _none(node: Any, leaves: list[Any]) -> bool:
-    return node is None
+    return _container(spec) if spec.type in (dict, list, tuple, TrainState) else _any(spec)
 
 
 def _is_none(spec: optree.PyTreeSpec) -> bool:
@@ -107,7 +90,11 @@ def _container(spec: optree.PyTreeSpec) -> Read:
     get_leaves = _flat_dict(spec)
 
     def read(node: Any, leaves: list[Any]) -> bool:
-        if type(node) is not kind or len(node) != count:
+        if type(node) is not kind:
+            return False
+        if kind is TrainState:
+            node = vars(node)
+        elif len(node) != count:
             return False
         if get_leaves is not None:
             leaves += get_leaves(node)
@@ -130,22 +117,8 @@ def _container(spec: optree.PyTreeSpec) -> Read:
     return read
 
 
-def _state(names: list[str], children: list[optree.PyTreeSpec]) -> Read:
-    pairs = [(name, _read(child)) for name, child in zip(names, children, strict=True)]
-
-    def read(node: Any, leaves: list[Any]) -> bool:
-        if type(node) is not TrainState:
-            return False
-        for name, read_child in pairs:  # noqa: SIM110 (a generator takes twice the time)
-            if not read_child(getattr(node, name), leaves):
-                return False
-        return True
-
-    return read
-
-
 def _any(spec: optree.PyTreeSpec) -> Read:
-    """Flatten nodes of other classes with `tree.flatten`, and compare structures, which include static values."""
+    """Flatten other nodes with `tree.flatten`, and compare structures, which include static values."""
 
     def read(node: Any, leaves: list[Any]) -> bool:
         flat, structure = tree.flatten(node)

@@ -1,6 +1,5 @@
 """An update a few leaves at a time is the update of all of them, to the bit, whatever the optimizer and the cut."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -124,8 +123,8 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "nested", "lookahead"])
 def test_plans_are_made_once(name, monkeypatch):
     made = []
-    make_plan = optim.grouping.Planner._make
-    monkeypatch.setattr(optim.grouping.Planner, "_make", lambda *args: made.append(1) or make_plan(*args))
+    make_plan = optim.grouping.Planner.plan
+    monkeypatch.setattr(optim.grouping.Planner, "plan", lambda *args: made.append(1) or make_plan(*args))
     run(make(name), "leaf by leaf", torch.float32, donate=True, steps=1)
     once = len(made)
     made.clear()
@@ -189,19 +188,6 @@ def test_two_leaves_of_the_state_of_one_name():
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 
-def test_an_apart_that_names_leaves_in_its_own_way():
-    def other(params, parts):
-        return [dataclasses.replace(optim.adamw(0.1), init=lambda params: {"own": torch.zeros(1)}) for _ in parts]
-
-    params = {"w": torch.ones(1)}
-    optimizer = dataclasses.replace(optim.adamw(0.1), split=other)
-    with pytest.raises(
-        ComposeError,
-        match=r"test: the state of adamw.* for w has the leaf own, which the state of adamw.* does not have",
-    ):
-        UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
-
-
 def test_two_parameters_of_one_name():
     params = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
     optimizer = optim.adamw(0.1)
@@ -209,3 +195,11 @@ def test_two_parameters_of_one_name():
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(
             params, optimizer.init(params), {"lr": 0.1}, donate=False
         )
+
+
+@pytest.mark.parametrize("name", ["adamw", "nested", "lookahead"])
+def test_a_part_is_not_split_again(name):
+    """Its random numbers and kernels are those of the whole tree, which it does not know."""
+    optimizer = make(name)
+    params = {"a": torch.ones(2, 2), "b": torch.ones(2)}
+    assert [each.split for each in optimizer.split(params, [[0], [1]])] == [None, None]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import LossError
+from ftrain.errors import LossError, OptionError
 from ftrain.losses import chunked, cross_entropy, linear_cross_entropy
 from ftrain.losses.chunked import auto_chunk, losses_and_gradients
 from ftrain.transforms.compile import capture as capturing
@@ -426,32 +426,29 @@ class TestPipelines:
 WEIGHT = torch.zeros(10, 4)
 HIDDEN, LABELS = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 WRONG = [
-    ({"hidden": HIDDEN.long()}, r"hidden is int64 of shape \(3, 4\); it must be floating"),
-    ({"weight": WEIGHT.long()}, r"weight is int64 of shape \(10, 4\); it must be floating"),
-    ({"weight": WEIGHT.double()}, r"hidden is float32 .* and weight float64 .* one dtype.*autocast"),
-    ({"weight": WEIGHT[0]}, r"weight has shape \(4,\); it must be \(classes, width\)"),
-    ({"weight": WEIGHT[:0]}, r"weight has shape \(0, 4\); .*at least one class"),
-    ({"weight": WEIGHT.T}, r"hidden has shape \(3, 4\) and weight \(4, 10\); hidden must be \(\.\.\., 10\)"),
+    ({"hidden": HIDDEN.long()}, r"hidden states are int64\[3, 4\]; they must be floating"),
+    ({"weight": WEIGHT.long()}, r"weights are int64\[10, 4\]; they must be floating"),
+    ({"weight": WEIGHT.double()}, r"hidden is float32.* and weight float64.* one dtype.*autocast"),
+    ({"weight": WEIGHT[0]}, r"hidden has shape \(3, 4\) and weight \(4,\); .*\(classes, width\)"),
+    ({"weight": WEIGHT.T}, r"hidden has shape \(3, 4\) and weight \(4, 10\); they must be \(\.\.\., width\)"),
     ({"hidden": torch.zeros(())}, r"hidden has shape \(\) and weight"),
     ({"labels": LABELS[:2]}, r"hidden has shape \(3, 4\) and labels \(2,\); labels must have shape \(3,\)"),
-    ({"labels": LABELS.float()}, r"labels are float32 of shape \(3,\); they must be integer"),
+    ({"labels": LABELS.float()}, r"labels are float32\[3\]; they must be integer"),
     ({"labels": LABELS.bool()}, r"labels are bool"),
-    ({"bias": torch.zeros(4)}, r"bias is float32 of shape \(4,\) .*shape \(10,\)"),
-    ({"bias": torch.zeros(10).double()}, r"bias is float64 .* the dtype of weight"),
-    ({"class_weight": torch.zeros(4)}, r"class_weight is float32 of shape \(4,\); .*shape \(10,\)"),
-    ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5; .*\[0, 1\]"),
+    ({"bias": torch.zeros(4)}, r"bias is float32\[4\] .*shape \(10,\)"),
+    ({"bias": torch.zeros(10).double()}, r"bias is float64.* the dtype of weight"),
+    ({"class_weight": torch.zeros(4)}, r"class_weight is float32\[4\]; .*shape \(10,\)"),
+    ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5, needs a number in \[0, 1\]"),
     ({"label_smoothing": float("nan")}, r"label_smoothing is nan"),
-    ({"chunk": 0}, r"chunk is 0; .*at least 1"),
-    ({"chunk": -3}, r"chunk is -3"),
+    ({"chunk": 0}, r"chunk is 0, needs a whole number of at least 1"),
     ({"chunk": 2.0}, r"chunk is 2\.0"),
-    ({"chunk": True}, r"chunk is True"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_errors(wrong, message):
     case = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **wrong}
-    with pytest.raises(LossError, match=rf"^linear_cross_entropy: {message}"):
+    with pytest.raises((LossError, OptionError), match=rf"^linear_cross_entropy: {message}"):
         linear_cross_entropy(**case)
 
 

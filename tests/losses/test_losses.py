@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ftrain.errors import LossError
+from ftrain.errors import LossError, OptionError
 from ftrain.losses import accuracy, binary_cross_entropy, cross_entropy, mse
 from ftrain.types import Mean
 
@@ -410,11 +410,11 @@ class TestErrors:
             (LOGITS, LABELS.new_zeros(5), r"logits have shape \(4, 10\) and labels \(5,\); .* shape \(4,\)"),
             (LOGITS, LABELS.new_zeros(4, 1), r"labels \(4, 1\); labels must have shape \(4,\)"),
             (LOGITS.expand(2, 4, 10), LABELS.expand(2, 4).T, r"must have shape \(2, 4\), because the class axis"),
-            (LOGITS, torch.zeros(4), r"labels are float32 of shape \(4,\); they must be integer"),
-            (LOGITS, torch.zeros(4, 10), r"labels are float32 of shape \(4, 10\); .* argmax\(-1\)"),
-            (LOGITS, LABELS.bool(), r"labels are bool of shape \(4,\); they must be integer"),
+            (LOGITS, torch.zeros(4), r"labels are float32\[4\]; they must be integer"),
+            (LOGITS, torch.zeros(4, 10), r"labels are float32\[4, 10\]; .* argmax\(-1\)"),
+            (LOGITS, LABELS.bool(), r"labels are bool\[4\]; they must be integer"),
             (LOGITS, LABELS.to(torch.complex64), r"labels are complex64"),
-            (LOGITS.long(), LABELS, r"logits are int64 of shape \(4, 10\); they must be floating point"),
+            (LOGITS.long(), LABELS, r"logits are int64\[4, 10\]; they must be floating point"),
             (LOGITS.to(torch.complex64), LABELS, r"logits are complex64"),
             (torch.zeros(()), LABELS, r"logits have shape \(\); they must be \(\.\.\., classes\)"),
             (torch.zeros(4, 0), LABELS, r"logits have shape \(4, 0\); .* at least one class"),
@@ -426,12 +426,12 @@ class TestErrors:
 
     @pytest.mark.parametrize("smoothing", [-0.1, 1.1, float("nan")])
     def test_label_smoothing(self, smoothing: float) -> None:
-        with pytest.raises(LossError, match=rf"^cross_entropy: label_smoothing is {smoothing}; .*\[0, 1\]"):
+        with pytest.raises(OptionError, match=rf"^cross_entropy: label_smoothing is {smoothing}, .*\[0, 1\]"):
             cross_entropy(LOGITS, LABELS, label_smoothing=smoothing)
 
-    @pytest.mark.parametrize("weight", [torch.ones(9), torch.ones(4, 10), torch.ones(()), torch.ones(10).int()])
+    @pytest.mark.parametrize("weight", [torch.ones(9), torch.ones(4, 10), torch.ones(())])
     def test_class_weight(self, weight: Tensor) -> None:
-        with pytest.raises(LossError, match=r"^cross_entropy: weight is .*floating point.*of shape \(10,\)"):
+        with pytest.raises(RuntimeError, match="weight tensor should be defined either for all 10 classes"):
             cross_entropy(LOGITS, LABELS, weight=weight)
 
     @pytest.mark.parametrize(
@@ -442,19 +442,13 @@ class TestErrors:
         start, outputs = f"^{function.__name__}: ", torch.zeros(4, 1)
         with pytest.raises(LossError, match=start + rf"{names[0]} have shape \(4, 1\) and {names[1]} \(4,\);"):
             function(outputs, torch.zeros(4))
-        with pytest.raises(LossError, match=start + rf"{names[0]} are int64 of shape \(4, 1\); .* floating"):
+        with pytest.raises(LossError, match=start + rf"{names[0]} are int64\[4, 1\]; .* floating"):
             function(outputs.long(), outputs)
-        with pytest.raises(LossError, match=start + rf"{names[1]} are complex64 of shape \(4, 1\); .* real"):
+        with pytest.raises(LossError, match=start + rf"{names[1]} are complex64\[4, 1\]; .* real"):
             function(outputs, outputs.to(torch.complex64))
 
     @pytest.mark.parametrize("function", [mse, binary_cross_entropy])
     @pytest.mark.parametrize("shape", [(4,), (2, 3), (1, 4, 3), (4, 0)])
     def test_elementwise_weight(self, function, shape: tuple[int, ...]) -> None:
-        message = r"weight is float32 of shape .*; it must be real and broadcast to \(4, 3\)"
-        with pytest.raises(LossError, match=rf"^{function.__name__}: {message}"):
+        with pytest.raises(RuntimeError, match=r"expand"):
             function(torch.zeros(4, 3), torch.zeros(4, 3), weight=torch.ones(shape))
-
-    @pytest.mark.parametrize("function", [mse, binary_cross_entropy])
-    def test_complex_weight(self, function) -> None:
-        with pytest.raises(LossError, match="weight is complex64"):
-            function(torch.zeros(3), torch.zeros(3), weight=torch.ones(3, dtype=torch.complex64))

@@ -77,13 +77,14 @@ def test_a_reader_sees_what_is_not_a_leaf():
     assert read({"loss": plain}) is None
 
 
-def test_a_reader_refuses_a_consumed_state():
-    state = TrainState(None, {"w": 1}, None, None, {}, {}, None)
-    read = reader(tree.flatten(state)[1])
-    assert read(state) == [1]
+def test_a_consumed_state_is_refused():
+    state = TrainState(None, {"w": torch.ones(1)}, None, None, {}, {}, None)
+    read, flatten = reader(tree.flatten(state)[1]), Flattener()
+    assert read(state) == flatten(state)[0] == [state.params["w"]]
     consume(state)
+    assert read(state) is None
     with pytest.raises(ConsumedError):
-        read(state)
+        flatten(state)
 
 
 LIKE = torch.zeros(2, 3), torch.zeros(())

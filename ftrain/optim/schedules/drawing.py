@@ -8,7 +8,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ftrain._plotting import as_file, blank, save
-from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.checks import count_from_1
 from ftrain.optim.schedules.combine import schedule_of
@@ -39,7 +38,7 @@ def plot(
         matplotlib's figure, which is not registered with pyplot.
 
     Raises:
-        OptionError: an argument is not as above, there is no schedule, or no value is positive with `log`.
+        OptionError: an argument is not as above.
         FtrainError: matplotlib is not installed.
     """
     steps, file = count_from_1("plot", "steps", steps), as_file(path)
@@ -50,15 +49,10 @@ def plot(
         schedule = schedule_of("plot", "schedules", schedules)
         curves = {describe(schedule): schedule}
         title = describe(schedule) if title is None else title
-    if not curves:
-        raise OptionError("plot: schedules is empty; it must name at least one.")
-    values = {name: [curve(step) for step in range(steps + 1)] for name, curve in curves.items()}
-    if log and not any(value > 0 for each in values.values() for value in each):
-        raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
     figure = blank(7.0, 3.5)
     axes = figure.add_subplot()
-    for name, each in values.items():
-        axes.plot(range(steps + 1), each, label=name, linewidth=1.8)
+    for name, curve in curves.items():
+        axes.plot(range(steps + 1), [curve(step) for step in range(steps + 1)], label=name, linewidth=1.8)
     axes.set(xlabel="optimizer step", ylabel="value")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
     axes.margins(x=0)
