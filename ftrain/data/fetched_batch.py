@@ -15,6 +15,12 @@ Position: TypeAlias = dict[str, Any]
 
 COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
 """What to do when samples cannot be collated."""
+NO_SHARED_MEMORY = "unable to allocate shared memory(shm)"
+"""A part of torch's error when the file system that holds the large tensors of workers is full."""
+MEMORY_REMEDY = (
+    "make /dev/shm larger, which a container limits (docker run --shm-size=8g), or pass a smaller num_workers="
+)
+"""What to do then."""
 
 
 class ReadError(NamedTuple):
@@ -35,6 +41,8 @@ class ReadError(NamedTuple):
         """Return the description of an error that is being handled."""
         trace = "".join(traceback.format_exception(error))
         cause = None if get_worker_info() else error
+        if NO_SHARED_MEMORY in str(error):
+            remedy = MEMORY_REMEDY
         return cls(subject, f"{type(error).__name__}: {error}", trace, cause, remedy)
 
 
