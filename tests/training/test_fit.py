@@ -930,6 +930,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_progress_in_a_terminal(term, monkeypatch, capsys):
+    pytest.importorskip("rich")
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", term)
     fit(make(), batches(), steps=4, progress=True, log_every=1)
