@@ -96,6 +96,7 @@ def _reserve(handle: int, size: int, directory: Path) -> None:
     raise DeviceError(
         f"offload: {directory} has {format_bytes(free)} left, and the next tensor needs {format_bytes(size)}; free "
         "some space, or use another directory. A step that does not donate keeps two states"
+        + (f". The system says: {cause}" if cause else "")
     ) from cause
 
 

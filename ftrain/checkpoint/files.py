@@ -18,6 +18,9 @@ except ImportError:  # pragma: no cover
     fcntl = None  # type: ignore[assignment]
 
 SYSTEM_HAS_LOCKS = fcntl is not None
+SYSTEM_HAS_CALLS = hasattr(os, "preadv")
+FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
+"""A request of macOS, whose `fsync` leaves what was written in the memory of the disk, where a power loss ends it."""
 
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 DIRECTORY = getattr(os, "O_DIRECTORY", 0)
@@ -29,6 +32,10 @@ HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
+UNSYNCABLE = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY}
+"""Errors of a file system that cannot sync directories, or has no `FULL_SYNC`, as some that machines share."""
+MAX_READ = 2**30
+"""The largest number of bytes to read in one call: macOS refuses 2 GiB."""
 
 _held: set[int] = set()
 """Descriptors through which this process holds locks."""
@@ -73,6 +80,22 @@ def _flock(descriptor: int) -> bool:
     return True
 
 
+def _fsync(descriptor: int) -> None:
+    if FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in UNSYNCABLE:
+                raise
+    os.fsync(descriptor)
+
+
+def _require_calls() -> None:
+    if not SYSTEM_HAS_CALLS:
+        raise OSError(errno.ENOSYS, "checkpoints need file calls of Linux or macOS; on Windows use WSL 2")
+
+
 def make_directory(path: Path) -> None:
     """Make a directory, which must not exist."""
     os.mkdir(path)
@@ -80,6 +103,7 @@ def make_directory(path: Path) -> None:
 
 def make_directories(path: Path) -> None:
     """Make a directory and its missing parents, and sync the parent directory."""
+    _require_calls()
     if not os.path.isdir(path):
         make_directories(path.parent)
         with suppress(FileExistsError):
@@ -104,7 +128,7 @@ def created(path: Path) -> Iterator[int]:
     """Context of a new file, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS) as descriptor:
         yield descriptor
-        os.fsync(descriptor)
+        _fsync(descriptor)
 
 
 @contextmanager
@@ -112,7 +136,7 @@ def opened_to_write(path: Path) -> Iterator[int]:
     """Context of an existing file to write to, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | NO_LINKS) as descriptor:
         yield descriptor
-        os.fsync(descriptor)
+        _fsync(descriptor)
 
 
 def resize(descriptor: int, length: int) -> None:
@@ -137,7 +161,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, f"has {length:,} bytes, and {offset:,} were written: it was cut off or removed")
         os.ftruncate(descriptor, offset)
         write_at(descriptor, data, offset)
-        os.fsync(descriptor)
+        _fsync(descriptor)
     if not offset:
         sync_directory(path.parent)
 
@@ -154,13 +178,17 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
 
 def sync(descriptor: int) -> None:
     """Sync what was written to disk, so that other machines can read it."""
-    os.fsync(descriptor)
+    _fsync(descriptor)
 
 
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk."""
     with _descriptor(path, os.O_RDONLY | DIRECTORY) as descriptor:
-        os.fsync(descriptor)
+        try:
+            _fsync(descriptor)
+        except OSError as error:
+            if error.errno not in UNSYNCABLE:
+                raise
 
 
 def rename(old: Path, new: Path) -> None:
@@ -207,6 +235,7 @@ def is_abandoned(path: Path) -> bool:
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
     """Context of a file to read. Raises an OSError for a link, a directory or a device, before it is opened."""
+    _require_calls()
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file (a link, a directory or a device)", str(path))
     with _descriptor(path, os.O_RDONLY | NO_LINKS | NONBLOCKING) as descriptor:
@@ -223,7 +252,7 @@ def size(descriptor: int) -> int:
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
     """Fill `target` with the bytes of a file from `offset` on. Raises an OSError if the file ends before."""
     while target:
-        count = os.preadv(descriptor, [target], offset)
+        count = os.preadv(descriptor, [target[:MAX_READ]], offset)
         if not count:
             raise OSError(errno.EIO, "the file ends too early")
         target, offset = target[count:], offset + count

@@ -15,6 +15,12 @@ Position: TypeAlias = dict[str, Any]
 
 COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
 """What to do when samples cannot be collated."""
+NO_SHARED_MEMORY = "unable to allocate shared memory(shm)"
+"""A part of torch's error when the file system that holds the large tensors of workers is full."""
+MEMORY_REMEDY = (
+    "make /dev/shm larger, which a container limits (docker run --shm-size=8g), or pass a smaller num_workers="
+)
+"""What to do then."""
 
 
 class FetchedBatch(NamedTuple):
@@ -32,6 +38,8 @@ class FetchedBatch(NamedTuple):
 
 def read_error(subject: str, error: Exception, remedy: str = "repair it") -> DataError:
     """Return what the loader raises because of an error of the data; a worker can send it."""
+    if NO_SHARED_MEMORY in str(error):
+        remedy = MEMORY_REMEDY
     failure = DataError(f"loader: {subject}: {type(error).__name__}: {error}; {remedy}")
     failure.__cause__ = error
     if get_worker_info():

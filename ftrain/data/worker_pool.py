@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import signal
 from collections import deque
@@ -121,11 +122,22 @@ def read_from_workers(
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {describe_next()} "
                 f"was awaited: {str(error) or type(error).__name__}. Run with num_workers=0 to see what it does, or "
-                "raise timeout="
+                f"raise timeout={_how_it_starts(loader)}"
             ) from error
         if batch.error is not None:
             _stop(batches)
         yield batch
+
+
+def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:
+    """Return what the program needs if workers are not forked, as on macOS and Windows; empty if they are."""
+    method = (getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
+    if method == "fork":
+        return ""
+    return (
+        f". A worker that is started by {method!r} imports the program first: start the training under "
+        'if __name__ == "__main__":, and define the dataset in a file, not in a notebook or with python -c'
+    )
 
 
 def _stop(batches: Any) -> None:

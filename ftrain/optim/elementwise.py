@@ -29,7 +29,7 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
-COUNT, ZERO_COUNT = "count", torch.zeros(())
+COUNT, ZERO_COUNT = "count", torch.zeros((), dtype=torch.float32, device=tree.HOST)
 """Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
 
 REDUCED = 16

@@ -81,7 +81,7 @@ def nadam(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: ZERO_COUNT, "product": torch.ones(())},
+        shared={COUNT: ZERO_COUNT, "product": torch.ones_like(ZERO_COUNT)},
         constants=constants,
         by_element=True,
         decoupled=decoupled_weight_decay,

@@ -58,7 +58,7 @@ def schedule_free_adamw(
     require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
     require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
 
-    exact = torch.zeros((), dtype=torch.float64)
+    exact = torch.zeros((), dtype=torch.float64, device=tree.HOST)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         peak = shared["peak"].clamp_(min=rate)

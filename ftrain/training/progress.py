@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -19,6 +21,8 @@ Count: TypeAlias = Callable[[PyTree], int]
 HIDDEN_METRICS = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
 MAX_METRICS = 3
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_BARS = 30.0, 0.1
+DUMB = "dumb", "unknown"
+"""Values of ``TERM`` for a terminal without a cursor that moves, where `rich` shows a bar only at its end."""
 GIB = 2**30
 
 
@@ -89,7 +93,7 @@ class Throughput:
 def show(enabled: bool) -> Display:
     """Return a bar in a terminal if `rich` is installed, otherwise lines, which are not printed unless `enabled`."""
     # sys.stderr is None in a program without a console, and may be an object with no more than write and flush.
-    is_terminal = getattr(sys.stderr, "isatty", lambda: False)()
+    is_terminal = getattr(sys.stderr, "isatty", lambda: False)() and os.environ.get("TERM") not in DUMB
     if enabled and is_terminal and importlib.util.find_spec("rich") is not None:
         return Bar()
     return Display(enabled)
@@ -123,18 +127,21 @@ class Display:
         self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a line that stays; without effect where nobody reads any more, which is no reason to end a run."""
         if self._enabled and sys.stderr is not None:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+            with suppress(OSError, ValueError):  # A broken pipe or a closed terminal, and a closed file.
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Bar(Display):
     """Draws a bar with `rich`."""
 
     def __init__(self) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
+        self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("", total=None, status="starting")
         self._shown_seconds = -SECONDS_BETWEEN_BARS
 
@@ -143,7 +150,8 @@ class Bar(Display):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        with suppress(OSError):  # As in `Display.say`.
+            self._progress.stop()
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
         """Return whether a tenth of a second has passed, or this is the last step."""
@@ -156,7 +164,8 @@ class Bar(Display):
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, highlight=False)
+        with suppress(OSError):
+            self._progress.console.print(text, highlight=False)
 
 
 def describe(status: Status) -> str:

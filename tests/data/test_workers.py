@@ -4,6 +4,8 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -145,6 +147,25 @@ def test_a_worker_that_dies_while_a_tensor_is_fetched_from_it(error):
 
     with pytest.raises(DataError, match=f"a worker died.*the 3rd was awaited: .*{re.escape(str(error)) or 'EOFError'}"):
         next(read_from_workers(torn(), 1.0, lambda: "the 3rd"))
+
+
+def test_a_worker_that_cannot_import_the_program():
+    """As that of a notebook, whose classes are in no file; and a program without a guard dies in the same place."""
+    read = "list(ft.data.loader(Rows([1, 2]), 1, num_workers=1, context='spawn'))"
+    code = f"import ftrain as ft\nclass Rows(list): pass\n{read}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert re.search(r"DataError: .*started by 'spawn' imports .* if __name__ == \"__main__\":, and", ran.stderr)
+
+
+def test_shared_memory_that_is_full():
+    class Dataset(Faulty):
+        def __getitem__(self, index):
+            raise RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+            )
+
+    with pytest.raises(DataError, match=r"No space left on device.*--shm-size"):
+        taken(made(Dataset(4), num_workers=1))
 
 
 def test_a_worker_that_hangs(quick_end):

@@ -6,6 +6,7 @@ are filled for real, byte by byte.
 
 import ast
 import ctypes
+import errno
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrain.checkpoint import files
+from ftrain.checkpoint import files, load, save
 from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
 from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
@@ -323,3 +324,49 @@ def test_files_may_not_grow(fast):
     with tally("a limit on the size of files") as tries:
         errors = judged(tries, forked(with_small_files, fast))
         assert sum(errors) > len(errors) // 3
+
+
+def test_a_file_system_that_cannot_sync_directories(tmp_path, monkeypatch):
+    """As some that machines share answer. An error of the disk itself stays one."""
+    real = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    for number in sorted(files.UNSYNCABLE):
+        save(tmp_path / str(number), tree(0))
+    number = errno.EIO
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path / "broken", tree(0))
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_what_is_synced_is_on_the_disk_of_a_mac(has_it, tmp_path, monkeypatch):
+    asked, synced, real = [], [], os.fsync
+
+    def fcntl(descriptor, request):
+        asked.append(request)
+        if not has_it:
+            raise OSError(errno.ENOTSUP, "not on this file system")
+
+    monkeypatch.setattr(files, "FULL_SYNC", 51)
+    monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(descriptor) or real(descriptor))
+    save(tmp_path / "state", tree(0))
+    assert set(asked) == {51}
+    assert len(synced) == (0 if has_it else len(asked))
+
+
+def test_a_system_without_the_calls_is_named(tmp_path, monkeypatch):
+    save(tmp_path / "state", tree(0))
+    monkeypatch.setattr(files, "SYSTEM_HAS_CALLS", False)
+    for use in (
+        lambda: save(tmp_path / "other", tree(0)),
+        lambda: load(tmp_path / "state"),
+        lambda: checkpoints(tmp_path / "run").__enter__(),
+    ):
+        with pytest.raises(CheckpointError, match="need file calls of Linux or macOS; on Windows use WSL 2"):
+            use()

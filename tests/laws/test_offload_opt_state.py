@@ -240,8 +240,9 @@ def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
         monkeypatch.setattr(transfers.os, "posix_fallocate", full)
     with pytest.raises(
         DeviceError, match=r"offload: .* [KMG]?i?B left, and the next tensor needs .* [KMG]?i?B; free some space"
-    ):
+    ) as caught:
         step.init()
+    assert ("The system says: [Errno 28] No space left" in str(caught.value)) == (how == "found")
     assert not os.listdir(tmp_path)
 
 

@@ -1,6 +1,8 @@
 import dataclasses
 import inspect
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -519,3 +521,22 @@ def test_train_step_takes_only_our_optimizers():
 def test_optimizers_are_frozen_records():
     with pytest.raises(dataclasses.FrozenInstanceError):
         sgd(0.1).text = "other"
+
+
+UNDER_OTHER_DEFAULTS = """
+import torch
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("meta")
+import ftrain as ft
+for make in (ft.optim.adamw, ft.optim.nadam, ft.optim.radam, ft.optim.schedule_free_adamw):
+    state = make(0.1).init({"w": torch.ones(2, device="cpu")})
+    print(*(f"{leaf.dtype} {leaf.device}" for leaf in state.values() if isinstance(leaf, torch.Tensor)), sep="\\n")
+"""
+
+
+def test_counts_do_not_take_the_defaults_of_the_program():
+    """A count in bfloat16 would stop at 256, without a word."""
+    shown = subprocess.run([sys.executable, "-c", UNDER_OTHER_DEFAULTS], capture_output=True, text=True, check=True)
+    found = shown.stdout.splitlines()
+    assert len(found) == 1 + 2 + 1 + 4
+    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu"}

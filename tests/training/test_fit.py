@@ -1,7 +1,9 @@
 """The loop: what it counts, records, shows and reads, and how it stops."""
 
 import dataclasses
+import errno
 import gc
+import io
 import itertools
 import json
 import logging
@@ -903,6 +905,38 @@ def test_progress_without_a_console_is_not_shown(monkeypatch, capsys):
     _, history = fit(make(), batches(2), progress=True)
     assert len(history) == 2
     assert capsys.readouterr().out == ""
+
+
+class Closed(Tee):
+    """A terminal that was closed, or a pipe whose reader has ended."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "closed"), ValueError("closed file")])
+def test_progress_that_nobody_reads_does_not_end_a_run(error, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Closed(error))
+    assert len(fit(make(), batches(3), progress=True).history) == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_progress_in_a_terminal(term, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", term)
+    fit(make(), batches(), steps=4, progress=True, log_every=1)
+    assert capsys.readouterr().out == ""
+    assert "4/4" in terminal.getvalue()
+    assert ("step 1/4" in terminal.getvalue()) == (term == "dumb")
 
 
 def test_progress_can_be_turned_off(capsys):
