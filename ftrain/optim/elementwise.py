@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import StructureError, require_range
+from ftrain.errors import DeviceError, StructureError, require_range
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -146,6 +146,11 @@ class _Family:
 
     def init(self, params: PyTree) -> PyTree:
         device = tree.device_of(params)
+        is_exact = any(value.dtype == torch.float64 for value in self.shared.values())
+        if is_exact and backends.widest(device) != torch.float64:
+            raise DeviceError(
+                f"{self.name}: needs float64, and {backends.of(device).describe()} has none; use another optimizer"
+            )
         scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
         if self.storage:
             return {**scalars, **self.storage.begin(self.state, params)}
