@@ -21,7 +21,7 @@ from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded
 from ftrain.step.core import assemble
-from ftrain.step.module_path import Running
+from ftrain.profiling.module_path import Running
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
