@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,12 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step.batch_notes import add_batch_notes
 from ftrain.step.loss_forms import zero_if_empty
-from ftrain.step.outside_params import check_outside_params
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+
+log = logging.getLogger("ftrain")
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
 """Part of torch's error when a leaf that requires a gradient is written in place."""
@@ -102,7 +104,7 @@ class Forward:
         _require_differentiable(mean, self._name)
         if memory is not None:
             _require_same_memory(memory, _memory_of(leaves), spec, self._name)
-            check_outside_params(mean.total, self._module_params, self._name)
+            _check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
@@ -248,3 +250,50 @@ def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
     ):
         return
     tree.require_same(name, "the tree of buffers it returned", returned, buffers)
+
+
+def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
+    """Find each `nn.Parameter` in the graph of a loss, in which the parameters of the state are plain tensors.
+
+    The logger ``ftrain`` warns of those that are not in the state, such as those of a second module.
+
+    Args:
+        total: the loss, with its graph.
+        module_params: the parameters of its module by name, as they are outside of a step.
+        name: the name of the loss.
+
+    Raises:
+        LossError: when a parameter of the module itself is used instead of the tensor of the state.
+    """
+    outside = [*_parameters(total)]
+    for parameter in outside:
+        if param_name := next((each for each, param in module_params.items() if param is parameter), None):
+            raise LossError(
+                f"{name}: uses the parameter {param_name} by another reference than the attribute of the module, which "
+                "holds the tensor of the state, so that it would keep its first value. Use model(...) or "
+                "model.get_parameter(...) of the model that the criterion gets, and do not keep parameters of a module "
+                "in a list, a dict or a closure"
+            )
+    if outside:
+        log.warning(
+            "%s: uses %d parameters that are not in the state, and do not train: %s%s. Pass one module with them to "
+            "ft.from_module, or freeze them: parameter.requires_grad_(False)",
+            name,
+            len(outside),
+            ", ".join(map(tree.describe, outside[: tree.MAX_LISTED])),
+            ", ..." if len(outside) > tree.MAX_LISTED else "",
+        )
+
+
+def _parameters(total: Tensor) -> Iterator[nn.Parameter]:
+    nodes, seen = [total.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only the nodes of leaves have the attribute.
+        leaf = getattr(node, "variable", None) if not node.next_functions else None
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        nodes.extend(following for following, _ in node.next_functions)
