@@ -7,14 +7,15 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError
 from ftrain.step.across_ranks import order
+from ftrain.step.forward import Forward
 from ftrain.step.loss_forms import report
 from ftrain.step.shared_memory import copy_shared
-from ftrain.step.value_and_grad import value_and_grad
+from ftrain.step.value_and_grad import StreamingGrad, ValueAndGrad
 from ftrain.types import (
     RNG,
     Core,
@@ -84,19 +85,17 @@ def _grad(
     step: Any, around_loss: Callable[[LossFn], LossFn], around_grad: Callable[[GradFn], GradFn], *, report_finite: bool
 ) -> GradFn:
     on_grad = [wrapper.grad for wrapper in step.wrappers if wrapper.grad]
-    module = step.base.module
-    grad = around_grad(
-        value_and_grad(
-            around_loss(step.loss.fn),
-            name=step.base.text,
-            allow_unused=step.allow_unused,
-            scale=next((each.loss_scale for each in on_grad if each.loss_scale), None),
-            report_finite=report_finite,
-            stream=step.updates_in_backward,
-            # Weak references: the memory of a module may be donated to a state.
-            module_params=WeakValueDictionary(module.named_parameters() if module else ()),
-        )
-    )
+    name, module = step.base.text, step.base.module
+    # Weak references: the memory of a module may be donated to a state.
+    module_params = WeakValueDictionary[str, nn.Parameter](module.named_parameters() if module else ())
+    forward = Forward(around_loss(step.loss.fn), name, module_params)
+    grad: GradFn
+    if step.updates_in_backward:
+        grad = StreamingGrad(forward, name, step.allow_unused)
+    else:
+        scale = next((each.loss_scale for each in on_grad if each.loss_scale), None)
+        grad = ValueAndGrad(forward, name, step.allow_unused, scale, report_finite)
+    grad = around_grad(grad)
     for each in order(on_grad):
         grad = each.wrap(grad)
     return grad

@@ -186,7 +186,8 @@ def test_an_evaluation_leaves_out_what_has_no_weight():
     needed = ft.evaluate(step, state, [FULL])
     assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == needed
     assert needed["again"] == needed["loss"]
-    nothing = ft.evaluate(step, state, [EMPTY, EMPTY])
+    with pytest.warns(UserWarning, match="the mean of loss, again is NaN"):
+        nothing = ft.evaluate(step, state, [EMPTY, EMPTY])
     assert all(value != value for value in nothing.values())
 
 
