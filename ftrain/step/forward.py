@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import LossError
+from ftrain.errors import LossError, listed
 from ftrain.step.batch_notes import add_batch_notes
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
@@ -276,12 +276,11 @@ def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Paramete
             )
     if outside:
         log.warning(
-            "%s: uses %d parameters that are not in the state, and do not train: %s%s. Pass one module with them to "
+            "%s: uses %d parameters that are not in the state, and do not train: %s. Pass one module with them to "
             "ft.from_module, or freeze them: parameter.requires_grad_(False)",
             name,
             len(outside),
-            ", ".join(map(tree.describe, outside[: tree.MAX_LISTED])),
-            ", ..." if len(outside) > tree.MAX_LISTED else "",
+            listed([*map(tree.describe, outside)]),
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
-from ftrain.errors import StructureError
+from ftrain.errors import StructureError, listed
 from ftrain.step.blocks import repeated_children
 from ftrain.step.swap_params import Slot, preserve_attributes, slots_of
 
@@ -112,9 +112,8 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
     if not names:
         return
     owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
-    listed = ", ".join(names[: tree.MAX_LISTED]) + (", ..." if len(names) > tree.MAX_LISTED else "")
     raise StructureError(
-        f"Step.init: {listed} of {type(module).__name__} have no values: they are on the device meta, and no "
+        f"Step.init: {listed(names)} of {type(module).__name__} have no values: they are on the device meta, and no "
         f"reset_parameters() of {owner} or a module around it writes them. Add a method reset_parameters() to {owner} "
         "that fills them, create them outside of torch.device('meta'), or read them from a file: "
         "step.init('model.safetensors')"

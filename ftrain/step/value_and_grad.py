@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.errors import LossError
+from ftrain.errors import LossError, listed
 from ftrain.step.forward import ForwardResult
 from ftrain.step.rank_backward import unused_on_rank
 from ftrain.step.reentrant_checkpoint import REMEDY
@@ -204,8 +204,7 @@ def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn
 
 def _listed(params: PyTree, indices: Sequence[int]) -> str:
     names = tree.leaf_names(params)
-    text = ", ".join(names[index] for index in indices[: tree.MAX_LISTED])
-    return f"{text}, ..." if len(indices) > tree.MAX_LISTED else text
+    return listed([names[index] for index in indices])
 
 
 def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:
