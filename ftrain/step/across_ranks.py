@@ -41,22 +41,6 @@ def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
     return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)
 
 
-def whole_model(state: TrainState, function: str) -> TrainState:
-    """Gather the parameters and buffers of a state, if they are divided over ranks.
-
-    Then every rank must call `function`, which the error names.
-
-    Raises:
-        RankError: when another rank does not call it.
-    """
-    parts = state.params, state.frozen, state.buffers
-    if not any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(parts)):
-        return state
-    require_to_gather(function, parts)
-    params, frozen, buffers = tree.map(dtensor.whole, parts)
-    return replace(state, params=params, frozen=frozen, buffers=buffers)
-
-
 def evaluation_state(
     loss: Loss, state: TrainState, function: str, *, by_block: bool = True
 ) -> tuple[TrainState, AbstractContextManager[None] | None]:
@@ -75,13 +59,15 @@ def evaluation_state(
     Raises:
         RankError: when another rank does not call `function`.
     """
-    ranks = loss.ranks
-    if not by_block or ranks is None or ranks.by_block is None:
-        return whole_model(state, function), None
-    if not any(map(dtensor.is_dtensor, tree.leaves(state.params))):
-        return whole_model(state, function), None
-    require_to_gather(function, state.params)
-    return ranks.by_block(state)
+    parts = state.params, state.frozen, state.buffers
+    if not any(map(dtensor.is_dtensor, tree.leaves(parts))):
+        return state, None
+    require_to_gather(function, parts)
+    gather_blocks = loss.ranks.by_block if loss.ranks is not None and by_block else None
+    if gather_blocks is not None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
+        return gather_blocks(state)
+    params, frozen, buffers = tree.map(dtensor.whole, parts)
+    return replace(state, params=params, frozen=frozen, buffers=buffers), None
 
 
 def require_to_gather(function: str, tensors: PyTree) -> None:
