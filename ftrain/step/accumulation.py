@@ -36,17 +36,14 @@ class AddingGradFn(Protocol):
 
 
 def _accumulator(grad: GradFn | AddingGradFn, pieces: int) -> _InBackward | _AfterBackward:
-    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses.
-
-    Only the sums are in memory, unless a wrapper transforms the gradients of each microbatch.
-    """
+    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses."""
     if isinstance(grad, AddingGradFn):
         return _ByGradFn(grad)
     return _InBackward(grad, pieces) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
 
 
 class _InBackward:
-    """Lets the backward pass add each gradient to the `.grad` of its leaf."""
+    """Lets the backward pass add each gradient to the `.grad` of its leaf, so that only the sums are in memory."""
 
     _unit: Tensor
     _factor: Tensor | None
@@ -231,13 +228,10 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
-    metrics = {name: _pooled(total.metrics[name], piece.metrics[name]) for name in total.metrics}
+    pairs = {name: (each, piece.metrics[name]) for name, each in total.metrics.items()}
+    metrics = {name: a.pooled(b) if isinstance(a, Mean) else a + b for name, (a, b) in pairs.items()}
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
-
-
-def _pooled(total: Any, more: Any) -> Any:
-    return total.pooled(more) if isinstance(total, Mean) else total + more
 
 
 def weighted_by_examples(grad: GradFn) -> GradFn:

@@ -46,15 +46,8 @@ def evaluation_state(
 ) -> tuple[TrainState, AbstractContextManager[None] | None]:
     """Return the state that a loss takes in an evaluation, and the context in which it gathers its parameters.
 
-    Args:
-        loss: the loss to evaluate.
-        state: the state. If it is divided over ranks, every rank must call `function`.
-        function: the name of the calling function, for errors.
-        by_block: let the loss gather the parameters block by block, if it can. Then all ranks must evaluate the same
-            number of batches together.
-
-    Returns:
-        The gathered state and None; or the local state of this rank and a context.
+    This is the gathered state and None; or, with `by_block`, if the loss can gather its parameters block by block, the
+    local state of this rank and a context. Then all ranks must evaluate the same number of batches together.
 
     Raises:
         RankError: when another rank does not call `function`.
@@ -127,12 +120,6 @@ def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
     """Check that no rank failed in an evaluation, and that all read the same first batch. Waits for all ranks.
 
-    Args:
-        ranks: the ranks that evaluate together.
-        error: the error of this rank, or None.
-        digest: the digest of the first batch.
-        device: the device on which the ranks communicate.
-
     Raises:
         Exception: the error of this rank.
         RankError: when another rank failed.
@@ -156,9 +143,6 @@ def require_all_ranks(name: str) -> None:
 
     A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
     tensors. Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
-
-    Args:
-        name: the name of the function in messages.
 
     Raises:
         RankError: when another rank continued without it, failed, ended, or did not call it before the timeout of the

@@ -43,15 +43,7 @@ def assemble(
     around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
     around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
 ) -> Core:
-    """Return the core of a `Step`.
-
-    Args:
-        step: the step.
-        donate: whether the core may reuse the memory of its state.
-        around_loss: wraps the loss.
-        around_grad: wraps the innermost gradient.
-        around_update: wraps the whole update.
-    """
+    """Return the core of a `Step`. `around_grad` wraps the innermost gradient, `around_update` the whole update."""
     on_finite_check = {
         wrapper.name: wrapper.slot.on_finite_check
         for wrapper in step.wrappers
@@ -122,10 +114,7 @@ def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
 def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
     """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
 
-    Args:
-        update: the update.
-        on_finite_check: by the name of a wrapper, ``(slot, finite) -> slot``. If empty, loss and gradients are not
-            checked.
+    If no wrapper has an `on_finite_check`, loss and gradients are not checked.
     """
 
     def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -154,13 +143,7 @@ def _dropped(field: str) -> ComposeError:
 
 
 class Eager:
-    """A `Runner` that runs a step operation by operation.
-
-    Args:
-        step: the step.
-        around_loss: wraps the loss.
-        around_update: wraps the update.
-    """
+    """A `Runner` that runs a step operation by operation."""
 
     def __init__(
         self,

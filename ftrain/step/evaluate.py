@@ -66,10 +66,7 @@ class EvalStep:
         return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
-        """Return the averages over a share of a batch, on a state of `evaluation_state`.
-
-        Other ranks are only waited for if the loss gathers its parameters block by block.
-        """
+        """Return the averages over a share of a batch, on a state of `evaluation_state`."""
         # A model that draws random numbers in evaluation draws the same ones each time.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
@@ -375,8 +372,8 @@ def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
     value = metric.value if isinstance(metric, Mean) else metric
     if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
         raise LossError(
-            f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d tensors "
-            "or Means"
+            f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d "
+            "tensors or Means"
         )
     value = _widened(torch.as_tensor(value))
     # The mean of no examples is NaN, and its weight is 0.

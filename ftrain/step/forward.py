@@ -71,10 +71,7 @@ class ForwardResult:
 class Forward:
     """Runs a loss on new detached leaves, or on the leaves of an earlier run.
 
-    Args:
-        loss: a loss in its full form.
-        name: the name of the loss in error messages.
-        module_params: the parameters of its module by name, as they are outside of a step.
+    `module_params` are the parameters of its module by name, as they are outside of a step.
     """
 
     def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
@@ -160,14 +157,7 @@ def detach(values: PyTree) -> PyTree:
 def run_loss(
     loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str
 ) -> LossOutput:
-    """Call a loss and check that it changed none of its inputs.
-
-    Args:
-        loss: in its full form.
-        leaves: of the tuple ``(params, frozen, batch, buffers)``.
-        spec: the structure of that tuple.
-        rng: the key of the step.
-        name: the name of the loss in error messages.
+    """Call a loss on the leaves of ``(params, frozen, batch, buffers)``, and check that it changed none of them.
 
     Raises:
         LossError: when it wrote to a tensor in place; the message has the path.
@@ -255,15 +245,7 @@ def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
 def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
     """Find each `nn.Parameter` in the graph of a loss, in which the parameters of the state are plain tensors.
 
-    The logger ``ftrain`` warns of those that are not in the state, such as those of a second module.
-
-    Args:
-        total: the loss, with its graph.
-        module_params: the parameters of its module by name, as they are outside of a step.
-        name: the name of the loss.
-
-    Raises:
-        LossError: when a parameter of the module itself is used instead of the tensor of the state.
+    One of the module itself is an error; the logger ``ftrain`` warns of others, such as those of a second module.
     """
     outside = [*_parameters(total)]
     for parameter in outside:

@@ -29,15 +29,7 @@ Parts: TypeAlias = tuple[PyTree, PyTree, PyTree]
 def initial_parts(
     step: Any, params: PyTree, buffers: PyTree, seed: int, device: torch.device | None, donate: bool
 ) -> Parts:
-    """Return the parameters and buffers of the first state of a `Step`.
-
-    Args:
-        step: the step.
-        params: a tree of tensors, the path of safetensors, or None for the parameters of the module.
-        buffers: a tree of tensors, or None for the buffers of the module.
-        seed: the seed of random initial values.
-        device: the device of the state; None: the device of the tensors.
-        donate: whether to use the tensors without copying them.
+    """Return the parameters and buffers of the first state of a `Step`, for the arguments of `Step.init`.
 
     Raises:
         StructureError: if there are no parameters, or one is not a floating-point tensor; if nothing initialises a

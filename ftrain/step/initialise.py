@@ -29,11 +29,8 @@ def initialised(
     block writes their values, children first, and then ``_init_weights(part)`` of the nearest module around each part
     that has this method, as the models of transformers do. Other tensors are copied. The module is not changed.
 
-    Args:
-        module: the module.
-        seed: the random numbers depend only on the seed, the module and the type of the device.
-        device: the device of the tensors.
-        stored: tensors to yield instead, by name.
+    The random numbers depend only on the seed, the module and the type of the device. Tensors that are `stored` are
+    yielded instead of initialised ones.
 
     Raises:
         StructureError: when no initialiser writes a tensor, or a random operation takes no generator.
@@ -121,11 +118,7 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
 
 
 class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which random operations draw from its own generators, and which records the tensors that are written.
-
-    Args:
-        seed: the seed of these generators.
-    """
+    """Context in which random operations draw from its own generators; it records the tensors that are written."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

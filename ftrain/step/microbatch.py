@@ -45,8 +45,7 @@ _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=N
 def with_fewest_examples(fewest: int | None) -> Iterator[None]:
     """Context in which each rank splits its own rows into as many pieces as the others, of at least one example each.
 
-    Args:
-        fewest: number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal.
+    `fewest` is the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal.
     """
     token = _fewest.set(fewest)
     try:
@@ -114,10 +113,7 @@ def split_batch(batch: PyTree, pieces: int, *, require_examples: str | None = No
 
 
 def split_leaves(batch: PyTree, pieces: int) -> tuple[list[Sequence[Any]], optree.PyTreeSpec]:
-    """Return the pieces of each leaf, and the structure of a piece; see `split_batch`.
-
-    A list or tuple that is split is one leaf here.
-    """
+    """Return the pieces of each leaf, and the structure of a piece; a list or tuple that is split is one leaf."""
     leaves, spec = _flatten_examples(batch)
     return [_cut(leaf, pieces) for leaf in leaves], spec
 
@@ -224,14 +220,7 @@ def combined(losses: Sequence[Mean]) -> float:
 
 
 def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> bool:
-    """Return whether the loss of a batch equals that of its pieces together; waits for the device.
-
-    Args:
-        loss: the function that returned these losses.
-        params: the parameters of the loss.
-        whole: the loss of the batch. If it is not finite, it counts as equal.
-        pieces: the losses of its pieces.
-    """
+    """Return whether the loss of a batch equals that of its pieces together, or is not finite; waits for the device."""
     together = functools.reduce(Mean.pooled, pieces)
     value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
     is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))

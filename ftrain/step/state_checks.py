@@ -55,12 +55,6 @@ def select_trainable(trainable: Mask | None, names: set[str] | None, params: PyT
 def require_same_trainable(trainable: Mask | None, module: nn.Module | None, params: PyTree, frozen: PyTree) -> None:
     """Check that a state trains and freezes the parameters that a new state of the step would.
 
-    Args:
-        trainable: the option of the step.
-        module: the module of its loss, or None.
-        params: the parameters that the state trains.
-        frozen: the parameters that the state freezes.
-
     Raises:
         StructureError: naming the first parameter that differs.
         OptionError: when a pattern matches no parameter.
