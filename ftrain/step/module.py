@@ -19,7 +19,7 @@ from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.state_checks import require_state
+from ftrain.step.state_checks import mismatches, require_state
 from ftrain.step.swap_params import (
     BorrowedModule,
     DuringStep,
@@ -233,14 +233,8 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     tensors = {**tensors, **(state.buffers or {})}
     own_module = _torch.original(module)
     wanted = dict(named_tensors(own_module))
-    problems = [f"{name}: missing" for name in wanted if name not in tensors]
-    problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
-    problems += [
-        f"{name}: found {list(tensors[name].shape)}, needs {list(wanted[name].shape)}"
-        for name in wanted
-        if name in tensors and tensors[name].shape != wanted[name].shape
-    ]
-    if problems:
+    unexpected = [f"{name}: unexpected" for name in tensors if name not in wanted]
+    if problems := mismatches(tensors, wanted) + unexpected:
         if any("lora_" in name for name in tensors):
             problems.append(
                 "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ def require_state(function: str, state: Any) -> None:
     """
     if not isinstance(state, TrainState):
         raise StructureError(f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init()")
+
+
+def mismatches(found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[str]:
+    """List the tensors of a module that are missing, or have another shape. Wrappers may add others."""
+    problems = []
+    for name, tensor in wanted.items():
+        shape = list(getattr(found.get(name), "shape", ()))
+        if name not in found:
+            problems.append(f"{name}: missing")
+        elif shape != list(tensor.shape):
+            problems.append(f"{name}: found {shape}, needs {list(tensor.shape)}")
+    return problems
 
 
 def require_params(params: PyTree) -> None:
