@@ -138,6 +138,12 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])])
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, as `BaseException.add_note` does, which frozen dataclasses refuse."""
+    with contextlib.suppress(Exception):
+        BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
+
+
 LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}
 """Words in the names of metrics of which more is better."""
 

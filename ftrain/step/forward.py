@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import LossError, listed
-from ftrain.step.batch_notes import add_batch_notes
+from ftrain.errors import LossError, add_note, listed
+from ftrain.step.batch_notes import batch_notes
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
@@ -171,7 +171,8 @@ def run_loss(
     except Exception as error:
         if isinstance(error, RuntimeError) and LEAF_WRITTEN in str(error):
             raise _written_in_place(name, _find_written(loss, leaves, spec, rng), spec) from error
-        add_batch_notes(error, name, (params, frozen), batch)
+        for note in batch_notes(error, (params, frozen), batch):
+            add_note(error, f"{name}: {note}")
         raise
     new_versions = versions(leaves)
     if new_versions != old_versions:

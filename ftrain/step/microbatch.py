@@ -68,10 +68,8 @@ def pieces_of_fewest(pieces: int, fewest: int) -> int:
 def take_examples(batch: PyTree, examples: slice) -> PyTree:
     """Return some examples of a batch; what `split_batch` does not split is returned as it is."""
     leaves, spec = _flatten_examples(batch)
-    is_split = (_has_axis(leaf) or isinstance(leaf, list | tuple) for leaf in leaves)
-    return tree.unflatten(
-        spec, [leaf[examples] if split else leaf for leaf, split in zip(leaves, is_split, strict=True)]
-    )
+    taken = [leaf[examples] if _has_axis(leaf) or isinstance(leaf, list | tuple) else leaf for leaf in leaves]
+    return tree.unflatten(spec, taken)
 
 
 def most_pieces(batch: PyTree) -> int:
