@@ -228,8 +228,10 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
-    pairs = {name: (each, piece.metrics[name]) for name, each in total.metrics.items()}
-    metrics = {name: a.pooled(b) if isinstance(a, Mean) else a + b for name, (a, b) in pairs.items()}
+    metrics = {
+        name: each.pooled(piece.metrics[name]) if isinstance(each, Mean) else each + piece.metrics[name]
+        for name, each in total.metrics.items()
+    }
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
 

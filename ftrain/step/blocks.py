@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from ftrain._context import setting
 from ftrain.errors import OptionError
 from ftrain.step.swap_params import Slot, slots_of
 from ftrain.types import Adapters
@@ -82,28 +83,16 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
                 of_part["forward"] = replaced
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Context of operations that observe the run: a recomputation does not repeat them, so they are not recorded."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
-
+unrecorded = functools.partial(setting, _unrecorded, True)
+"""``() -> context`` of operations that observe the run: a recomputation does not repeat them, so they are not
+recorded."""
 
 is_unrecorded = _unrecorded.get
 """``() -> bool``: whether the current operation is in a context of `unrecorded`."""
 
 
-@contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Context in which a watcher observes each call of a function that `block` marks."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+watched_by = functools.partial(setting, _watcher)
+"""``watcher -> context`` in which it observes each call of a function that `block` marks."""
 
 
 class Blocks:

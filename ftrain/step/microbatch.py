@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ import optree
 import torch
 
 from ftrain import tree
+from ftrain._context import setting
 from ftrain.errors import BatchError, OptionError
 from ftrain.types import NAMESPACE, Loss, Mean, PyTree
 
@@ -41,17 +42,9 @@ def require_on_oom(function: str, on_oom: str) -> None:
 _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=None)
 
 
-@contextmanager
-def with_fewest_examples(fewest: int | None) -> Iterator[None]:
-    """Context in which each rank splits its own rows into as many pieces as the others, of at least one example each.
-
-    `fewest` is the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal.
-    """
-    token = _fewest.set(fewest)
-    try:
-        yield
-    finally:
-        _fewest.reset(token)
+with_fewest_examples = functools.partial(setting, _fewest)
+"""``fewest -> context`` in which each rank splits its own rows into as many pieces as the others, of at least one
+example each: the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal."""
 
 
 def within_piece(pieces: int) -> AbstractContextManager[None]:
@@ -149,14 +142,8 @@ def example_lists(batch: PyTree) -> ExampleLists:
     return frozenset(each for each, node in zip(accessors, nodes, strict=True) if isinstance(node, list | tuple))
 
 
-@contextmanager
-def with_example_lists(lists: ExampleLists) -> Iterator[None]:
-    """Context of the computation on pieces of a batch, which may split them again."""
-    token = _example_lists.set(lists)
-    try:
-        yield
-    finally:
-        _example_lists.reset(token)
+with_example_lists = functools.partial(setting, _example_lists)
+"""``lists -> context`` of the computation on pieces of a batch, which may split them again."""
 
 
 def _cut(leaf: Any, pieces: int) -> Sequence[Any]:
