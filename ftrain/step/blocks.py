@@ -102,22 +102,22 @@ class Blocks:
         self._blocks = []
         for part, choice in parts.items():
             slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            self._blocks.append((part, functools.partial(_through_region, part.forward, slots, choice)))
+            self._blocks.append((part, slots, choice))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
         """Run the forward of every block, and every function marked by `block`, through `region`."""
+        # An adapter or an observer may have replaced the `forward` of a module.
+        forwards = [
+            (part, functools.partial(_through_region, part.forward, slots, choice))
+            for part, slots, choice in self._blocks
+        ]
         token = _region.set(region)
         try:
-            with forwarding([(part, _current(run, part)) for part, run in self._blocks]):
+            with forwarding(forwards):
                 yield
         finally:
             _region.reset(token)
-
-
-def _current(run: functools.partial[Any], part: nn.Module) -> functools.partial[Any]:
-    """Return `run` for the current `forward` of a module, which an adapter or an observer may have replaced."""
-    return functools.partial(run.func, part.forward, *run.args[1:]) if "forward" in part.__dict__ else run
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
