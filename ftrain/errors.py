@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -126,6 +127,21 @@ def log_on_first_rank(message: str, *args: object, logger: str = "ftrain") -> No
     """Log a warning of what all ranks know alike: with torchrun, only the first one does."""
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(logger).warning(message, *args)
+
+
+MAX_LISTED = 8
+"""The number of names that a message lists at most."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names for a message; ``...`` stands for those after the first `MAX_LISTED`."""
+    return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])])
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, as `BaseException.add_note` does, which frozen dataclasses refuse."""
+    with contextlib.suppress(Exception):
+        BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
 
 
 LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}

@@ -341,14 +341,9 @@ class UpdateFn(Protocol):
         ...
 
 
-class Core(Protocol):
-    """The part of a step that can be compiled: everything except `TrainState.step` and `TrainState.rng`."""
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None
-    ) -> tuple[TrainState, Metrics]:
-        """Return the next state and the metrics."""
-        ...
+Core: TypeAlias = Callable[[TrainState, PyTree, Hyper, Tensor | None], tuple[TrainState, Metrics]]
+"""``(state, batch, hyper, rng) -> (state, metrics)``: the part of a step that can be compiled, without
+`TrainState.step` and `TrainState.rng`."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ HEAVY = {
 USED_LATER = {
     "ftrain.losses.chunked",
     "ftrain.profiling",
-    "ftrain.step.optimization_barrier",
+    "ftrain.transforms.remat.optimization_barrier",
     "ftrain.transforms.compile.graph_fixes",
 }
 """Of this package: what most programs never use, and files that register operations. Together a sixth of the time."""

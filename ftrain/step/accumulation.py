@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from numbers import Number
 from typing import Any, Protocol, runtime_checkable
@@ -17,9 +17,8 @@ from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
 from ftrain.step.microbatch import within_piece
-from ftrain.step.uneven_microbatches import weighted_by_examples
-from ftrain.step.value_and_grad import ValueAndGrad, run_backward
-from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
+from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backward
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 SCALED_AT_ONCE = 1 << 20
 """Number of elements to scale at once: enough to occupy a device, and little memory compared to a model."""
@@ -37,17 +36,14 @@ class AddingGradFn(Protocol):
 
 
 def _accumulator(grad: GradFn | AddingGradFn, pieces: int) -> _InBackward | _AfterBackward:
-    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses.
-
-    Only the sums are in memory, unless a wrapper transforms the gradients of each microbatch.
-    """
+    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses."""
     if isinstance(grad, AddingGradFn):
         return _ByGradFn(grad)
     return _InBackward(grad, pieces) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
 
 
 class _InBackward:
-    """Lets the backward pass add each gradient to the `.grad` of its leaf."""
+    """Lets the backward pass add each gradient to the `.grad` of its leaf, so that only the sums are in memory."""
 
     _unit: Tensor
     _factor: Tensor | None
@@ -196,7 +192,6 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
-
     lengths = [tree.batch_length(piece) or 1 for piece in pieces]
     grad = grad if len(set(lengths)) == 1 else weighted_by_examples(grad)
     accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
@@ -233,10 +228,40 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
-    metrics = {name: _pooled(total.metrics[name], piece.metrics[name]) for name in total.metrics}
+    metrics = {
+        name: each.pooled(piece.metrics[name]) if isinstance(each, Mean) else each + piece.metrics[name]
+        for name, each in total.metrics.items()
+    }
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
 
 
-def _pooled(total: Any, more: Any) -> Any:
-    return total.pooled(more) if isinstance(total, Mean) else total + more
+def weighted_by_examples(grad: GradFn) -> GradFn:
+    """Return a gradient function whose losses and metrics that are plain numbers count once per example.
+
+    Those that are a `Mean` keep their weights.
+    """
+    return around_forward(grad, _weigh)
+
+
+def _weigh(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone."""
+
+    def weighing(state: TrainState, batch: PyTree, *more: Any) -> Any:
+        result, length = run(state, batch, *more), tree.batch_length(batch) or 1
+        loss, weight = result.loss, torch.full_like(result.loss.weight, length)
+        if loss.plain:
+            loss = Mean(loss.total * weight, loss.weight * weight)
+
+        def weigh(metrics: Metrics) -> Metrics:
+            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
+
+        if not isinstance(result, ForwardResult):
+            return replace(result, loss=loss, metrics=weigh(result.metrics))
+        with torch.enable_grad():
+            total = result.total * weight if result.loss.plain else result.total
+        return replace(
+            result, total=total, loss=loss, finish_metrics=lambda metrics: weigh(result.finish_metrics(metrics))
+        )
+
+    return weighing

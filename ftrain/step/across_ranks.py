@@ -41,47 +41,26 @@ def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
     return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)
 
 
-def whole_model(state: TrainState, function: str) -> TrainState:
-    """Gather the parameters and buffers of a state, if they are divided over ranks.
-
-    Then every rank must call `function`, which the error names.
-
-    Raises:
-        RankError: when another rank does not call it.
-    """
-    parts = state.params, state.frozen, state.buffers
-    if not any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(parts)):
-        return state
-    require_to_gather(function, parts)
-    params, frozen, buffers = tree.map(dtensor.whole, parts)
-    return replace(state, params=params, frozen=frozen, buffers=buffers)
-
-
 def evaluation_state(
     loss: Loss, state: TrainState, function: str, *, by_block: bool = True
 ) -> tuple[TrainState, AbstractContextManager[None] | None]:
     """Return the state that a loss takes in an evaluation, and the context in which it gathers its parameters.
 
-    Args:
-        loss: the loss to evaluate.
-        state: the state. If it is divided over ranks, every rank must call `function`.
-        function: the name of the calling function, for errors.
-        by_block: let the loss gather the parameters block by block, if it can. Then all ranks must evaluate the same
-            number of batches together.
-
-    Returns:
-        The gathered state and None; or the local state of this rank and a context.
+    This is the gathered state and None; or, with `by_block`, if the loss can gather its parameters block by block, the
+    local state of this rank and a context. Then all ranks must evaluate the same number of batches together.
 
     Raises:
         RankError: when another rank does not call `function`.
     """
-    ranks = loss.ranks
-    if not by_block or ranks is None or ranks.by_block is None:
-        return whole_model(state, function), None
-    if not any(map(dtensor.is_dtensor, tree.leaves(state.params))):
-        return whole_model(state, function), None
-    require_to_gather(function, state.params)
-    return ranks.by_block(state)
+    parts = state.params, state.frozen, state.buffers
+    if not any(map(dtensor.is_dtensor, tree.leaves(parts))):
+        return state, None
+    require_to_gather(function, parts)
+    gather_blocks = loss.ranks.by_block if loss.ranks is not None and by_block else None
+    if gather_blocks is not None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
+        return gather_blocks(state)
+    params, frozen, buffers = tree.map(dtensor.whole, parts)
+    return replace(state, params=params, frozen=frozen, buffers=buffers), None
 
 
 def require_to_gather(function: str, tensors: PyTree) -> None:
@@ -141,12 +120,6 @@ def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
     """Check that no rank failed in an evaluation, and that all read the same first batch. Waits for all ranks.
 
-    Args:
-        ranks: the ranks that evaluate together.
-        error: the error of this rank, or None.
-        digest: the digest of the first batch.
-        device: the device on which the ranks communicate.
-
     Raises:
         Exception: the error of this rank.
         RankError: when another rank failed.
@@ -170,9 +143,6 @@ def require_all_ranks(name: str) -> None:
 
     A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
     tensors. Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
-
-    Args:
-        name: the name of the function in messages.
 
     Raises:
         RankError: when another rank continued without it, failed, ended, or did not call it before the timeout of the

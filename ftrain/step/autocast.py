@@ -23,9 +23,8 @@ def name_of(dtype: Any) -> str:
     >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
     ('fp16', 'fp16', 'fp8')
     """
-    names = {dtype_name(known): short for known, short in NAMES.items()}
     name = dtype_name(dtype)
-    return names.get(name, name)
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from ftrain._context import setting
 from ftrain.errors import OptionError
 from ftrain.step.swap_params import Slot, slots_of
 from ftrain.types import Adapters
@@ -82,28 +83,16 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
                 of_part["forward"] = replaced
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Context of operations that observe the run: a recomputation does not repeat them, so they are not recorded."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
-
+unrecorded = functools.partial(setting, _unrecorded, True)
+"""``() -> context`` of operations that observe the run: a recomputation does not repeat them, so they are not
+recorded."""
 
 is_unrecorded = _unrecorded.get
 """``() -> bool``: whether the current operation is in a context of `unrecorded`."""
 
 
-@contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Context in which a watcher observes each call of a function that `block` marks."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+watched_by = functools.partial(setting, _watcher)
+"""``watcher -> context`` in which it observes each call of a function that `block` marks."""
 
 
 class Blocks:
@@ -113,22 +102,22 @@ class Blocks:
         self._blocks = []
         for part, choice in parts.items():
             slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            self._blocks.append((part, functools.partial(_through_region, part.forward, slots, choice)))
+            self._blocks.append((part, slots, choice))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
         """Run the forward of every block, and every function marked by `block`, through `region`."""
+        # An adapter or an observer may have replaced the `forward` of a module.
+        forwards = [
+            (part, functools.partial(_through_region, part.forward, slots, choice))
+            for part, slots, choice in self._blocks
+        ]
         token = _region.set(region)
         try:
-            with forwarding([(part, _current(run, part)) for part, run in self._blocks]):
+            with forwarding(forwards):
                 yield
         finally:
             _region.reset(token)
-
-
-def _current(run: functools.partial[Any], part: nn.Module) -> functools.partial[Any]:
-    """Return `run` for the current `forward` of a module, which an adapter or an observer may have replaced."""
-    return functools.partial(run.func, part.forward, *run.args[1:]) if "forward" in part.__dict__ else run
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:

@@ -7,14 +7,15 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError
 from ftrain.step.across_ranks import order
+from ftrain.step.forward import Forward
 from ftrain.step.loss_forms import report
 from ftrain.step.shared_memory import copy_shared
-from ftrain.step.value_and_grad import value_and_grad
+from ftrain.step.value_and_grad import StreamingGrad, ValueAndGrad
 from ftrain.types import (
     RNG,
     Core,
@@ -42,15 +43,7 @@ def assemble(
     around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
     around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
 ) -> Core:
-    """Return the core of a `Step`.
-
-    Args:
-        step: the step.
-        donate: whether the core may reuse the memory of its state.
-        around_loss: wraps the loss.
-        around_grad: wraps the innermost gradient.
-        around_update: wraps the whole update.
-    """
+    """Return the core of a `Step`. `around_grad` wraps the innermost gradient, `around_update` the whole update."""
     on_finite_check = {
         wrapper.name: wrapper.slot.on_finite_check
         for wrapper in step.wrappers
@@ -84,19 +77,17 @@ def _grad(
     step: Any, around_loss: Callable[[LossFn], LossFn], around_grad: Callable[[GradFn], GradFn], *, report_finite: bool
 ) -> GradFn:
     on_grad = [wrapper.grad for wrapper in step.wrappers if wrapper.grad]
-    module = step.base.module
-    grad = around_grad(
-        value_and_grad(
-            around_loss(step.loss.fn),
-            name=step.base.text,
-            allow_unused=step.allow_unused,
-            scale=next((each.loss_scale for each in on_grad if each.loss_scale), None),
-            report_finite=report_finite,
-            stream=step.updates_in_backward,
-            # Weak references: the memory of a module may be donated to a state.
-            module_params=WeakValueDictionary(module.named_parameters() if module else ()),
-        )
-    )
+    name, module = step.base.text, step.base.module
+    # Weak references: the memory of a module may be donated to a state.
+    module_params = WeakValueDictionary[str, nn.Parameter](module.named_parameters() if module else ())
+    forward = Forward(around_loss(step.loss.fn), name, module_params)
+    grad: GradFn
+    if step.updates_in_backward:
+        grad = StreamingGrad(forward, name, step.allow_unused)
+    else:
+        scale = next((each.loss_scale for each in on_grad if each.loss_scale), None)
+        grad = ValueAndGrad(forward, name, step.allow_unused, scale, report_finite)
+    grad = around_grad(grad)
     for each in order(on_grad):
         grad = each.wrap(grad)
     return grad
@@ -123,10 +114,7 @@ def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
 def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
     """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
 
-    Args:
-        update: the update.
-        on_finite_check: by the name of a wrapper, ``(slot, finite) -> slot``. If empty, loss and gradients are not
-            checked.
+    If no wrapper has an `on_finite_check`, loss and gradients are not checked.
     """
 
     def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -155,13 +143,7 @@ def _dropped(field: str) -> ComposeError:
 
 
 class Eager:
-    """A `Runner` that runs a step operation by operation.
-
-    Args:
-        step: the step.
-        around_loss: wraps the loss.
-        around_update: wraps the update.
-    """
+    """A `Runner` that runs a step operation by operation."""
 
     def __init__(
         self,

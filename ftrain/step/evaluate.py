@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order, warn
 from ftrain.step.across_ranks import (
@@ -67,25 +66,17 @@ class EvalStep:
         return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
-        """Return the averages over a share of a batch, on a state of `evaluation_state`.
-
-        Other ranks are only waited for if the loss gathers its parameters block by block.
-        """
-        means = self._means(state, share.batch)
-        return means if share.counts else tree.map(torch.zeros_like, means)
-
-    def _means(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
+        """Return the averages over a share of a batch, on a state of `evaluation_state`."""
         # A model that draws random numbers in evaluation draws the same ones each time.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
-            leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
+            leaves, spec = tree.flatten((state.params, state.frozen, share.batch, state.buffers))
             loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             values = detach({"loss": loss, **metrics})
             plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
-            length = _length(batch, self.loss.text, plain) if plain else 1
-            return {
-                name: _mean(value, length, f"{self.loss.text}: the metric {name!r}") for name, value in values.items()
-            }
+            length = _length(share.batch, self.loss.text, plain) if plain else 1
+            means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
+        return means if share.counts else tree.map(torch.zeros_like, means)
 
     def wrapped(self, wrapper: Wrapper) -> NoReturn:
         """Refuse a wrapper.
@@ -265,24 +256,14 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise
                 if pieces >= most_pieces(share.batch):
-                    raise _too_large(step, state, share.batch) from error
+                    raise DeviceError(
+                        f"evaluate: memory ran out with a single example of {step.loss.text}; use shorter examples or "
+                        "evaluate(..., dtype='bf16'), or free other tensors on the device, such as a training state"
+                    ) from error
                 release(error, device)
                 pieces *= 2
         for each in means:
             sums.add(each)
-
-
-def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
-    (example, *_), sizes = split_batch(batch, most_pieces(batch)), []
-    trees = {"parameters": (state.params, state.frozen), "buffers": state.buffers, "the example": example}
-    for name, values in trees.items():
-        size = sum(leaf.nbytes for leaf in tree.leaves(values) if tree.is_tensor(leaf))
-        sizes.append(f"{name} {format_bytes(size)}")
-    return DeviceError(
-        f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest are "
-        "intermediate results. Use shorter examples or evaluate(..., dtype='bf16'), or free other tensors on the "
-        "device, such as the state of a training"
-    )
 
 
 class _Sums:
@@ -385,13 +366,14 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
     return lengths[first] or 0
 
 
-def _mean(metric: Any, length: int, what: str) -> Mean:
+def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
         return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
     value = metric.value if isinstance(metric, Mean) else metric
     if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
         raise LossError(
-            f"{what} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d tensors or Means"
+            f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d "
+            "tensors or Means"
         )
     value = _widened(torch.as_tensor(value))
     # The mean of no examples is NaN, and its weight is 0.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import LossError
-from ftrain.step.batch_notes import add_batch_notes
+from ftrain.errors import LossError, add_note, listed
+from ftrain.step.batch_notes import batch_notes
 from ftrain.step.loss_forms import zero_if_empty
-from ftrain.step.outside_params import check_outside_params
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+
+log = logging.getLogger("ftrain")
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
 """Part of torch's error when a leaf that requires a gradient is written in place."""
@@ -69,10 +71,7 @@ class ForwardResult:
 class Forward:
     """Runs a loss on new detached leaves, or on the leaves of an earlier run.
 
-    Args:
-        loss: a loss in its full form.
-        name: the name of the loss in error messages.
-        module_params: the parameters of its module by name, as they are outside of a step.
+    `module_params` are the parameters of its module by name, as they are outside of a step.
     """
 
     def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
@@ -102,7 +101,7 @@ class Forward:
         _require_differentiable(mean, self._name)
         if memory is not None:
             _require_same_memory(memory, _memory_of(leaves), spec, self._name)
-            check_outside_params(mean.total, self._module_params, self._name)
+            _check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
@@ -158,14 +157,7 @@ def detach(values: PyTree) -> PyTree:
 def run_loss(
     loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str
 ) -> LossOutput:
-    """Call a loss and check that it changed none of its inputs.
-
-    Args:
-        loss: in its full form.
-        leaves: of the tuple ``(params, frozen, batch, buffers)``.
-        spec: the structure of that tuple.
-        rng: the key of the step.
-        name: the name of the loss in error messages.
+    """Call a loss on the leaves of ``(params, frozen, batch, buffers)``, and check that it changed none of them.
 
     Raises:
         LossError: when it wrote to a tensor in place; the message has the path.
@@ -179,7 +171,8 @@ def run_loss(
     except Exception as error:
         if isinstance(error, RuntimeError) and LEAF_WRITTEN in str(error):
             raise _written_in_place(name, _find_written(loss, leaves, spec, rng), spec) from error
-        add_batch_notes(error, name, (params, frozen), batch)
+        for note in batch_notes(error, (params, frozen), batch):
+            add_note(error, f"{name}: {note}")
         raise
     new_versions = versions(leaves)
     if new_versions != old_versions:
@@ -248,3 +241,41 @@ def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
     ):
         return
     tree.require_same(name, "the tree of buffers it returned", returned, buffers)
+
+
+def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
+    """Find each `nn.Parameter` in the graph of a loss, in which the parameters of the state are plain tensors.
+
+    One of the module itself is an error; the logger ``ftrain`` warns of others, such as those of a second module.
+    """
+    outside = [*_parameters(total)]
+    for parameter in outside:
+        if param_name := next((each for each, param in module_params.items() if param is parameter), None):
+            raise LossError(
+                f"{name}: uses the parameter {param_name} by another reference than the attribute of the module, which "
+                "holds the tensor of the state, so that it would keep its first value. Use model(...) or "
+                "model.get_parameter(...) of the model that the criterion gets, and do not keep parameters of a module "
+                "in a list, a dict or a closure"
+            )
+    if outside:
+        log.warning(
+            "%s: uses %d parameters that are not in the state, and do not train: %s. Pass one module with them to "
+            "ft.from_module, or freeze them: parameter.requires_grad_(False)",
+            name,
+            len(outside),
+            listed([*map(tree.describe, outside)]),
+        )
+
+
+def _parameters(total: Tensor) -> Iterator[nn.Parameter]:
+    nodes, seen = [total.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only the nodes of leaves have the attribute.
+        leaf = getattr(node, "variable", None) if not node.next_functions else None
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        nodes.extend(following for following, _ in node.next_functions)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
-from ftrain.errors import StructureError
+from ftrain.errors import MAX_LISTED, StructureError, listed
 from ftrain.step.initialise import initialised
-from ftrain.step.state_checks import require_params, select_trainable
+from ftrain.step.state_checks import mismatches, require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
 from ftrain.tree.name_patterns import Select
 from ftrain.types import Adapters, PyTree
@@ -29,15 +29,7 @@ Parts: TypeAlias = tuple[PyTree, PyTree, PyTree]
 def initial_parts(
     step: Any, params: PyTree, buffers: PyTree, seed: int, device: torch.device | None, donate: bool
 ) -> Parts:
-    """Return the parameters and buffers of the first state of a `Step`.
-
-    Args:
-        step: the step.
-        params: a tree of tensors, the path of safetensors, or None for the parameters of the module.
-        buffers: a tree of tensors, or None for the buffers of the module.
-        seed: the seed of random initial values.
-        device: the device of the state; None: the device of the tensors.
-        donate: whether to use the tensors without copying them.
+    """Return the parameters and buffers of the first state of a `Step`, for the arguments of `Step.init`.
 
     Raises:
         StructureError: if there are no parameters, or one is not a floating-point tensor; if nothing initialises a
@@ -59,9 +51,10 @@ def initial_parts(
             "requires_grad, or choose some with trainable="
         )
     is_of_module = params is None or path is not None
-    if not is_of_module and names is not None:
-        _require_fits(module, initial_params, params)
-    params = initial_params if is_of_module else params
+    if is_of_module:
+        params = initial_params
+    elif problems := mismatches(params if isinstance(params, Mapping) else {}, initial_params):
+        raise StructureError(_misfit("the parameters do not fit", module, problems))
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     distribute = [wrapper.step.distribute for wrapper in step.wrappers if wrapper.step and wrapper.step.distribute]
@@ -142,20 +135,6 @@ class _Placement:
         return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
 
 
-def _require_fits(module: nn.Module, wanted: Mapping[str, Tensor], params: PyTree) -> None:
-    """Check that a tree has all parameters of a module, in their shapes. Wrappers may add others."""
-    known = params if isinstance(params, Mapping) else {}
-    problems = [f"{name}: missing" for name in wanted if name not in known]
-    problems += [
-        f"{name}: found {tree.describe(known[name])}, needs {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in known and tuple(getattr(known[name], "shape", ())) != tuple(tensor.shape)
-    ]
-    if problems:
-        listed = "\n  ".join(problems[: tree.MAX_LISTED])
-        raise StructureError(f"Step.init: the parameters do not fit {type(module).__name__}:\n  {listed}")
-
-
 def _is_on_meta(module: nn.Module) -> bool:
     """Whether a tensor of a module is on the device meta."""
     return any(tensor.is_meta for _, tensor in named_tensors(module))
@@ -167,31 +146,29 @@ def _read(parts: PyTree) -> Any:
 
 def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, StoredTensor]:
     """Return the stored tensors of a module by their names in the module."""
-    in_files, stored, problems = stored_tensors(path), {}, []
+    in_files, found = stored_tensors(path), dict[str, StoredTensor]()
     # Without the buffers that a module does not save, because its constructor computes them.
     saved = module.state_dict(keep_vars=True)
     aliases = defaultdict(list)
     for alias, tensor in saved.items():
         aliases[id(tensor)].append(alias)
-    for name, tensor in named_tensors(module):
-        if id(tensor) not in aliases:
-            continue
-        in_file = next((in_files[each] for each in _spellings(module, aliases[id(tensor)]) if each in in_files), None)
-        if in_file is None:
-            problems.append(f"{name}: missing")
-        elif in_file.shape != tuple(tensor.shape):
-            problems.append(f"{name}: found {list(in_file.shape)}, needs {list(tensor.shape)}")
-        else:
-            stored[name] = in_file.like(tensor, device)
-    if problems:
-        more = [f"and {len(problems) - tree.MAX_LISTED} more"] if len(problems) > tree.MAX_LISTED else []
-        listed = "\n  ".join(problems[: tree.MAX_LISTED] + more)
+    wanted = {name: tensor for name, tensor in named_tensors(module) if id(tensor) in aliases}
+    for name, tensor in wanted.items():
+        spelling = next((each for each in _spellings(module, aliases[id(tensor)]) if each in in_files), None)
+        if spelling is not None:
+            found[name] = in_files[spelling]
+    if problems := mismatches(found, wanted):
         raise StructureError(
-            f"Step.init: {path} does not fit {type(module).__name__}; it has {', '.join(list(in_files)[:3])}, ...:\n  "
-            f"{listed}\nLoad the module from these files with the library that wrote them (from_pretrained), and call "
-            "step.init() without a path"
+            f"{_misfit(f'{path} does not fit', module, problems)}\nThe file has {listed(list(in_files))}. Load the "
+            "module from these files with the library that wrote them (from_pretrained), and call step.init() without "
+            "a path"
         )
-    return stored
+    return {name: found[name].like(tensor, device) for name, tensor in wanted.items()}
+
+
+def _misfit(what: str, module: nn.Module, problems: Sequence[str]) -> str:
+    more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+    return "\n  ".join([f"Step.init: {what} {type(module).__name__}:", *problems[:MAX_LISTED], *more])
 
 
 def _spellings(module: nn.Module, names: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
-from ftrain.errors import StructureError
+from ftrain.errors import StructureError, listed
 from ftrain.step.blocks import repeated_children
 from ftrain.step.swap_params import Slot, preserve_attributes, slots_of
 
@@ -29,11 +29,8 @@ def initialised(
     block writes their values, children first, and then ``_init_weights(part)`` of the nearest module around each part
     that has this method, as the models of transformers do. Other tensors are copied. The module is not changed.
 
-    Args:
-        module: the module.
-        seed: the random numbers depend only on the seed, the module and the type of the device.
-        device: the device of the tensors.
-        stored: tensors to yield instead, by name.
+    The random numbers depend only on the seed, the module and the type of the device. Tensors that are `stored` are
+    yielded instead of initialised ones.
 
     Raises:
         StructureError: when no initialiser writes a tensor, or a random operation takes no generator.
@@ -112,9 +109,8 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
     if not names:
         return
     owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
-    listed = ", ".join(names[: tree.MAX_LISTED]) + (", ..." if len(names) > tree.MAX_LISTED else "")
     raise StructureError(
-        f"Step.init: {listed} of {type(module).__name__} have no values: they are on the device meta, and no "
+        f"Step.init: {listed(names)} of {type(module).__name__} have no values: they are on the device meta, and no "
         f"reset_parameters() of {owner} or a module around it writes them. Add a method reset_parameters() to {owner} "
         "that fills them, create them outside of torch.device('meta'), or read them from a file: "
         "step.init('model.safetensors')"
@@ -122,11 +118,7 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
 
 
 class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which random operations draw from its own generators, and which records the tensors that are written.
-
-    Args:
-        seed: the seed of these generators.
-    """
+    """Context in which random operations draw from its own generators; it records the tensors that are written."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ import optree
 import torch
 
 from ftrain import tree
+from ftrain._context import setting
 from ftrain.errors import BatchError, OptionError
 from ftrain.types import NAMESPACE, Loss, Mean, PyTree
 
@@ -41,18 +42,9 @@ def require_on_oom(function: str, on_oom: str) -> None:
 _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=None)
 
 
-@contextmanager
-def with_fewest_examples(fewest: int | None) -> Iterator[None]:
-    """Context in which each rank splits its own rows into as many pieces as the others, of at least one example each.
-
-    Args:
-        fewest: number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal.
-    """
-    token = _fewest.set(fewest)
-    try:
-        yield
-    finally:
-        _fewest.reset(token)
+with_fewest_examples = functools.partial(setting, _fewest)
+"""``fewest -> context`` in which each rank splits its own rows into as many pieces as the others, of at least one
+example each: the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal."""
 
 
 def within_piece(pieces: int) -> AbstractContextManager[None]:
@@ -69,10 +61,8 @@ def pieces_of_fewest(pieces: int, fewest: int) -> int:
 def take_examples(batch: PyTree, examples: slice) -> PyTree:
     """Return some examples of a batch; what `split_batch` does not split is returned as it is."""
     leaves, spec = _flatten_examples(batch)
-    is_split = (_has_axis(leaf) or isinstance(leaf, list | tuple) for leaf in leaves)
-    return tree.unflatten(
-        spec, [leaf[examples] if split else leaf for leaf, split in zip(leaves, is_split, strict=True)]
-    )
+    taken = [leaf[examples] if _has_axis(leaf) or isinstance(leaf, list | tuple) else leaf for leaf in leaves]
+    return tree.unflatten(spec, taken)
 
 
 def most_pieces(batch: PyTree) -> int:
@@ -114,10 +104,7 @@ def split_batch(batch: PyTree, pieces: int, *, require_examples: str | None = No
 
 
 def split_leaves(batch: PyTree, pieces: int) -> tuple[list[Sequence[Any]], optree.PyTreeSpec]:
-    """Return the pieces of each leaf, and the structure of a piece; see `split_batch`.
-
-    A list or tuple that is split is one leaf here.
-    """
+    """Return the pieces of each leaf, and the structure of a piece; a list or tuple that is split is one leaf."""
     leaves, spec = _flatten_examples(batch)
     return [_cut(leaf, pieces) for leaf in leaves], spec
 
@@ -155,14 +142,8 @@ def example_lists(batch: PyTree) -> ExampleLists:
     return frozenset(each for each, node in zip(accessors, nodes, strict=True) if isinstance(node, list | tuple))
 
 
-@contextmanager
-def with_example_lists(lists: ExampleLists) -> Iterator[None]:
-    """Context of the computation on pieces of a batch, which may split them again."""
-    token = _example_lists.set(lists)
-    try:
-        yield
-    finally:
-        _example_lists.reset(token)
+with_example_lists = functools.partial(setting, _example_lists)
+"""``lists -> context`` of the computation on pieces of a batch, which may split them again."""
 
 
 def _cut(leaf: Any, pieces: int) -> Sequence[Any]:
@@ -224,14 +205,7 @@ def combined(losses: Sequence[Mean]) -> float:
 
 
 def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> bool:
-    """Return whether the loss of a batch equals that of its pieces together; waits for the device.
-
-    Args:
-        loss: the function that returned these losses.
-        params: the parameters of the loss.
-        whole: the loss of the batch. If it is not finite, it counts as equal.
-        pieces: the losses of its pieces.
-    """
+    """Return whether the loss of a batch equals that of its pieces together, or is not finite; waits for the device."""
     together = functools.reduce(Mean.pooled, pieces)
     value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
     is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))

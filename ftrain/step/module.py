@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from ftrain import _torch, tree
 from ftrain._torch import dtensor
-from ftrain.errors import LossError, StructureError, log_on_first_rank
+from ftrain.errors import LossError, StructureError, listed, log_on_first_rank
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.state_checks import require_state
+from ftrain.step.state_checks import mismatches, require_state
 from ftrain.step.swap_params import (
     BorrowedModule,
     DuringStep,
@@ -68,6 +68,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     module = _torch.original(module)
     slots, borrowed = slots_of(module), BorrowedModule(module)
     buffer_slots = [slot for slot in slots if slot.is_buffer]
+    slot_names = [slot.name for slot in slots]
     param_names = {slot.name for slot in slots if not slot.is_buffer}
     shared = overlaps(dict(module.named_buffers()))
     text = _criterion_name(criterion, module)
@@ -76,9 +77,12 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         if len(params) > len(param_names):
-            raise LossError(_surplus(text, [name for name in params if name not in param_names]))
+            raise _surplus(text, [name for name in params if name not in param_names])
         copies = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
-        values = _values(slots, {**copies, **params}, text)
+        try:
+            values = [*map({**copies, **params}.__getitem__, slot_names)]
+        except KeyError as error:
+            raise _missing(text, error.args[0]) from None
         # Otherwise Dynamo would capture that the tensors stay in the module after the run.
         with preserve_dicts(borrowed.dicts) if is_dynamo_compiling() else borrowed:
             put(slots, values)
@@ -229,14 +233,8 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     tensors = {**tensors, **(state.buffers or {})}
     own_module = _torch.original(module)
     wanted = dict(named_tensors(own_module))
-    problems = [f"{name}: missing" for name in wanted if name not in tensors]
-    problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
-    problems += [
-        f"{name}: found {list(tensors[name].shape)}, needs {list(wanted[name].shape)}"
-        for name in wanted
-        if name in tensors and tensors[name].shape != wanted[name].shape
-    ]
-    if problems:
+    unexpected = [f"{name}: unexpected" for name in tensors if name not in wanted]
+    if problems := mismatches(tensors, wanted) + unexpected:
         if any("lora_" in name for name in tensors):
             problems.append(
                 "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
@@ -296,23 +294,17 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     return params, buffers, trainable
 
 
-def _values(slots: list[Slot], tensors: Mapping[str, Tensor], text: str) -> list[Tensor]:
-    try:
-        return [tensors[name] for _, _, name, _ in slots]
-    except KeyError as error:
-        raise LossError(
-            f"{text}: {error.args[0]!r} of the module is neither in params nor in buffers; make the state with "
-            "step.init()"
-        ) from None
+def _missing(text: str, name: str) -> LossError:
+    return LossError(
+        f"{text}: {name!r} of the module is neither in params nor in buffers; make the state with step.init()"
+    )
 
 
-def _surplus(text: str, names: list[str]) -> str:
-    listed = ", ".join(names[: tree.MAX_LISTED])
-    if len(names) > tree.MAX_LISTED:
-        listed += ", ..."
-    return (
-        f"{text}: params has {listed}, which the module does not have. If these are adapters (ft.lora), evaluate the "
-        "step's own loss, ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
+def _surplus(text: str, names: list[str]) -> LossError:
+    return LossError(
+        f"{text}: params has {listed(names)}, which the module does not have. If these are adapters (ft.lora), "
+        "evaluate the step's own loss, ft.eval_step(step.loss), or merge them into the weights, "
+        "ft.adapters.merge(step, state)"
     )
 
 

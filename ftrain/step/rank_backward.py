@@ -54,13 +54,7 @@ class UnusedOnRank:
             self._gathered[name] = self._gathered.get(name, False) or is_used
 
     def note_call(self, unused: Sequence[int], loss: str, is_allowed: bool) -> None:
-        """Record the end of a backward pass.
-
-        Args:
-            unused: the indices of the parameters without a gradient.
-            loss: the name of the loss.
-            is_allowed: whether parameters may be unused.
-        """
+        """Record the end of a backward pass: the indices of the parameters without a gradient."""
         only_gathered = {index for index, name in enumerate(self.names) if self._gathered.get(name) is False}
         self.calls.append({*unused, *only_gathered})
         self.loss, self.is_allowed, self._gathered = loss, is_allowed, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ def require_state(function: str, state: Any) -> None:
     """
     if not isinstance(state, TrainState):
         raise StructureError(f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init()")
+
+
+def mismatches(found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[str]:
+    """List the tensors of a module that are missing, or have another shape. Wrappers may add others."""
+    problems = []
+    for name, tensor in wanted.items():
+        shape = list(getattr(found.get(name), "shape", ()))
+        if name not in found:
+            problems.append(f"{name}: missing")
+        elif shape != list(tensor.shape):
+            problems.append(f"{name}: found {shape}, needs {list(tensor.shape)}")
+    return problems
 
 
 def require_params(params: PyTree) -> None:
@@ -54,12 +67,6 @@ def select_trainable(trainable: Mask | None, names: set[str] | None, params: PyT
 
 def require_same_trainable(trainable: Mask | None, module: nn.Module | None, params: PyTree, frozen: PyTree) -> None:
     """Check that a state trains and freezes the parameters that a new state of the step would.
-
-    Args:
-        trainable: the option of the step.
-        module: the module of its loss, or None.
-        params: the parameters that the state trains.
-        frozen: the parameters that the state freezes.
 
     Raises:
         StructureError: naming the first parameter that differs.

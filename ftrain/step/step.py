@@ -282,11 +282,12 @@ class Step:
 
         self.require(state)
         batch = tree.as_tree(batch)
-        around: Any = None
+        lowering: Any = run
         if self._on_ranks is not None:
             state, batch, around = self._on_ranks(self, state, batch)
+            lowering = around(lowering)
         with self.loss.scope(True):
-            (around(run) if around else run)(state, batch, *self._host_values(state))
+            lowering(state, batch, *self._host_values(state))
         return lowered[0]
 
     def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:

@@ -2,74 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.errors import LossError
-from ftrain.step.forward import Forward, ForwardResult
+from ftrain.errors import LossError, listed
+from ftrain.step.forward import ForwardResult
 from ftrain.step.rank_backward import unused_on_rank
 from ftrain.step.reentrant_checkpoint import REMEDY
-from ftrain.types import GradFn, Gradients, LossFn, PyTree, TrainState, replace
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _is_sparse = attrgetter("is_sparse")
 
 
-def value_and_grad(
-    loss: LossFn,
-    *,
-    name: str = "loss",
-    allow_unused: bool = False,
-    scale: Callable[[TrainState], Tensor] | None = None,
-    report_finite: bool = False,
-    stream: bool = False,
-    module_params: Mapping[str, nn.Parameter] | None = None,
-) -> GradFn:
-    """Return the function that computes the gradient of a mean loss with respect to ``state.params``.
+@dataclass(frozen=True)
+class ValueAndGrad:
+    """The function that computes the gradient of a mean loss with respect to ``state.params``.
 
     Args:
-        loss: a loss in its full form.
+        forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument are the leaves of an earlier run.
         name: the name of the loss in error messages.
         allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
         scale: ``state -> 0-d tensor``, a factor of the loss during the backward pass; the gradients are divided by it
             afterwards. Keeps small float16 gradients from underflowing (Micikevicius et al. 2018, arXiv:1710.03740).
-        report_finite: also report whether loss and gradients are finite.
-        stream: leave the backward pass to `Gradients.stream_grads`; excludes `scale` and `report_finite`.
-        module_params: the parameters of the module of the loss by name, as they are outside of a step.
+        reports_finite: also report whether loss and gradients are finite.
 
     Raises:
-        LossError: from the returned function (or from `Gradients.stream_grads`), when the loss changes its inputs in
-            place, does not depend on the parameters, does not use some of them, or uses parameters of its module that
-            are not in the state.
-    """
-    forward = Forward(loss, name, module_params or {})
-    if stream:
-        return StreamingGrad(forward, name, allow_unused)
-    return ValueAndGrad(forward, name, allow_unused, scale, report_finite)
-
-
-@dataclass(frozen=True)
-class ValueAndGrad:
-    """The function that `value_and_grad` returns, with forward and backward pass as separate functions.
-
-    Args:
-        forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument are the leaves of an earlier run.
-        name: as in `value_and_grad`, and so are the others.
+        LossError: when it is called, if the loss changes its inputs in place, does not depend on the parameters, does
+            not use some of them, or uses parameters of its module that are not in the state.
     """
 
     forward: Callable[..., ForwardResult]
     name: str
-    allow_unused: bool
-    scale: Callable[[TrainState], Tensor] | None
-    reports_finite: bool
+    allow_unused: bool = False
+    scale: Callable[[TrainState], Tensor] | None = None
+    reports_finite: bool = False
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the gradient of the loss of a batch."""
@@ -137,51 +112,47 @@ class StreamingGrad:
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the results of the forward pass, and the function that runs the backward pass."""
         result = self.forward(state, batch, rng)
-        stream = _stream(result, state.params, self.name, self.allow_unused)
+        stream = partial(_stream, result, state.params, self.name, self.allow_unused)
         return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
 
 
 def _stream(
-    result: ForwardResult, params: PyTree, name: str, allow_unused: bool
-) -> Callable[[Callable[[int, Tensor], None]], None]:
-    leaves = result.params
-
-    def stream(take: Callable[[int, Tensor], None]) -> None:
-        if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
-            grads = run_backward(result, result.cotangent(None))
-            for index, grad in enumerate(_filled(grads, result, params, name, allow_unused)):
-                take(index, grad)
-            return
-        placeholders: list[Tensor | None] = [None] * len(leaves)
-
-        def take_one(index: int, leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            if grad is None:
-                return
-            if grad.is_sparse:
-                raise _sparse(params, index, name)
+    result: ForwardResult, params: PyTree, name: str, allow_unused: bool, take: Callable[[int, Tensor], None]
+) -> None:
+    if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
+        grads = run_backward(result, result.cotangent(None))
+        for index, grad in enumerate(_filled(grads, result, params, name, allow_unused)):
             take(index, grad)
-            # A tensor that is expanded from a single number takes no memory.
-            placeholders[index] = grad.new_zeros(()).expand_as(grad)
+        return
+    leaves = result.params
+    placeholders: list[Tensor | None] = [None] * len(leaves)
 
-        # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
-        handles = [
-            leaf.register_post_accumulate_grad_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
-            for index, leaf in enumerate(leaves)
-        ]
-        try:
-            for leaf in leaves:
-                leaf.grad = None
-            run_backward(result, result.cotangent(None), add=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        filled = _filled(tuple(placeholders), result, params, name, allow_unused)
-        for index, placeholder in enumerate(placeholders):
-            if placeholder is None:
-                take(index, filled[index])
+    def take_one(index: int, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise _sparse(params, index, name)
+        take(index, grad)
+        # A tensor that is expanded from a single number takes no memory.
+        placeholders[index] = grad.new_zeros(()).expand_as(grad)
 
-    return stream
+    # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
+    handles = [
+        leaf.register_post_accumulate_grad_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
+        for index, leaf in enumerate(leaves)
+    ]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        run_backward(result, result.cotangent(None), add=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    filled = _filled(tuple(placeholders), result, params, name, allow_unused)
+    for index, placeholder in enumerate(placeholders):
+        if placeholder is None:
+            take(index, filled[index])
 
 
 def _filled(
@@ -189,7 +160,9 @@ def _filled(
 ) -> list[Tensor]:
     """Return the gradients with zeros for unused parameters, if these are allowed."""
     on_rank = unused_on_rank()
-    irregular = [] if _are_dense(grads) else [i for i, grad in enumerate(grads) if grad is None or grad.is_sparse]
+    # `map` avoids a Python loop over the leaves in every step.
+    are_dense = type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
+    irregular = [] if are_dense else [i for i, grad in enumerate(grads) if grad is None or grad.is_sparse]
     if on_rank is not None:
         on_rank.note_call([index for index in irregular if grads[index] is None], name, allow_unused)
     if not irregular:
@@ -206,11 +179,6 @@ def _filled(
     if on_rank is None and not allow_unused:
         refuse_unused(name, params, unused)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
-
-
-def _are_dense(grads: tuple[Tensor | None, ...]) -> bool:
-    # `map` avoids a Python loop over the leaves in every step.
-    return type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
 
 
 def _sparse(params: PyTree, index: int, name: str) -> LossError:
@@ -236,8 +204,7 @@ def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn
 
 def _listed(params: PyTree, indices: Sequence[int]) -> str:
     names = tree.leaf_names(params)
-    text = ", ".join(names[index] for index in indices[: tree.MAX_LISTED])
-    return f"{text}, ..." if len(indices) > tree.MAX_LISTED else text
+    return listed([names[index] for index in indices])
 
 
 def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:

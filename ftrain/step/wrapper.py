@@ -209,26 +209,14 @@ class Wrapper:
         """
         if hasattr(step, "wrapped"):
             return step.wrapped(self)  # type: ignore[no-any-return]
-        if self._wrap_function is not None and callable(step):
-            return self._wrap_function(step)  # type: ignore[return-value]
+        if self.step is not None and self.step.wrap_function is not None and callable(step):
+            return self.step.wrap_function(step)  # type: ignore[return-value]
         name = getattr(step, "__name__", repr(step))
         raise ComposeError(
             f"{self.text}: changes the {self.arrow} inside a Step, but {name} is a {type(step).__name__}, whose "
             f"{self.arrow} cannot be changed from outside. Build it with ft.train_step(loss_fn, optimizer), or wrap "
-            "the Steps that it calls"
+            "the Steps that it calls; pass options by name"
         )
-
-    @property
-    def _wrap_function(self) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-        return self.step.wrap_function if self.step else None
-
-
-def _not_a_step(bare: Wrapper, value: Any, options: list[str]) -> ComposeError:
-    return ComposeError(
-        f"{bare.name}: {getattr(value, '__name__', repr(value))} is not a Step; a function as the only argument is "
-        f"taken as the step. Pass options by name ({', '.join(f'{name}=' for name in options)}), or build the step "
-        f"with ft.train_step(loss_fn, optimizer): {bare.name} changes the {bare.arrow} inside it"
-    )
 
 
 class _Factory(Protocol[P]):
@@ -267,10 +255,7 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
         if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
             if needed:
                 raise ComposeError(f"{name}: needs the argument {needed[0]}: {name}({needed[0]})(step)")
-            bare = build()
-            if parameters and bare._wrap_function is None and not hasattr(args[0], "wrapped"):
-                raise _not_a_step(bare, args[0], [each.name for each in parameters])
-            return bare(args[0])
+            return build()(args[0])
         if args and hasattr(args[0], "wrapped"):
             raise ComposeError(f"{name}: got a step and options; pass the step to the wrapper: {name}(...)(step)")
         return build(*args, **kwargs)

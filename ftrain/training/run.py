@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends, tree
 from ftrain._torch import dtensor
-from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError, add_note
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rank_watch import watch
 from ftrain.step.microbatch import SPLIT
@@ -377,9 +377,3 @@ def attach_result(error: BaseException, result: FitResult[Any]) -> None:
     # Not setattr, which frozen dataclasses refuse.
     with suppress(Exception):
         BaseException.__setattr__(error, "result", result)
-
-
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, as `BaseException.add_note` does, which frozen dataclasses refuse."""
-    with suppress(Exception):
-        BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])

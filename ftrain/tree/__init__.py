@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
-from ftrain.errors import StructureError
+from ftrain.errors import MAX_LISTED, StructureError
 from ftrain.tree import sharding
 from ftrain.types import NAMESPACE, PyTree
 
@@ -49,9 +49,6 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
-
-MAX_LISTED = 8
-"""The largest number of items that an error message lists."""
 
 
 def as_tree(batch: Any) -> PyTree:

@@ -79,7 +79,7 @@ def test_parameters_that_are_not_the_modules():
     step = step_of(nn.Linear(3, 1), total)
     with failing(StructureError, "Step.init", "Linear", "weight: missing", "bias: missing"):
         step.init(params())
-    with failing(StructureError, "Step.init", "Linear", "weight: found float32[1, 4], needs [1, 3]"):
+    with failing(StructureError, "Step.init", "Linear", "weight: found [1, 4], needs [1, 3]"):
         step.init({"weight": torch.zeros(1, 4), "bias": torch.zeros(1)})
 
 

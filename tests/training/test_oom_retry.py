@@ -782,9 +782,7 @@ def test_an_evaluation_of_a_single_example_that_does_not_fit():
     def never(params, batch):
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(
-        DeviceError, match=r"evaluate: memory ran out with a single example of never: parameters \d+ B,"
-    ):
+    with pytest.raises(DeviceError, match=r"evaluate: memory ran out with a single example of never; use shorter"):
         ft.evaluate(ft.eval_step(never), make().init(params()), batches(), on_oom="split")
 
 

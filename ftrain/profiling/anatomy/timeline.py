@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import TorchDispatchMode, forget_value, in_backward, storage_id
+from ftrain.profiling.module_path import Running
 from ftrain.step.flops import flops, group_of, is_view
-from ftrain.step.module_path import Running
 from ftrain.step.traffic import SENT_PER_BYTE, Collective
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"

@@ -17,11 +17,11 @@ from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.rules import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
+from ftrain.profiling.module_path import Running
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded
 from ftrain.step.core import assemble
-from ftrain.step.module_path import Running
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, replace

@@ -117,8 +117,8 @@ def _where(error: BaseException) -> str:
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]) -> Flat:
     """Compile a graph of `capture` for tensors like `inputs`, with a backend of `torch.compile` by name."""
-    from ftrain.step import optimization_barrier
     from ftrain.transforms.compile.graph_fixes import materialize_reshapes
+    from ftrain.transforms.remat import optimization_barrier
 
     if backend != INDUCTOR:
         return torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)

@@ -202,7 +202,7 @@ class _Repeatable:
         stream, key = torch_ops.current(), None
         if self._gradient is not None:
             # Imported here: it registers an operation, which takes as long as importing ten files.
-            from ftrain.step import optimization_barrier
+            from ftrain.transforms.remat import optimization_barrier
 
             inputs = args, kwargs, stream.key if stream is not None else None
             args, kwargs, key = optimization_barrier.after(self._gradient, inputs)

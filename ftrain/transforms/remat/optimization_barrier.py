@@ -26,6 +26,10 @@ def _(value: Tensor, gradient: Tensor) -> Tensor:
     return value.clone()
 
 
+# It saves no tensors, so that a recomputation finds as many as the first run.
+_after.register_autograd(lambda ctx, grad: (grad, None))
+
+
 def is_in(graph: fx.GraphModule) -> bool:
     """Whether a captured graph has such a barrier."""
     return any(node.target is torch.ops.ftrain.after.default for node in graph.graph.nodes)
@@ -45,19 +49,7 @@ def after(gradient: Tensor, values: PyTree) -> PyTree:
         if not isinstance(leaf, Tensor) or (leaf.is_leaf if computed else leaf.requires_grad):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = _Delayed.apply(leaf, gradient)  # type: ignore[no-untyped-call]
+            copies[id(leaf)] = torch.ops.ftrain.after(leaf, gradient)
         return copies[id(leaf)]
 
     return tree.map(delayed, values)
-
-
-class _Delayed(torch.autograd.Function):
-    """The barrier with a gradient. It saves no tensors, so that a recomputation finds as many as the first run."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient: Tensor) -> Tensor:
-        return torch.ops.ftrain.after(value, gradient)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
