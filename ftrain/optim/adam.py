@@ -176,23 +176,12 @@ def _adam(
         descend_quotient(part.leaf, mu, largest.sqrt().div_(root).add_(eps), size)
 
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fixed = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        kernel(
-            part.leaf,
-            part.grad,
-            part.state["mu"],
-            part.state["nu"],
-            part.state["nu_max"] if amsgrad else [],
-            [shared[COUNT]] * len(part.leaf),
-            lr=rate,
-            beta1=b1,
-            beta2=b2,
-            weight_decay=part.weight_decay,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-        )
+        leaf, grad, mu, nu = part.leaf, part.grad, part.state["mu"], part.state["nu"]
+        largest, counts = part.state["nu_max"] if amsgrad else [], [shared[COUNT]] * len(leaf)
+        kernel(leaf, grad, mu, nu, largest, counts, lr=rate, weight_decay=part.weight_decay, **fixed)
 
     return leafwise(
         name,

@@ -46,12 +46,7 @@ def sgd(
     Raises:
         OptionError: an argument is out of its range, or Nesterov without momentum or with dampening.
     """
-    require_ranges("sgd", 1.0, momentum=momentum)
-    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
-    if nesterov and (dampening or not momentum):
-        raise OptionError(
-            f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"
-        )
+    _require_momentum(momentum, dampening, nesterov=nesterov)
     damped = bool(momentum and dampening)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -95,3 +90,12 @@ def sgd(
         decay_mask=decay_mask,
         shown={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
     )
+
+
+def _require_momentum(momentum: float, dampening: float, *, nesterov: bool) -> None:
+    require_ranges("sgd", 1.0, momentum=momentum)
+    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
+    if nesterov and (dampening or not momentum):
+        raise OptionError(
+            f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"
+        )
