@@ -82,12 +82,15 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that names the directory of a system error. Raises a CheckpointError in place of an OSError."""
+    """Context that names the directory of a system error. Raises a CheckpointError in its place.
+
+    A UnicodeError is that of a path that the file system has no characters for.
+    """
     try:
         yield
     except BlockingIOError as error:
         raise CheckpointError(
             f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that process"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"Checkpoints: {directory} cannot be used: {error}") from error
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"Checkpoints: {str(directory)!a} cannot be used: {error}") from error

@@ -50,3 +50,8 @@ def test_names_in_a_checkpoint_cannot_write_on_a_terminal(tmp_path, capsysbinary
     said = capsysbinary.readouterr().out.decode() + str(damaged.value) + str(different.value)
     assert said.count(r"weight\x1b]0;title\x07\r\n\u202egone") >= 5
     assert all(letter.isprintable() or letter == "\n" for letter in said)
+
+
+def test_a_path_without_characters_in_the_file_system(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Checkpoints: '.*\\ud800' cannot be used: .*surrogates not allowed"):
+        save(tmp_path / "\ud800")
