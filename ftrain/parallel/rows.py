@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
+from ftrain._context import setting
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
 from ftrain.step.microbatch import (
@@ -125,12 +126,8 @@ def current() -> Rows | None:
 @contextmanager
 def computing_on(rows: Rows) -> Iterator[None]:
     """Context in which a rank computes on some rows."""
-    token = _current.set(rows)
-    try:
-        with with_fewest_examples(rows.fewest), with_example_lists(rows.lists):
-            yield
-    finally:
-        _current.reset(token)
+    with setting(_current, rows), with_fewest_examples(rows.fewest), with_example_lists(rows.lists):
+        yield
 
 
 def rows_of(

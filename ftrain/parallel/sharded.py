@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import _torch, tree
+from ftrain._context import setting
 from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError
 from ftrain.parallel.block_gather import BlockGather
@@ -232,13 +233,10 @@ class _RankStep:
 
         def around(runner: Runner) -> Callable[..., Any]:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
-                token = current_layout.set(layout)
-                try:
-                    # Outermost, so that the others know of the error before this rank waits for them.
-                    with waiting_after(_leaves_ranks_connected), self._watch, sharding.over(layout.shards):
-                        new, metrics = runner(*args)
-                finally:
-                    current_layout.reset(token)
+                # The wait is outside of the watch, so that the others know of an error before this rank waits for them.
+                waiting = waiting_after(_leaves_ranks_connected)
+                with setting(current_layout, layout), waiting, self._watch, sharding.over(layout.shards):
+                    new, metrics = runner(*args)
                 return self._local_states.put_back(new, state), metrics
 
             return run
@@ -312,9 +310,5 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 
 @contextmanager
 def _evaluating_on(layout: Layout) -> Iterator[None]:
-    token = current_layout.set(layout)
-    try:
-        with passing(Passing(in_backward=True, wholes=None)):
-            yield
-    finally:
-        current_layout.reset(token)
+    with setting(current_layout, layout), passing(Passing(in_backward=True, wholes=None)):
+        yield

@@ -11,7 +11,7 @@ collectives there are, and their shapes: the rank starts the remaining ones with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from ftrain import _torch, tree
+from ftrain._context import setting
 from ftrain._torch.collectives import COUNTERS, wait
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
@@ -92,14 +93,9 @@ class GraphStandIn:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which compiled graphs are run by this object."""
-        token = _running_graphs.set(self)
-        try:
-            yield
-        finally:
-            _running_graphs.reset(token)
+    def active(self) -> AbstractContextManager[None]:
+        """Return the context in which compiled graphs are run by this object."""
+        return setting(_running_graphs, self)
 
     def run(self, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what a compiled graph returns; the hosts of all ranks wait for each other.

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, listed
 from ftrain.types import PyTree
 
 Select: TypeAlias = Callable[[str, Tensor], bool]
@@ -81,5 +81,4 @@ def near(pattern: str, known: Sequence[str]) -> str:
     """Return a list of names for a message, those most similar to a pattern first."""
     close = get_close_matches(pattern, known, n=tree.MAX_LISTED, cutoff=0.3)
     names = list(dict.fromkeys([*close, *known]))
-    listed = ", ".join(names[: tree.MAX_LISTED])
-    return f"{listed}, ..." if len(names) > tree.MAX_LISTED else listed
+    return listed(names)

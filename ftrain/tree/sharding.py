@@ -6,8 +6,8 @@ divided: every rank has it, and the first one counts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
+from ftrain._context import setting
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +40,9 @@ current = _shards.get
 """``() -> Shards | None``: the ranks over which leaves are divided here; None where leaves are whole."""
 
 
-@contextmanager
-def over(shards: Shards | None) -> Iterator[None]:
-    """Context in which the leaves of trees are shards; with None they are whole."""
-    token = _shards.set(shards)
-    try:
-        yield
-    finally:
-        _shards.reset(token)
+def over(shards: Shards | None) -> AbstractContextManager[None]:
+    """Return the context in which the leaves of trees are shards; with None they are whole."""
+    return setting(_shards, shards)
 
 
 def abstract(leaves: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import tree
+from ftrain._context import setting
 from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, unrecorded, watched_by, within
@@ -90,7 +91,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
 
     def counting(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         shares = _Shares()
-        with _set(_forward, shares):
+        with setting(_forward, shares):
             mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
         if not shares.counts:
             raise ComposeError(
@@ -120,22 +121,13 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         def with_shares(metrics: Metrics) -> Metrics:
             return report(metrics, NAME, **shares.metrics())
 
-        with _set(_backward, shares):
+        with setting(_backward, shares):
             result = run(*args)
         if isinstance(result, ForwardResult):
             return replace(result, finish_metrics=with_shares)
         return replace(result, metrics=with_shares(result.metrics))
 
     return watching
-
-
-@contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +212,7 @@ def _in_float32(part: _Part, run: Callable[..., Any], arguments: Any) -> list[Te
         # So the narrow run draws the same random numbers.
         torch_ops.rng_snapshot(device)(),
         bound(part.slots, values),
-        _set(_forward, None),
+        setting(_forward, None),
     ):
         try:
             return _tensors(within(None, run, *args, **kwargs))

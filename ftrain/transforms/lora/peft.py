@@ -18,7 +18,7 @@ from ftrain._torch import dtensor
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
-from ftrain.errors import CheckpointError, StructureError, warn
+from ftrain.errors import CheckpointError, StructureError, listed, warn
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -114,10 +114,10 @@ def _warn_of_buffers(module: nn.Module, state: TrainState) -> None:
         if name in buffers and not buffer.is_meta and not torch.equal(buffers[name].to(buffer), buffer)
     ]
     if changed:
-        listed = ", ".join(changed[: tree.MAX_LISTED]) + (", ..." if len(changed) > tree.MAX_LISTED else "")
         warn(
-            f"adapters.save: training has changed buffers of the base, which files of peft do not hold: {listed}. The "
-            "adapters alone compute something else: save the base too (ft.to_module), or keep BatchNorm in eval mode"
+            f"adapters.save: training has changed buffers of the base, which files of peft do not hold: "
+            f"{listed(changed)}. The adapters alone compute something else: save the base too (ft.to_module), or keep "
+            "BatchNorm in eval mode"
         )
 
 
