@@ -65,13 +65,16 @@ class DevicePrefetcher:
         stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
         ahead, queue = map(partial(self._prefetched, stream), self._data), deque[_Copy]()
         failure: Exception | None = None
+        is_over = False
         while True:
             try:
-                if failure is None:
+                if not is_over:
                     queue.extend(itertools.islice(ahead, self._depth + 1 - len(queue)))
             except Exception as error:
                 # Raised after the earlier batches, which are good.
                 failure = error
+            # Not read again: iterators that start over after their end would make one endless epoch.
+            is_over = len(queue) <= self._depth
             if not queue:
                 break
             copy = queue.popleft()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, StructureError, require_range
+from ftrain.errors import DeviceError, OptionError, StructureError, require_range
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -208,7 +208,11 @@ class _Family:
         else:
             wrap, groups = _only, (([index], decay) for index, decay in enumerate(plan.decays))
         if self.storage:
-            key = hyper[RNG] if self.storage.stochastic else None
+            key = hyper.get(RNG) if self.storage.stochastic else None
+            if self.storage.stochastic and key is None:
+                raise OptionError(
+                    f"{self.name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does"
+                )
             parts = self.storage.parts(
                 plan, leaves, grads, moments, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
             )

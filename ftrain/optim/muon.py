@@ -72,6 +72,8 @@ def muon(
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_positive("muon", "ns_steps", ns_steps)
+    if len(ns_coefficients) != 3:
+        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
 

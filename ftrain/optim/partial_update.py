@@ -172,7 +172,8 @@ def param_groups(
     `parts` are the indices of the leaves of `params` in each group. Errors name `function`.
 
     Raises:
-        ComposeError: the optimizer has no `split`, or two leaves have the same name.
+        ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
+            that the whole state does not have.
     """
     split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
@@ -185,7 +186,13 @@ def param_groups(
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
             state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
-        state_indices = [index_of[name] for name in tree.leaf_names(state)]
+        names = tree.leaf_names(state)
+        if others := [name for name in names if name not in index_of]:
+            raise ComposeError(
+                f"{function}: the state of {group_optimizer.text} for {', '.join(leaves)} has the leaf {others[0]}, "
+                f"which the state of {optimizer.text} does not have; its Optimizer.split must keep the names of leaves"
+            )
+        state_indices = [index_of[name] for name in names]
         _, spec = tree.flatten(state)
         yield ParamGroup(group_optimizer, list(leaves), list(part), state_indices, spec)
 

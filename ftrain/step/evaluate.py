@@ -298,10 +298,8 @@ class _Sums:
         self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
         means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
         if empty := [name for name, mean in means.items() if not mean.weight]:
-            warn(
-                f"evaluate: the mean of {', '.join(empty)} is NaN, for the weights of all batches are 0: they have no "
-                "examples, or no labels that count"
-            )
+            why = "the weights of all batches are 0: they have no examples, or no labels that count"
+            warn(f"evaluate: the mean of {', '.join(empty)} is NaN, for {why}")
         return {name: float(mean) for name, mean in means.items()}
 
     def _joined(self, name: str, mean: Mean) -> Mean:

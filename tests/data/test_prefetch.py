@@ -1,5 +1,6 @@
 """Prefetch: the same batches, ahead of time; the position is that of what was yielded."""
 
+import itertools
 from collections import UserDict
 
 import pytest
@@ -116,6 +117,27 @@ def test_the_host_waits_for_the_copy_of_pinned_memory_of_the_data_alone(monkeypa
     stream = Stream()
     device_prefetch._copy({"x": torch.zeros(2)}, torch.device("cpu"), stream)
     assert stream.waited == is_pinned
+
+
+class StartsOver:
+    """An iterator that begins anew after its end, as some loaders of other libraries do."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count = (self.count + 1) % 4
+        if not self.count:
+            raise StopIteration
+        return {"x": torch.tensor(self.count)}
+
+
+def test_an_iterator_that_starts_over_ends_each_epoch():
+    ahead = data.prefetch(StartsOver(), "cpu")
+    assert [taken(itertools.islice(ahead, 9)) for _ in range(2)] == [[1, 2, 3]] * 2
 
 
 def test_an_error_comes_when_its_turn_has_come():

@@ -165,6 +165,12 @@ def test_a_function_given_by_position_is_no_step(wrapper):
         wrapper(plain_of_blocks)
 
 
+@pytest.mark.parametrize("blocks", ["0", torch.nn.Linear, {torch.nn.Linear}, 3])
+def test_blocks_that_are_none(blocks):
+    with failing(OptionError, f"remat: blocks is {blocks!r}", "a list of types and dotted names"):
+        ft.remat(blocks=blocks)
+
+
 @pytest.mark.parametrize("blocks", [[torch.nn.Linear], {"torch.nn.Linear": "dots"}, torch.nn.Linear])
 def test_blocks_given_by_position(blocks):
     with failing(OptionError, "remat: policy is", "Blocks are given as blocks="):

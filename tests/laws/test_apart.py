@@ -1,5 +1,6 @@
 """An update a few leaves at a time is the update of all of them, to the bit, whatever the optimizer and the cut."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -185,6 +186,16 @@ def test_two_leaves_of_the_state_of_one_name():
     with pytest.raises(
         ComposeError, match=r"test: two leaves of the optimizer's state are called a\.momentum\.momentum\.x; rename one"
     ):
+        UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
+
+
+def test_a_split_that_names_leaves_in_its_own_way():
+    def other(params, parts):
+        return [dataclasses.replace(optim.adamw(0.1), init=lambda params: {"own": torch.zeros(1)}) for _ in parts]
+
+    params = {"w": torch.ones(1)}
+    optimizer = dataclasses.replace(optim.adamw(0.1), split=other)
+    with pytest.raises(ComposeError, match=r"test: the state of adamw.* for w has the leaf own, which the state of"):
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 

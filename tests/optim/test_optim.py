@@ -410,6 +410,7 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: adafactor(0.1, d=0.5), r"adafactor: d is 0\.5, needs a number in \[1, inf\)"),
         (lambda: muon(0.1, momentum=1.0), r"muon: momentum is 1\.0"),
         (lambda: muon(0.1, ns_steps=0), r"muon: ns_steps is 0"),
+        (lambda: muon(0.1, ns_coefficients=(1.0, 2.0)), r"muon: ns_coefficients is \(1\.0, 2\.0\), needs three"),
         (lambda: muon(0.1, adjust_lr_fn="other"), r"muon: adjust_lr_fn is 'other'; choices are original, match"),
         (lambda: schedule_free_adamw(0.1, b1=0.0), r"schedule_free_adamw: b1 is 0\.0"),
         *(

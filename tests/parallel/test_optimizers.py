@@ -18,6 +18,7 @@ from tests.parallel.ranks import run
 
 muon = importlib.import_module("ftrain.optim.muon")
 update_in_backward = importlib.import_module("ftrain.transforms.update_in_backward")
+whole_update = importlib.import_module("ftrain.parallel.whole_update.update")
 
 EVERY = {**OPTIMIZERS, **COMBINED}
 
@@ -288,3 +289,12 @@ def test_update_in_backward_of_a_model_with_other_wrappers_equals_one_rank(names
             torch.testing.assert_close(state.params, reference.params, rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(state.slots, reference.slots, rtol=tolerance, atol=tolerance)
             assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in history], tolerance)
+
+
+def test_a_split_finds_the_owners_once(monkeypatch):
+    # Each time it makes an optimizer for every leaf.
+    calls = []
+    monkeypatch.setattr(whole_update, "assign", lambda *args: calls.append(args) or ownership.assign(*args))
+    params = params_of("muon")
+    parts = whole_update.whole_update(ft.optim.muon(0.1), Group("shard", 2, 0)).split(params, [[i] for i in range(5)])
+    assert (len(parts), len(calls)) == (len(params), 1)

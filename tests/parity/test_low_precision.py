@@ -530,8 +530,10 @@ def test_bad_options_are_errors():
     for option in ("block", "min_size"):
         with pytest.raises(OptionError, match=f"adamw_8bit: {option} is 0, needs a whole number"):
             optim.adamw_8bit(0.1, **{option: 0})
-    optimizer = optim.adamw(0.1, state_dtype="bf16")
+    optimizer = optim.adamw(0.1, state_dtype="bf16", stochastic_rounding=True)
     params = {"w": torch.ones(2)}
+    with pytest.raises(OptionError, match="found no key for stochastic rounding"):
+        optimizer.update(params, optimizer.init(params), params, {"lr": 0.1})
     with pytest.raises(StructureError, match="adamw_8bit: the optimizer state has count, mu, nu, needs"):
         optim.adamw_8bit(0.1).update(params, optimizer.init(params), params, {"lr": 0.1})
 

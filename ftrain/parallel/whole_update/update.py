@@ -83,8 +83,8 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         wholes = wholes_of(params)
         again = partial(_split_of_part, optimizer, wholes)
-        groups = require_splittable(FUNCTION, optimizer)(wholes, parts)
-        return [whole_update(dataclasses.replace(group, split=again), ranks, owners_of(wholes)) for group in groups]
+        owner_of, groups = owners_of(wholes), require_splittable(FUNCTION, optimizer)(wholes, parts)
+        return [whole_update(dataclasses.replace(group, split=again), ranks, owner_of) for group in groups]
 
     def init(params: PyTree) -> PyTree:
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))

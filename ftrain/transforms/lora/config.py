@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,7 +31,8 @@ class Config:
         require_positive("lora", "rank", self.rank)
         require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
-        if isinstance(self.targets, str) or not self.targets:
+        targets = () if isinstance(self.targets, str) or not isinstance(self.targets, Collection) else self.targets
+        if not targets or not all(isinstance(pattern, str) for pattern in targets):
             raise OptionError(
                 f"lora: targets is {self.targets!r}, needs a list of patterns of names, as ['*.q_proj', '*.v_proj']"
             )

@@ -63,7 +63,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
     require_policy(policy)
-    if isinstance(blocks, str | type):
+    is_known = blocks is None or callable(blocks) or isinstance(blocks, Sequence | Mapping)
+    if isinstance(blocks, str | type) or not is_known:
         raise OptionError(
             f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
             "or a function (name, module) -> policy"

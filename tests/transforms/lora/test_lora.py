@@ -337,6 +337,7 @@ def test_targets_of_a_tree_that_match_nothing():
         ({"dropout": -0.1}, r"dropout is -0\.1"),
         ({"targets": "*.up"}, r"targets is '\*\.up', needs a list of patterns of names"),
         ({"targets": []}, r"targets is \[\], needs a list"),
+        ({"targets": [torch.nn.Linear]}, "targets is .*Linear.*, needs a list of patterns of names"),
     ],
 )
 def test_options_out_of_their_range(options, said):
