@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import require_range
-from ftrain.losses.inputs import at_least_float32, require_classes, weight_of_labels
+from ftrain.losses.inputs import at_least_float32, require_classes, require_real, weight_of_labels
 from ftrain.types import Mean
 
 
@@ -38,7 +38,7 @@ def cross_entropy(
         weight: (classes,), floating point, used in the dtype of the loss; not differentiated.
 
     Raises:
-        LossError: a shape or dtype of logits or labels is not as above. Torch checks the weight.
+        LossError: a shape or dtype of logits or labels is not as above. Torch checks the shape of the weight.
         OptionError: the smoothing is not in [0, 1].
 
     Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing).
@@ -49,6 +49,7 @@ def cross_entropy(
     (4.0, 1.3863)
     """
     require_classes("cross_entropy", logits, labels)
+    require_real("cross_entropy", weight)
     require_range("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0, closed=True)
     dtype = at_least_float32(logits.dtype)
     if weight is not None:

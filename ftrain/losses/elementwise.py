@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import at_least_float32, require_floating
+from ftrain.losses.inputs import at_least_float32, require_floating, require_real
 from ftrain.tree import describe
 from ftrain.types import Mean
 
@@ -29,7 +29,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
             may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
-        LossError: a shape or dtype is not as above. Torch checks that of the weight.
+        LossError: a shape or dtype is not as above. Torch checks the shape of the weight.
 
     Source: `torch.nn.functional.binary_cross_entropy_with_logits`.
 
@@ -37,6 +37,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     0.6931
     """
     _require_same_shape("binary_cross_entropy", logits, labels, ("logits", "labels"))
+    require_real("binary_cross_entropy", weight)
     dtype = at_least_float32(logits.dtype)
     error = partial(F.binary_cross_entropy_with_logits, reduction="none")
     return _weighted(error, logits.to(dtype), labels.to(dtype), weight)
@@ -54,7 +55,7 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
             0 may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
-        LossError: a shape or dtype is not as above. Torch checks that of the weight.
+        LossError: a shape or dtype is not as above. Torch checks the shape of the weight.
 
     Source: `torch.nn.functional.mse_loss`.
 
@@ -62,6 +63,7 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
     2.0
     """
     _require_same_shape("mse", predictions, targets, ("predictions", "targets"))
+    require_real("mse", weight)
     dtype = at_least_float32(predictions.dtype)
     return _weighted(lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
 

@@ -51,3 +51,9 @@ def require_floating(function: str, name: str, value: Tensor) -> None:
     """Check that a tensor has a floating-point dtype. Raises a LossError if not."""
     if not value.is_floating_point():
         raise LossError(f"{function}: {name} are {describe(value)}; they must be floating point.")
+
+
+def require_real(function: str, weight: Tensor | None) -> None:
+    """Check that a weight is not complex, whose imaginary part torch would drop. Raises a LossError if it is."""
+    if weight is not None and weight.is_complex():
+        raise LossError(f"{function}: the weight is {describe(weight)}; it must be real.")

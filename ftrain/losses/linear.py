@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError, require_positive, require_range
-from ftrain.losses.inputs import at_least_float32, require_floating, require_indices, weight_of_labels
+from ftrain.losses.inputs import at_least_float32, require_floating, require_indices, require_real, weight_of_labels
 from ftrain.tree import describe
 from ftrain.types import Mean
 
@@ -70,6 +70,7 @@ def linear_cross_entropy(
         require_positive(NAME, "chunk", chunk)
     wide = at_least_float32(dtype)
     if class_weight is not None:
+        require_real(NAME, class_weight)
         if class_weight.shape != weight.shape[:1]:
             raise LossError(
                 f"{NAME}: class_weight is {describe(class_weight)}; it must have shape {tuple(weight.shape[:1])}."

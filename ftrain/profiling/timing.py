@@ -146,8 +146,11 @@ def _turn(racers: Mapping[K, Racer], key: K) -> float:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            _close(racers)
+            # Afterwards, so that the memory of the closed ones leaves the cache of the allocator too.
             release(error, racers[key].device)
-    _close(racers)
+    else:
+        _close(racers)
     return racers[key].turn()
 
 

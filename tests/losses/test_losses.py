@@ -452,3 +452,10 @@ class TestErrors:
     def test_elementwise_weight(self, function, shape: tuple[int, ...]) -> None:
         with pytest.raises(RuntimeError, match=r"expand"):
             function(torch.zeros(4, 3), torch.zeros(4, 3), weight=torch.ones(shape))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy, mse], ids=lambda loss: loss.__name__)
+def test_a_complex_weight(loss):
+    targets = torch.zeros(2, dtype=torch.int64) if loss is cross_entropy else torch.zeros(2, 3)
+    with pytest.raises(LossError, match=rf"^{loss.__name__}: the weight is complex64\[3\]; it must be real"):
+        loss(torch.zeros(2, 3), targets, weight=torch.ones(3, dtype=torch.complex64))
