@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import methodcaller
@@ -24,14 +25,24 @@ AnyGenerator: TypeAlias = Generator | torch.Generator
 _get_state = methodcaller("get_state")
 
 
+LOCK = threading.RLock()
+"""Held while the state of a generator is read or set.
+
+Torch holds a lock of its own while it wraps the state, in which Python may collect garbage and change the thread.
+If that one asked for the state too, each would wait for the other: for torch's lock, and for Python's.
+"""
+
+
 def save_generators(*devices: AnyGenerator) -> Callable[[], None]:
     """Save the states of the generators of host and device, and return a function that restores them."""
     generators: tuple[Any, ...] = torch.default_generator, *devices
-    states = [generator.get_state() for generator in generators]
+    with LOCK:
+        states = [generator.get_state() for generator in generators]
 
     def restore() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        with LOCK:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     return restore
 
@@ -47,13 +58,15 @@ class seeded:  # noqa: N801
 
     # Every eager step does this, so it does not make the extra calls of `save_generators`.
     def __enter__(self) -> None:
-        self._states = [*map(_get_state, self._generators)]
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
+        with LOCK:
+            self._states = [*map(_get_state, self._generators)]
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
+        with LOCK:
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, random, tree
 from ftrain._torch import collectives
+from ftrain.backends.generators import LOCK
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
 from ftrain.types import TrainState
@@ -68,5 +69,6 @@ class StockDraws:
 
 def _generator_state(device: torch.device) -> Tensor:
     module = torch if device == tree.HOST else torch.get_device_module(device)
-    state: Tensor = module.get_rng_state()
+    with LOCK:
+        state: Tensor = module.get_rng_state()
     return state
