@@ -173,7 +173,7 @@ def _file_and_key(path: tuple[Any, ...], state_paths: Sequence[tuple[Any, ...]])
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new name beside a directory, for what becomes it or was it; the next save removes what is left there."""
+    """Return a new name beside a directory, for its next or its last content; the next save removes leftovers."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 

@@ -72,10 +72,7 @@ def muon(
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_positive("muon", "ns_steps", ns_steps)
-    if len(ns_coefficients) != 3:
-        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
-    if adjust_lr_fn not in ("original", "match_rms_adamw"):
-        raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
+    _require_choices(ns_coefficients, adjust_lr_fn)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.grad
@@ -141,3 +138,10 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
         x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     # In bfloat16, multiplying by a learning rate that is a tensor would round.
     return (x.mT if tall else x).to(matrix.dtype)
+
+
+def _require_choices(ns_coefficients: tuple[float, ...], adjust_lr_fn: str) -> None:
+    if len(ns_coefficients) != 3:
+        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")

@@ -159,23 +159,23 @@ def rows_of(
         return Rows(batch, rank * count, length, length * size, count, microbatches, lists=lists)
     each, more = divmod(length, size)
     start, own_length = rank * each + min(rank, more), each + (rank < more)
-    taken = slice(start, start + own_length) if own_length else slice(0, 1)
+    own_rows = slice(start, start + own_length) if own_length else slice(0, 1)
     columns, spec = split_leaves(batch, microbatches)
-    own_batch = tree.unflatten(spec, [_joined(pieces, taken, device) for pieces in columns])
+    own_batch = tree.unflatten(spec, [_joined(pieces, own_rows, device) for pieces in columns])
     return Rows(own_batch, start, own_length, length, own_length, microbatches, lists=lists)
 
 
-def _joined(pieces: Sequence[Any], taken: slice, device: torch.device) -> Any:
-    """Return the rows that are taken of each piece of a leaf."""
+def _joined(pieces: Sequence[Any], own_rows: slice, device: torch.device) -> Any:
+    """Return these rows of each piece of a leaf, in one."""
     first = pieces[0]
     if isinstance(first, list | tuple):
-        return type(first)(itertools.chain.from_iterable(piece[taken] for piece in pieces))
+        return type(first)(itertools.chain.from_iterable(piece[own_rows] for piece in pieces))
     if isinstance(first, np.ndarray) and first.ndim:
-        return np.concatenate([piece[taken] for piece in pieces])
+        return np.concatenate([piece[own_rows] for piece in pieces])
     if not tree.is_tensor(first):
         return first
     if first.ndim:
-        first = torch.cat([piece[taken] for piece in pieces]) if len(pieces) > 1 else first[taken]
+        first = torch.cat([piece[own_rows] for piece in pieces]) if len(pieces) > 1 else first[own_rows]
     return first.to(device, non_blocking=True)
 
 

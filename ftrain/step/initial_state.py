@@ -146,7 +146,7 @@ def _read(parts: PyTree) -> Any:
 
 def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, StoredTensor]:
     """Return the stored tensors of a module by their names in the module."""
-    in_files, found = stored_tensors(path), dict[str, StoredTensor]()
+    in_files, stored = stored_tensors(path), dict[str, StoredTensor]()
     # Without the buffers that a module does not save, because its constructor computes them.
     saved = module.state_dict(keep_vars=True)
     aliases = defaultdict(list)
@@ -156,14 +156,14 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
     for name, tensor in wanted.items():
         spelling = next((each for each in _spellings(module, aliases[id(tensor)]) if each in in_files), None)
         if spelling is not None:
-            found[name] = in_files[spelling]
-    if problems := mismatches(found, wanted):
+            stored[name] = in_files[spelling]
+    if problems := mismatches(stored, wanted):
         raise StructureError(
             f"{_misfit(f'{path} does not fit', module, problems)}\nThe file has {listed(list(in_files))}. Load the "
             "module from these files with the library that wrote them (from_pretrained), and call step.init() without "
             "a path"
         )
-    return {name: found[name].like(tensor, device) for name, tensor in wanted.items()}
+    return {name: stored[name].like(tensor, device) for name, tensor in wanted.items()}
 
 
 def _misfit(what: str, module: nn.Module, problems: Sequence[str]) -> str:

@@ -61,8 +61,8 @@ def pieces_of_fewest(pieces: int, fewest: int) -> int:
 def take_examples(batch: PyTree, examples: slice) -> PyTree:
     """Return some examples of a batch; what `split_batch` does not split is returned as it is."""
     leaves, spec = _flatten_examples(batch)
-    taken = [leaf[examples] if _has_axis(leaf) or isinstance(leaf, list | tuple) else leaf for leaf in leaves]
-    return tree.unflatten(spec, taken)
+    of_examples = [leaf[examples] if _has_axis(leaf) or isinstance(leaf, list | tuple) else leaf for leaf in leaves]
+    return tree.unflatten(spec, of_examples)
 
 
 def most_pieces(batch: PyTree) -> int:

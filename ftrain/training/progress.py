@@ -127,7 +127,7 @@ class Display:
         self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
 
     def say(self, text: str) -> None:
-        """Show a line that stays; without effect where nobody reads any more, which is no reason to end a run."""
+        """Print a line. An error of stderr, such as a closed terminal, does not end the run."""
         if self._enabled and sys.stderr is not None:
             with suppress(OSError, ValueError):  # A broken pipe or a closed terminal, and a closed file.
                 print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -67,10 +67,10 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
     step cannot run on ranks, or not at this level.
     """
-    given = _options_of_sharded(step)
-    if given is None and mesh is None:
+    options_of_step = _options_of_sharded(step)
+    if options_of_step is None and mesh is None:
         raise OptionError(f"{function}: level is {level}, but the step is on one device; pass mesh=, such as (1, 8)")
-    options = dict(given or {})
+    options = dict(options_of_step or {})
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
     if mesh is not None:
@@ -79,7 +79,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         options["level"] = level
         options |= {"gather": "own"} if level < 3 else {}
     planned = sharded(**options)
-    if given is None:
+    if options_of_step is None:
         return step.wrapped(planned)
     wrappers = tuple(planned if each.name == SHARDED else each for each in step.wrappers)
     replaces = planned.update.optimizer if planned.update else None
