@@ -27,6 +27,7 @@ from ftrain.backends.registry import (
 # The name "cuda" serves NVIDIA and AMD: a build of torch supports one of them.
 for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):
     register(_module.BACKEND)
+cpu.keep_freed_memory()
 
 __all__ = [
     "Backend",

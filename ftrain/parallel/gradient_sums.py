@@ -24,11 +24,11 @@ from ftrain.step.rank_backward import Backward, unused_on_rank
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
 
-SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
-"""Bytes of the smallest and the largest bucket, and how many buckets there are between these limits."""
+SMALLEST, BUCKETS, LARGEST = 8 << 20, 4, 32 << 20
+"""Bytes of the smallest and the largest bucket, and how many buckets there are between these limits.
 
-SMALLEST_REDUCED = 8 << 20
-"""Bytes of the smallest bucket that is all-reduced: smaller ones take CPUs more time than their overlap saves."""
+Smaller buckets take CPUs more time than their overlap saves.
+"""
 
 
 class GradientSums:
@@ -66,9 +66,8 @@ class GradientSums:
         gradient are returned as they are.
         """
         trained = {name: whole for name, whole in wholes.items() if name in self._params}
-        smallest = SMALLEST_REDUCED if all(self._parts[name] is None for name in trained) else SMALLEST
         tensors = [*trained.values()]
-        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, smallest), LARGEST)
+        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, SMALLEST), LARGEST)
         plan = plan_of([*trained], tensors, [tensor.numel() for tensor in tensors], limit)
         self._buckets = BucketOrder(plan, self._start)
         new = dict(wholes)

@@ -133,24 +133,45 @@ class Group:
             started = [partial(_wait, collectives.all_gather(flat, self.size, self.name), flat)]
             # Popped, so that what was sent is freed before anything is copied.
             return lambda: [*_split_copy(started.pop()().view(self.size, -1), lengths, 1)]
-        # An all-gather of gloo takes the memory of two more copies. In an exchange a rank sends nothing to itself.
-        counts = [0 if rank == self.rank else sum(lengths) for rank in range(self.size)]
-        exchanged = [self.start_exchange(torch.cat([*tensors] * (self.size - 1)), counts, counts)]
+        # An all-gather of gloo takes the memory of two more copies.
+        exchanged = [self._start_exchange_with_others(torch.cat([*tensors] * (self.size - 1)))]
 
         def joined() -> list[Tensor]:
-            others = exchanged.pop()().view(self.size - 1, -1).split_with_sizes(lengths, 1)
+            others = exchanged.pop()().split_with_sizes(lengths, 1)
             pairs = zip(others, tensors, strict=True)
             return [torch.cat([rows[: self.rank], row[None], rows[self.rank :]]) for rows, row in pairs]
 
         return joined
 
-    def start_scatter(self, tensor: Tensor) -> Result:
-        """Start to reduce-scatter a tensor: each rank gets its part of the first axis of the sum over ranks."""
+    def start_scatter(self, matrices: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start to sum matrices with a row for each rank over the ranks; each rank gets its rows.
+
+        Returns:
+            a function that waits, once, and returns the row of each sum.
+        """
+        lengths = [matrix.shape[1] for matrix in matrices]
         if self.has_reduce_scatter:
-            return partial(_wait, collectives.reduce_scatter(tensor, self.size, self.name), tensor)
-        lengths = [tensor.shape[0] // self.size for _ in range(self.size)]
-        exchanged = self.start_exchange(tensor, lengths, lengths)
-        return lambda: exchanged().view(self.size, -1, *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
+            flat = torch.cat([*matrices], 1).view(-1)
+            started = partial(_wait, collectives.reduce_scatter(flat, self.size, self.name), flat)
+            return lambda: [*started().split_with_sizes(lengths)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        exchanged = self._start_exchange_with_others(torch.cat([each[rank] for rank in others for each in matrices]))
+        own = torch.cat([each[self.rank] for each in matrices])
+
+        def summed() -> list[Tensor]:
+            for row in exchanged():
+                own.add_(row)
+            return [*own.split_with_sizes(lengths)]
+
+        return summed
+
+    def _start_exchange_with_others(self, flat: Tensor) -> Result:
+        """Start to exchange vectors of one length with all other ranks: one row for, and one of, each."""
+        length = flat.shape[0] // (self.size - 1)
+        # What a rank keeps is not sent to itself: libraries would copy it.
+        counts = [0 if rank == self.rank else length for rank in range(self.size)]
+        exchanged = self.start_exchange(flat, counts, counts)
+        return lambda: exchanged().view(self.size - 1, length)
 
     def start_exchange(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Result:
         """Start to send rows of the first axis to each rank; the result joins what the ranks have sent to this one.

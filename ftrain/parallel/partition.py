@@ -178,17 +178,16 @@ def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Pa
     if group.size == 1:
         return partial(list, wholes)
     undivided = [index for index, part in enumerate(parts) if part is None]
-    started = []
-    for bucket in _divided_buckets(wholes, parts):
-        flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
-        started.append((bucket, group.start_scatter(flat)))
+    started = [
+        (bucket, group.start_scatter([part.rows(wholes[index]) for index, part in bucket]))
+        for bucket in _divided_buckets(wholes, parts)
+    ]
     undivided_sums = start_sum_all(group, [wholes[index] for index in undivided])
 
     def results() -> list[Tensor]:
         sums = dict(zip(undivided, undivided_sums(), strict=True))
         for bucket, wait in started:
-            rows = wait().split_with_sizes([part.padded for _, part in bucket])
-            sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))
+            sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, wait(), strict=True))
         return [sums[index] for index in range(len(parts))]
 
     return results

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from ftrain import _torch
 
-SENT_PER_BYTE = {
+SENT_PER_BYTE: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: ranks - 1,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
-    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all_single": lambda ranks: 1,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
 }
 """Name of torch's operation -> ``ranks -> factor``: the bytes that each rank sends in a ring, on average, for each byte
-of its input (the bus traffic of NCCL's tests)."""
+of `Collective.nbytes` (the bus traffic of NCCL's tests)."""
 
 KINDS = {
     "all_reduce": "all-reduce",
@@ -35,7 +35,7 @@ class Collective(NamedTuple):
     Args:
         operation: the name of torch's operation.
         axis: the axis of the mesh; ``"all"`` for all ranks.
-        nbytes: bytes of this rank's input.
+        nbytes: bytes of this rank's input; of an all-to-all without those that it keeps.
     """
 
     operation: str
@@ -57,6 +57,22 @@ class Traffic(NamedTuple):
     axis: str
     calls: int
     sent: int
+
+
+def collective_of(operation: str, args: Sequence[Any], axis: str, rank: int, nbytes: int) -> Collective:
+    """Return the record of a collective from the arguments of torch's operation.
+
+    Args:
+        operation: the name of torch's operation.
+        args: its arguments.
+        axis: the axis of the mesh.
+        rank: the rank on that axis.
+        nbytes: bytes of this rank's input.
+    """
+    if operation == "all_to_all_single" and nbytes:
+        rows_for_ranks = args[2]
+        nbytes -= nbytes * rows_for_ranks[rank] // sum(rows_for_ranks)
+    return Collective(operation, axis, nbytes)
 
 
 def traffic_of(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> list[Traffic]:

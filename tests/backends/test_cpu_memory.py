@@ -1,6 +1,9 @@
 """The memory of the process, on systems that are not here, too."""
 
+import ctypes
 import gc
+import os
+import platform
 import subprocess
 import sys
 
@@ -35,3 +38,35 @@ def test_a_system_that_does_not_report_it(monkeypatch):
     """Python has no `resource` on Windows."""
     monkeypatch.setattr(cpu, "resource", None)
     assert cpu.BACKEND.memory() == Memory(current=0, peak=0)
+
+
+MAPPED = """
+import ctypes, torch
+{import_ftrain}
+
+class Info(ctypes.Structure):
+    _fields_ = [(f"field{{number}}", ctypes.c_size_t) for number in range(10)]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Info
+before = mallinfo2().field4  # hblkhd, the bytes of blocks outside of the heap.
+tensor = torch.empty(20 << 20, dtype=torch.uint8)
+print(mallinfo2().field4 - before)
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="another C library, or glibc before 2.33, which cannot tell where a block is",
+)
+def test_large_tensors_are_in_the_heap_of_the_c_library_which_keeps_freed_memory():
+    """The limit from which on tensors are outside of the heap is half of the freed memory that is kept."""
+
+    def outside(import_ftrain):
+        program = MAPPED.format(import_ftrain=import_ftrain)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        return int(done.stdout)
+
+    assert outside("") >= 20 << 20
+    assert outside("import ftrain") == 0

@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftrain as ft
-from ftrain.parallel.mesh import groups
+from ftrain.parallel.mesh import Group, groups
 from ftrain.step.traffic import KINDS
 from tests.parallel.collectives import Recorder
 
@@ -59,6 +59,20 @@ def test_level_3_gathers_twice_and_scatters_once():
         ("all-gather", "shard"): pytest.approx((2 - 1 / BLOCKS) * 7 / 8 * BLOCK),
         ("reduce-scatter", "shard"): 7 / 8 * BLOCK,
     }
+
+
+def test_ranks_without_a_reduce_scatter_send_as_much_in_exchanges(monkeypatch):
+    """As with gloo; what a rank keeps is not sent."""
+    group = Group.__init__
+
+    def without_reduce_scatter(self, name, size, rank, has_reduce_scatter=True):
+        group(self, name, size, rank, has_reduce_scatter=False)
+
+    monkeypatch.setattr(Group, "__init__", without_reduce_scatter)
+    for level, gathers in ((1, 1), (3, 2 - 1 / BLOCKS)):
+        found, _ = sent({}, level)
+        assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+        assert found == {("all-to-all", "shard"): pytest.approx((gathers + 1) * 7 / 8 * BLOCK)}
 
 
 def test_between_copies_of_the_state_travels_one_shard_of_the_gradient():

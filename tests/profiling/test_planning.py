@@ -27,7 +27,7 @@ def make(wrapper, optimizer=None):
 
 
 class Watched(LivePeak):
-    """Also the collectives of a real run: name and bytes of the input."""
+    """Also the collectives of a real run: name and bytes of the input, as the first rank sends them."""
 
     def __init__(self, trees):
         self.calls = []
@@ -40,7 +40,9 @@ class Watched(LivePeak):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            self.calls.append((name.removesuffix("_"), args[0].nbytes))
+            # In an exchange of vectors, a rank keeps what is for itself.
+            kept = args[2][0] * args[0].itemsize if name == "all_to_all_single" else 0
+            self.calls.append((name.removesuffix("_"), args[0].nbytes - kept))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -15,7 +15,7 @@ from ftrain import tree
 from ftrain._torch import TorchDispatchMode, forget_value, in_backward, storage_id
 from ftrain.profiling.module_path import Running
 from ftrain.step.flops import flops, group_of, is_view
-from ftrain.step.traffic import SENT_PER_BYTE, Collective
+from ftrain.step.traffic import SENT_PER_BYTE, Collective, collective_of
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """The phases of a step."""
@@ -138,7 +138,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return returned
         operation = name.removesuffix("_")  # Some write in place.
         if is_collective and operation in SENT_PER_BYTE:
-            self.timeline.collectives.append(Collective(operation, str(args[-1]), args[0].nbytes))
+            # The ranks of a planned mesh are seen from the first one.
+            self.timeline.collectives.append(collective_of(operation, args, str(args[-1]), 0, args[0].nbytes))
         source = self._source(args) if name in ("_to_copy", *COPYING) else None
         cast_of = source if name == "_to_copy" else None
         is_copied = name in COPYING and source is not None and source.is_gathered

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ftrain import _torch, tree
 from ftrain._torch import compile as torch_compile
 from ftrain.parallel.mesh import Group
-from ftrain.step.traffic import Collective, Traffic, collectives_of, traffic_of
+from ftrain.step.traffic import Traffic, collective_of, collectives_of, traffic_of
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
@@ -61,13 +61,14 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
 
 def traffic(captured: fx.GraphModule, groups: Mapping[str, Group]) -> tuple[Traffic, ...]:
     """Return what each rank sends in a captured graph, with the groups of ranks by the axis of the mesh."""
-    axes = {group.name: axis for axis, group in groups.items()}
+    axes = {group.name: (axis, group.rank) for axis, group in groups.items()}
     collectives = []
     for node in collectives_of(captured):
         target: Any = node.target
         nbytes = sum(value.meta["val"].nbytes for value in node.all_input_nodes)
         # The last argument of a collective is the name of its group.
-        collectives.append(Collective(target.overloadpacket.__name__, axes[str(node.args[-1])], nbytes))
+        axis, rank = axes[str(node.args[-1])]
+        collectives.append(collective_of(target.overloadpacket.__name__, node.args, axis, rank, nbytes))
     return tuple(traffic_of(collectives, {axis: group.size for axis, group in groups.items()}))
 
 
