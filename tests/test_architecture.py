@@ -17,7 +17,7 @@ STAIRCASE = [
 # Folders whose files are variants of one thing do not import each other, but for what they share.
 SHARED = {
     "backends": {"registry", "copying", "device_module", "cuda", "format_bytes", "generators", "graph_recorder"}
-    | {"transfers"},
+    | {"transfers", "host_memory"},
     "losses": {"inputs", "chunked"},
     "optim": {"column", "partial_update", "grouping", "structure_cache", "state_dtype", "rounding", "formats"}
     | {"elementwise", "schedules"},

@@ -7,7 +7,7 @@ imported only when its device is requested by name.
 
 import torch as _torch
 
-from ftrain.backends import cpu, cuda, hpu, mlu, mps, musa, npu, rocm, xla, xpu
+from ftrain.backends import cpu, cuda, host_memory, hpu, mlu, mps, musa, npu, rocm, xla, xpu
 from ftrain.backends.privateuse1 import private_use
 from ftrain.backends.registry import (
     Backend,
@@ -27,7 +27,7 @@ from ftrain.backends.registry import (
 # The name "cuda" serves NVIDIA and AMD: a build of torch supports one of them.
 for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):
     register(_module.BACKEND)
-cpu.keep_freed_memory()
+host_memory.keep_freed()
 
 __all__ = [
     "Backend",

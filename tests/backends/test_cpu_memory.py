@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from ftrain.backends import cpu
+from ftrain.backends import cpu, host_memory
 from ftrain.backends.registry import Memory
 
 
@@ -27,7 +27,9 @@ def test_it_grows_by_what_is_taken():
 PEAK = "from ftrain.backends import cpu; print(cpu.BACKEND.memory().peak)"
 
 
-@pytest.mark.skipif(not cpu.STATUS.exists(), reason="the system tells a peak that outlives the start of a program")
+@pytest.mark.skipif(
+    not host_memory.STATUS.exists(), reason="the system tells a peak that outlives the start of a program"
+)
 def test_the_peak_is_not_that_of_the_process_that_started_this_one():
     taken = torch.ones(1 << 28)  # 1 GiB
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
@@ -36,8 +38,40 @@ def test_the_peak_is_not_that_of_the_process_that_started_this_one():
 
 def test_a_system_that_does_not_report_it(monkeypatch):
     """Python has no `resource` on Windows."""
-    monkeypatch.setattr(cpu, "resource", None)
+    monkeypatch.setattr(host_memory, "resource", None)
     assert cpu.BACKEND.memory() == Memory(current=0, peak=0)
+
+
+def test_what_is_free_on_this_machine():
+    free = cpu.BACKEND.free()
+    assert free is None or 2**20 < free < 2**50
+
+
+def test_what_is_free_in_a_job_with_a_limit_in_a_container(monkeypatch, tmp_path):
+    """Each group is limited by those around it; files in the cache count as free."""
+    job = tmp_path / "cgroup/container/job"
+    job.mkdir(parents=True)
+    files = {
+        "meminfo": "MemTotal: 8 kB\nMemAvailable: 5 kB\n",
+        "of_process": "1:name=systemd:/other\n0::/container/job\n",
+        "cgroup/container/memory.max": "4096\n",
+        "cgroup/container/memory.current": "3072\n",
+        "cgroup/container/memory.stat": "anon 1\ninactive_file 512\nactive_file 1024\n",
+        "cgroup/container/job/memory.max": "max\n",
+        "cgroup/container/job/memory.current": "1024\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP_OF_PROCESS", tmp_path / "of_process")
+    assert cpu.BACKEND.free() == 4096 - 3072 + 1536
+    (job / "memory.max").write_text("2048\n")
+    assert cpu.BACKEND.free() == 2048 - 1024
+    (tmp_path / "of_process").write_text("0::/\n")
+    assert cpu.BACKEND.free() == 5120
+    (tmp_path / "meminfo").unlink()
+    assert cpu.BACKEND.free() is None
 
 
 MAPPED = """

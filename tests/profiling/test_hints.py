@@ -344,28 +344,6 @@ def test_the_multiples_of_nvidia(monkeypatch, capability, multiples):
     assert tuple(map(cuda.BACKEND.multiple, (torch.float16, F32))) == multiples
 
 
-def test_free_memory_of_the_host():
-    free = ft.backends.get("cpu").free()
-    assert free is None or 2**20 < free < 2**50
-
-
-def test_free_memory_of_a_container(monkeypatch, tmp_path):
-    from ftrain.backends import cpu
-
-    for name, text in {
-        "MEMINFO": "MemTotal: 8 kB\nMemAvailable: 5 kB\n",
-        "CGROUP_LIMIT": "4096\n",
-        "CGROUP_USED": "1024\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-        monkeypatch.setattr(cpu, name, tmp_path / name)
-    assert cpu.BACKEND.free() == 3072
-    (tmp_path / "CGROUP_LIMIT").write_text("max\n")
-    assert cpu.BACKEND.free() == 5120
-    (tmp_path / "MEMINFO").unlink()
-    assert cpu.BACKEND.free() is None
-
-
 def test_free_memory_of_a_device_is_that_of_its_cache_too(monkeypatch):
     from ftrain.backends.device_module import DeviceModule
 
