@@ -25,8 +25,10 @@ LARGEST_IN_HEAP = (32 << 20) - (64 << 10)
 
 def memory() -> Memory:
     """Return the bytes that this process uses, and their peak; 0 if the system does not report them."""
-    if resource is None:
-        return Memory(current=0, peak=0)
+    return Memory(current=0, peak=0) if resource is None else _memory()
+
+
+def _memory() -> Memory:
     # VmHWM, see proc_pid_status(5). The peak of getrusage(2) survives exec: on Linux it is at least that of the process
     # that started this one.
     in_status = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
