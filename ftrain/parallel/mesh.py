@@ -137,9 +137,9 @@ class Group:
         exchanged = [self._start_exchange_with_others(torch.cat([*tensors] * (self.size - 1)))]
 
         def joined() -> list[Tensor]:
-            others = exchanged.pop()().split_with_sizes(lengths, 1)
-            pairs = zip(others, tensors, strict=True)
-            return [torch.cat([rows[: self.rank], row[None], rows[self.rank :]]) for rows, row in pairs]
+            others = exchanged.pop()()
+            before, after = (rows.split_with_sizes(lengths, 1) for rows in (others[: self.rank], others[self.rank :]))
+            return [torch.cat([*rows]) for rows in zip(before, [row[None] for row in tensors], after, strict=True)]
 
         return joined
 

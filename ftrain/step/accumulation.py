@@ -83,7 +83,9 @@ class _InBackward:
         self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(
             result.total.dtype
         )
-        grads = self._grad.backward(state, result, self._cotangent_of(result))
+        # Autograd copies a gradient for `.grad` that something else refers to, such as the cotangent or a saved tensor.
+        run_backward(result, self._cotangent_of(result), add=True)
+        grads = self._grad.filled(state, result, tuple(leaf.grad for leaf in result.params))
         for leaf, grad in zip(result.params, _in_own_memory(grads, result.params), strict=True):
             leaf.grad = grad
         self._params, self._spec = result.params, result.spec

@@ -50,7 +50,7 @@ class ValueAndGrad:
         """Return the gradient of the loss of a batch."""
         result = self.forward(state, batch, rng)
         factor = self.factor(state, result) if self.scale else None
-        grads = self.backward(state, result, result.cotangent(factor))
+        grads = self.filled(state, result, run_backward(result, result.cotangent(factor)))
         finite = _finite(result.loss.total, grads) if self.reports_finite else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
@@ -61,9 +61,8 @@ class ValueAndGrad:
         """Return the factor of the loss during the backward pass, or None."""
         return self.scale(state).to(result.total.dtype) if self.scale else None
 
-    def backward(self, state: TrainState, result: ForwardResult, cotangent: Tensor) -> list[Tensor]:
-        """Return the gradient of each leaf."""
-        grads = run_backward(result, cotangent)
+    def filled(self, state: TrainState, result: ForwardResult, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """Return the gradients, with zeros for unused parameters if these are allowed."""
         return _filled(grads, result, state.params, self.name, self.allow_unused)
 
     def around_forward(self, transform: Around) -> ValueAndGrad:
@@ -97,7 +96,8 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
     if not add:
         return tuple(grads)
     for param, grad in zip(result.params, grads, strict=True):
-        param.grad += grad  # type: ignore[operator]
+        if grad is not None:
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
     return ()
 
 

@@ -25,6 +25,10 @@ LOSSES = {
         lambda params, batch: (torch.cat([params["a"], params["b"]]) * batch["x"].sum(0)).sum(),
         {"a": torch.ones(2), "b": torch.ones(4)},
     ),
+    "the number with which the backward pass starts": (
+        lambda params, batch: params["a"] + batch["x"].sum(),
+        {"a": torch.tensor(1.0)},
+    ),
     "a parameter without elements": (
         lambda params, batch: params["a"].sum() * batch["x"].sum() + params["b"].sum(),
         {"a": torch.ones(3), "b": torch.ones(0, 3)},
