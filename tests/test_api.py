@@ -251,6 +251,7 @@ INNER = {
         "Optimizer",
         "PyTree",
         "RNG",
+        "RefusingUpdate",
         "Runner",
         "STATIC",
         "Schedule",

@@ -65,5 +65,6 @@ BACKEND = Backend(
     distributed="gloo",
     reduce_scatter=False,
     fused_optimizers=True,
+    fused_found_inf=True,
     immediate=True,
 )

@@ -55,6 +55,7 @@ BACKEND = DEVICE.record(
     float8=_float8,
     pinned_memory=True,
     fused_optimizers=True,
+    fused_found_inf=True,
     # Other threads may allocate meanwhile, such as the one that pins the memory of a DataLoader.
     recorder=partial(DEVICE.recorder, capture_error_mode="thread_local"),
     copier=DEVICE.copier,

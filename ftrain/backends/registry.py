@@ -82,6 +82,7 @@ class Backend:
         compile_backend: backend of `torch.compile`.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels support the device.
+        fused_found_inf: whether these kernels do nothing if their argument `found_inf` is 1.
         recorder: returns a `Recorder` of device graphs; None if there are none.
         copier: returns a `Copier` that copies while the device computes; None if there is none.
         deterministic: context in which kernels add in a fixed order, not in the order in which threads finish, so that
@@ -114,6 +115,7 @@ class Backend:
     compile_backend: str = "inductor"
     pinned_memory: bool = False
     fused_optimizers: bool = False
+    fused_found_inf: bool = False
     recorder: Callable[[], Recorder] | None = None
     copier: Callable[[], Copier] | None = None
     deterministic: Callable[[], AbstractContextManager[None]] = nullcontext

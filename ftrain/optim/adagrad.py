@@ -55,7 +55,7 @@ def adagrad(
         g = part.descent(maximize=maximize)
         descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
         leaves = part.leaf
         torch._fused_adagrad_(
             leaves,
@@ -67,6 +67,7 @@ def adagrad(
             weight_decay=part.weight_decay,
             eps=eps,
             maximize=maximize,
+            found_inf=found_inf,
         )
 
     return leafwise(

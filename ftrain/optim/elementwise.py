@@ -42,8 +42,11 @@ Rule: TypeAlias = Callable[..., None]
 Constants: TypeAlias = Callable[[Number, Mapping[str, Tensor]], tuple[Number, ...]]
 """``(rate, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state."""
 
-Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor]], None]
-"""``(part, rate, shared)``: update one part, of lists of tensors, in place with one of torch's fused kernels."""
+Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor], Tensor | None], None]
+"""``(part, rate, shared, found_inf)``: update one part, of lists, in place with one of torch's fused kernels.
+
+If the 0-d float32 tensor `found_inf` is 1, the kernel does nothing.
+"""
 
 
 def leafwise(
@@ -97,10 +100,22 @@ def leafwise(
     require_range(name, "weight_decay", weight_decay, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
-    family = _Family(
-        name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage, decoupled, weight_decay
-    )
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
+    family = _Family(
+        name,
+        rule,
+        state,
+        names,
+        shared or {},
+        constants,
+        fused,
+        foreach,
+        alike,
+        storage,
+        decoupled,
+        weight_decay,
+        StructureCache(planner.plan),
+    )
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
@@ -108,14 +123,14 @@ def leafwise(
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         plan = planner.of_parts(params).plan
-        updates = [partial(family.update, StructureCache(plan)) for _ in parts]
+        updates = [replace(family, plans=StructureCache(plan)) for _ in parts]
         return [replace(whole, init=family.init, update=update, split=None) for update in updates]
 
     shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
     whole = Optimizer(
         init=init,
-        update=partial(family.update, StructureCache(planner.plan)),
+        update=family,
         schedules={"lr": schedule},
         text=f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})",
         needs_rng=storage is not None and storage.stochastic,
@@ -127,9 +142,12 @@ def leafwise(
     return whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Family:
-    """A formula with the options of `leafwise`, and how it is applied; `names` are those of the trees in the state."""
+    """The update of an optimizer: a formula with the options of `leafwise`, and how it is applied.
+
+    `names` are those of the trees in the state, and `plans` the plans of the last trees; it is a `RefusingUpdate`.
+    """
 
     name: str
     rule: Rule
@@ -143,6 +161,7 @@ class _Family:
     storage: Storage | None
     decoupled: bool
     weight_decay: float
+    plans: StructureCache[Plan]
 
     def init(self, params: PyTree) -> PyTree:
         device = tree.device_of(params)
@@ -156,15 +175,15 @@ class _Family:
             return {**scalars, **self.storage.begin(self.state, params)}
         return {**scalars, **{key: tree.map(begin, params) for key, begin in self.state.items()}}
 
-    def update(
+    def __call__(
         self,
-        plans: StructureCache[Plan],
         grads: PyTree,
         opt_state: PyTree,
         params: PyTree,
         hyper: Hyper,
         *,
         donate: bool = False,
+        accept: Tensor | None = None,
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(opt_state, Mapping) or opt_state.keys() != {*self.shared, *self.names}:
             keys = opt_state if isinstance(opt_state, Mapping) else [type(opt_state).__name__]
@@ -173,15 +192,21 @@ class _Family:
                 f"{', '.join(sorted([*self.shared, *self.names])) or 'nothing'}; it is the state of another optimizer, "
                 "or of this one with other options"
             )
-        plan, (leaves, gradients, *moments) = plans(params, grads, *map(opt_state.__getitem__, self.names))
-        if donate and plan.writable:
-            self._write(plan, leaves, gradients, moments, opt_state, hyper)
+        plan, (leaves, gradients, *moments) = self.plans(params, grads, *map(opt_state.__getitem__, self.names))
+        is_eager = not isinstance(hyper["lr"], Tensor)
+        if donate and plan.writable and (accept is None or (self.can_refuse and plan.refusable and is_eager)):
+            self._write(plan, leaves, gradients, moments, opt_state, hyper, accept)
             return params, opt_state
         leaves, *moments = [[*map(torch.clone, column)] for column in (leaves, *moments)]
         scalars = {key: opt_state[key].clone() for key in self.shared}
         self._write(plan, leaves, gradients, moments, scalars, hyper)
         trees = map(plan.spec.unflatten, moments)
         return plan.spec.unflatten(leaves), {**scalars, **dict(zip(self.names, trees, strict=True))}
+
+    @property
+    def can_refuse(self) -> bool:
+        """Whether a fused kernel may do the update; what is stored in fewer bits would be rounded again."""
+        return self.fused is not None and self.storage is None
 
     def _write(
         self,
@@ -191,11 +216,12 @@ class _Family:
         moments: list[list[Tensor]],
         scalars: Mapping[str, Tensor],
         hyper: Hyper,
+        accept: Tensor | None = None,
     ) -> None:
         rate = hyper["lr"]
         eager = not isinstance(rate, Tensor)
         if COUNT in scalars:
-            scalars[COUNT].add_(1)
+            scalars[COUNT].add_(1 if accept is None else accept)
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
             grads = _with_strides_of(leaves, grads)
@@ -219,8 +245,9 @@ class _Family:
         else:
             parts = self._parts(wrap, groups, [leaves, grads, *moments])
         if kernel is not None:
+            found_inf = None if accept is None else (~accept).float()
             for part in parts:
-                kernel(part, rate, scalars)
+                kernel(part, rate, scalars, found_inf)
             return
         constants = (rate,) if self.constants is None else self.constants(rate, scalars)
         if self.decoupled:

@@ -44,6 +44,7 @@ class Plan:
         blocks: the leaves as formulas take them: the groups, cut into smaller ones if the device does not cache
             memory, and by shape if the formula asks for that.
         fusible: whether torch's fused kernels run on them at all.
+        refusable: whether these kernels can also be told, by a tensor, to do nothing.
         aligned: whether the gradients have the strides of their parameters, which fused kernels need.
         writable: whether no leaf that could be donated has two elements at the same address.
         vectors: the leaves as vectors, joined and cut; empty if the planner has no `align`.
@@ -56,6 +57,7 @@ class Plan:
     groups: list[Group]
     blocks: list[Group]
     fusible: bool
+    refusable: bool
     aligned: bool
     writable: bool
     vectors: list[VectorLayout]
@@ -123,8 +125,9 @@ class Planner:
                 for index in indices
                 if leaves[index].numel()
             ]
+        refusable = fusible and all(backends.of(device).fused_found_inf for device in {leaf.device for leaf in leaves})
         aligned = _aligned(leaves, grads)
-        return Plan(spec, decays, groups, blocks, fusible, aligned, writable, vectors, leaf_vectors, size)
+        return Plan(spec, decays, groups, blocks, fusible, refusable, aligned, writable, vectors, leaf_vectors, size)
 
     def _blocks(self, indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
         cached = backends.of(leaves[indices[0]].device).caches_memory

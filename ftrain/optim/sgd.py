@@ -59,7 +59,7 @@ def sgd(
             g = g.add(m, alpha=momentum) if nesterov else m
         descend(part.leaf, g, rate)
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
         torch._fused_sgd_(
             part.leaf,
             part.grad,
@@ -71,6 +71,7 @@ def sgd(
             nesterov=nesterov,
             maximize=maximize,
             is_first_step=False,
+            found_inf=found_inf,
         )
 
     return leafwise(

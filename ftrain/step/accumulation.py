@@ -18,10 +18,8 @@ from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
 from ftrain.step.microbatch import within_piece
 from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backward
+from ftrain.tree.in_turn import slices
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
-
-SCALED_AT_ONCE = 1 << 20
-"""Number of elements to scale at once: enough to occupy a device, and little memory compared to a model."""
 
 
 @runtime_checkable
@@ -136,7 +134,7 @@ class _AfterBackward:
         elif plain:
             torch._foreach_add_(self._sums, grads)
         else:
-            for part in _parts(self._sums):
+            for part in slices(self._sums):
                 torch._foreach_add_(self._sums[part], tree.scale_leaves(grads[part], weight))
         return replace(piece, grads=None)
 
@@ -170,18 +168,6 @@ def _in_own_memory(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterato
         shared = _torch.storage_id(grad) in known or memory.nbytes() != grad.nbytes or grad.stride() != leaf.stride()
         yield torch.empty_like(leaf).copy_(grad) if shared else grad
         known.add(_torch.storage_id(grad))
-
-
-def _parts(leaves: list[Tensor]) -> Iterator[slice]:
-    """Yield slices of a list of tensors with about `SCALED_AT_ONCE` elements each."""
-    start = size = 0
-    for index, leaf in enumerate(leaves):
-        if size and size + leaf.numel() > SCALED_AT_ONCE:
-            yield slice(start, index)
-            start, size = index, 0
-        size += leaf.numel()
-    if start < len(leaves):
-        yield slice(start, len(leaves))
 
 
 def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from ftrain.types import (
     Metrics,
     Optimizer,
     PyTree,
+    RefusingUpdate,
     TrainState,
     UpdateFn,
     replace,
@@ -99,7 +101,18 @@ def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn
     update: UpdateFn = make_update(step.optimizer)
     for each in on_update:
         update = each.wrap(update) if each.wrap else update
-    return _guarded(update, on_finite_check) if step.may_refuse_updates else update
+    refusing = step.optimizer if refuses_in_place(step) else None
+    return _guarded(update, on_finite_check, refusing) if step.may_refuse_updates else update
+
+
+def refuses_in_place(step: Any) -> bool:
+    """Return whether the optimizer of a `Step` may write to a donated state although the update may be refused.
+
+    Not if wrappers of the update need the old state beside the new one.
+    """
+    update, on_update = step.optimizer.update, [wrapper.update for wrapper in step.wrappers if wrapper.update]
+    is_alone = not any(each.wrap or each.make_update for each in on_update)
+    return is_alone and isinstance(update, RefusingUpdate) and update.can_refuse
 
 
 def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
@@ -111,10 +124,11 @@ def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
     return update
 
 
-def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
+def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck], refusing: Optimizer | None) -> UpdateFn:
     """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
 
-    If no wrapper has an `on_finite_check`, loss and gradients are not checked.
+    If no wrapper has an `on_finite_check`, loss and gradients are not checked. `refusing` is the optimizer if it can
+    refuse the update itself.
     """
 
     def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -125,12 +139,18 @@ def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck]) -> 
             accept = finite if accept is None else accept & finite
         if accept is None:
             raise _dropped("accept")
-        # Not donated: the old values are needed if the update is refused.
-        new: TrainState = tree.where(accept, update(state, gradients, hyper, donate=False), state)
+        if donate and refusing is not None:
+            in_place = _optimizer_update(replace(refusing, update=partial(refusing.update, accept=accept)))
+            new = in_place(state, gradients, hyper, donate=True)
+        else:
+            # Not donated: the old values are needed if the update is refused.
+            new = update(state, gradients, hyper, donate=False)
+        # What was written in place is the same object in both.
+        chosen: TrainState = tree.where(accept, new, state)
         if finite is None:
-            return new
+            return chosen
         counted = {name: count(state.slots[name], finite) for name, count in on_finite_check.items()}
-        return replace(new, slots={**new.slots, **counted})
+        return replace(chosen, slots={**chosen.slots, **counted})
 
     return guarded
 

@@ -16,6 +16,7 @@ from ftrain.errors import LossError, listed
 from ftrain.step.forward import ForwardResult
 from ftrain.step.rank_backward import unused_on_rank
 from ftrain.step.reentrant_checkpoint import REMEDY
+from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -53,7 +54,7 @@ class ValueAndGrad:
         grads = self.filled(state, result, run_backward(result, result.cotangent(factor)))
         finite = _finite(result.loss.total, grads) if self.reports_finite else None
         if factor is not None:
-            grads = tree.scale_leaves(grads, 1.0 / factor)
+            scale_in_turn(grads, 1.0 / factor)
         metrics = result.finish_metrics(result.metrics)
         return Gradients(result.spec.unflatten(grads), result.loss, metrics, result.buffers, finite)
 

@@ -15,6 +15,7 @@ from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
 from ftrain.step.accumulation import accumulate_grads
+from ftrain.step.core import refuses_in_place
 from ftrain.step.loss_forms import report
 from ftrain.step.microbatch import example_lists, most_pieces, split_batch, with_example_lists
 from ftrain.step.step import Step
@@ -45,8 +46,9 @@ class OomRetry:
     ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before.
 
     When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
-    be refused (fp16, `skip_nonfinite`): such an update overwrites nothing. A compiled step may fail at any operation:
-    its state is copied to the host before the first step with each structure of batches.
+    be refused (fp16, `skip_nonfinite`) but not by the kernels of the optimizer: such an update overwrites nothing. A
+    compiled step may fail at any operation: its state is copied to the host before the first step with each structure
+    of batches.
 
     It begins with `pieces` pieces. `say` prints a line, and `interrupted` returns whether a signal has come, after
     which nothing is tried again. Ranks split a step together.
@@ -64,7 +66,8 @@ class OomRetry:
         self.loss = step.loss
         self._compiled, self._agreement = step.is_compiled, agreement
         self._stand_in, self._graphs = GradientStandIn(), GraphStandIn(agreement)
-        self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)
+        is_copied = step.may_refuse_updates and not refuses_in_place(step)
+        self._writes = _StateWrites(is_copied and not self._compiled)
         if not (agreement.is_alone or self._compiled):
             self._writes = _AgreedStateWrites(agreement, self._stand_in)
         self._recorded = pieces
@@ -209,19 +212,19 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
 class _StateWrites:
     """Records whether a step may have begun to overwrite its state: not before its gradient is computed.
 
-    An update that may be refused (`refusable`) keeps the old state until an eager step is done.
+    An eager step with `keeps_old` writes its new state elsewhere, because the update may be refused.
     """
 
     begun = False
 
-    def __init__(self, refusable: bool) -> None:
-        self._refusable = refusable
+    def __init__(self, keeps_old: bool) -> None:
+        self._keeps_old = keeps_old
 
     def record(self, grad: GradFn) -> GradFn:
         def recording(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             self.begun = False
             gradients = grad(state, batch, rng)
-            self.begun = not self._refusable
+            self.begun = not self._keeps_old
             return gradients
 
         return recording
@@ -231,7 +234,7 @@ class _AgreedStateWrites(_StateWrites):
     """The same on many ranks: no rank begins to overwrite its state before all have a gradient."""
 
     def __init__(self, agreement: Agreement, stand_in: GradientStandIn) -> None:
-        super().__init__(refusable=False)
+        super().__init__(keeps_old=False)
         self._agreement, self._stand_in = agreement, stand_in
 
     def record(self, grad: GradFn) -> GradFn:

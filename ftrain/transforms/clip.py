@@ -9,6 +9,7 @@ from ftrain.errors import OptionError, require_positive_number
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
+from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 EPSILON = 1e-6
@@ -39,15 +40,18 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
         def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             gradients = grad(state, batch, rng)
             leaves, spec = flatten(gradients.grads)
+            # The list alone refers to the gradients: those that are clipped are freed.
+            gradients = replace(gradients, grads=None)
             norm = tree.norm_of(leaves)
             if value is not None:
-                clipped = [leaf.clamp(-limit, limit) for leaf in leaves]
+                for index, leaf in enumerate(leaves):
+                    leaves[index] = leaf.clamp(-limit, limit)
             else:
                 factor = (norm + EPSILON).reciprocal_()
                 factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
-                clipped = tree.scale_leaves(leaves, factor)
+                scale_in_turn(leaves, factor)
             metrics = report(gradients.metrics, "clip", grad_norm=norm)
-            return replace(gradients, grads=spec.unflatten(clipped), metrics=metrics)
+            return replace(gradients, grads=spec.unflatten(leaves), metrics=metrics)
 
         return clipping
 

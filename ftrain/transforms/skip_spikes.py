@@ -12,6 +12,7 @@ from ftrain import tree
 from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number, require_range
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
+from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 NAME = "skip_spikes"
@@ -64,14 +65,16 @@ def skip_spikes(
             norm, slot = tree.norm_of(leaves), state.slots[NAME]
             limit = factor * _quantile(slot["norms"], slot["count"], quantile)
             spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit)
+            # If they are clipped, the list alone refers to the gradients, which are freed in turn.
             gradients = replace(
                 gradients,
+                grads=None if action == "clip" else gradients.grads,
                 slots={**gradients.slots, NAME: _next_slot(slot, norm, spike)},
                 metrics=report(gradients.metrics, NAME, spike=spike),
             )
             if action == "clip":
-                clipped = tree.scale_leaves(leaves, torch.where(spike, limit / norm, 1.0))
-                return replace(gradients, grads=tree.unflatten(spec, clipped))
+                scale_in_turn(leaves, torch.where(spike, limit / norm, 1.0))
+                return replace(gradients, grads=tree.unflatten(spec, leaves))
             return replace(gradients, accept=~spike if gradients.accept is None else gradients.accept & ~spike)
 
         return checking

@@ -1,6 +1,7 @@
 """A state of the optimizer that lives in files computes the same, to the bit, and is a state like any other."""
 
 import ctypes
+import gc
 import errno
 import os
 
@@ -178,6 +179,7 @@ def test_memory_that_is_not_of_a_file_stays_small(tmp_path):
 
     def anonymous():
         # What was given back, and is kept by the allocator, is not held.
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/status", encoding="ascii") as lines:
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

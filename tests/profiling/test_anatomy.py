@@ -556,7 +556,7 @@ def test_a_step_with_an_operation_that_has_no_fake_form_cannot_be_predicted():
         ft.anatomy(step, state, torch.ones(3))
 
 
-@pytest.mark.parametrize(("inner", "sets"), [((), 1), ((ft.clip(1.0),), 3)], ids=["added up", "clipped first"])
+@pytest.mark.parametrize(("inner", "sets"), [((), 1), ((ft.clip(1.0),), 2)], ids=["added up", "clipped first"])
 def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(inner, sets):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())

@@ -116,8 +116,8 @@ def batches(count=3, length=6, dtype=F64):
     ]
 
 
-def make(*wrappers, loss=loss):
-    return ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
+def make(*wrappers, loss=loss, optimizer=None):
+    return ft.compose(ft.train_step(loss, optimizer or ft.optim.adamw(0.1)), *wrappers)
 
 
 def fit(step, data, **options):
@@ -217,9 +217,11 @@ def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp
         assert history["step"] == [1, 2]
 
 
-@pytest.mark.parametrize("more", [(), (ft.ema(0.9),)], ids=["", "ema"])
-def test_a_step_that_may_be_refused_overwrites_nothing(more):
-    step, data = make(ft.skip_nonfinite(3), *more, loss=still), batches(2)
+@pytest.mark.parametrize(
+    ("optimizer", "more"), [(ft.optim.lion(0.1), ()), (ft.optim.adamw(0.1), (ft.ema(0.9),))], ids=["lion", "ema"]
+)
+def test_a_step_that_may_be_refused_and_not_by_kernels_overwrites_nothing(optimizer, more):
+    step, data = make(ft.skip_nonfinite(3), *more, loss=still, optimizer=optimizer), batches(2)
     needed = by_hand(step, data, 1)
     # The last one of them: what the update makes is there, and the counters are not.
     for at in range(operations(step, 1))[-25::2]:

@@ -1,0 +1,80 @@
+"""How much memory an eager step needs for gradients and updates, and that a refused update writes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.tree import in_turn
+from tests.profiling.test_anatomy import LivePeak
+
+WIDTH, LAYERS = 16, 8
+NAN_AT = 2
+
+
+def make(optimizer, *wrappers):
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    torch.manual_seed(0)
+    loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch).square().mean())
+    return ft.compose(ft.train_step(loss, optimizer), *wrappers)
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        [ft.clip(1e-3)],
+        [ft.clip(value=1e-3)],
+        [ft.skip_spikes(1.0, warmup=1, action="clip")],
+        [ft.with_amp("fp16"), ft.clip(1e-3)],
+        [ft.accumulate(2), ft.clip(1e-3)],
+        [ft.skip_nonfinite(3)],
+    ],
+    ids=lambda wrappers: " ".join(wrapper.text for wrapper in wrappers),
+)
+def test_a_donated_step_needs_one_copy_of_the_gradient(wrappers, monkeypatch):
+    monkeypatch.setattr(in_turn, "LEAST_AT_ONCE", WIDTH * WIDTH)
+    step, batch = make(optim.adamw(1e-3), *wrappers, ft.donated()), torch.ones(2, WIDTH)
+    state = step.init(seed=0)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    gradient = sum(leaf.nbytes for leaf in tree.leaves(state.params))
+    with LivePeak((state, batch)) as live:
+        at_rest = live.peak
+        step(state, batch)
+    assert live.peak - at_rest < 1.5 * gradient
+
+
+@pytest.mark.parametrize("wrapper", [ft.skip_nonfinite(3), ft.with_amp("fp16")], ids=lambda each: each.text)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.adamw(1e-2, weight_decay=0.1, amsgrad=True),
+        optim.adam(1e-2),
+        optim.sgd(1e-2, momentum=0.9),
+        optim.adagrad(1e-2),
+        # Neither has a kernel that can refuse.
+        optim.lion(1e-2),
+        optim.adamw_8bit(1e-2, min_size=1),
+    ],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_a_refused_update_of_a_donated_state_is_that_of_one_that_is_kept(optimizer, wrapper):
+    batches = [torch.full((2, WIDTH), torch.nan if number == NAN_AT else number + 1.0) for number in range(4)]
+    states = []
+    for donated in ([], [ft.donated()]):
+        step = make(optimizer, wrapper, *donated)
+        state = step.init(seed=0)
+        for number, batch in enumerate(batches):
+            before = tree.clone(state)
+            state, metrics = step(state, batch)
+            assert metrics["skipped"] or number != NAN_AT  # In float16, others may overflow.
+            if metrics["skipped"]:
+                assert_equal((state.params, state.opt_state), (before.params, before.opt_state))
+        states.append(state)
+    assert_equal(*states)
+
+
+def assert_equal(first, second):
+    for a, b in zip(tree.leaves(first), tree.leaves(second), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
