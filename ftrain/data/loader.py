@@ -93,7 +93,7 @@ class Loader:
             yield yielded.pop()
             self._require_latest(iterator)
         self._epoch += 1
-        self._start = self._position = self._source.start
+        self._start = self._position = self._source.next_start(self._position)
         self._skipped_at_start = self.skipped
 
     def state_dict(self) -> dict[str, Any]:
