@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import index
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -128,7 +129,11 @@ class IterableSource:
         self.num_windows: int | None = None
         self.num_dropped = 0
         self.optional_keys: tuple[str, ...] = ("source",)
-        self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
+        self.fingerprint = {
+            "seed": index(stream.seed),
+            "batch_size": index(stream.batch_size),
+            "drop_last": bool(stream.drop_last),
+        }
 
     @property
     def num_batches(self) -> int | None:

@@ -57,6 +57,12 @@ class Pad:
 
     def _field(self, name: str, values: list[Any]) -> Tensor:
         tensors = [_tensor(name, value) for value in values]
+        # An empty list has no dtype of its own.
+        dtype = next((tensor.dtype for tensor in tensors if tensor.numel()), torch.float32)
+        tensors = [
+            tensor.to(dtype) if isinstance(value, list | tuple) and not tensor.numel() else tensor
+            for tensor, value in zip(tensors, values, strict=True)
+        ]
         is_padded = all(tensor.ndim == 1 for tensor in tensors) if self.fields is None else name in self.fields
         if is_padded:
             return self._padded(name, tensors)

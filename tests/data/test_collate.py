@@ -97,6 +97,10 @@ def test_samples_of_length_zero():
     assert batch["tokens"].shape == (2, 0)
     assert torch.isnan(data.padding(batch).value)
     assert data.pad(length=2)([{"tokens": empty}])["tokens"].tolist() == [[0, 0]]
+    # An empty list has no dtype: it takes that of the others.
+    batch = data.pad()([{"tokens": []}, {"tokens": [1, 2]}])
+    assert batch["tokens"].tolist() == [[0, 0], [1, 2]]
+    assert batch["tokens"].dtype == torch.int64
 
 
 @pytest.mark.parametrize(
