@@ -78,6 +78,8 @@ class WorkerPool:
                 if batch.error is not None:
                     self._loader = None
                 yield batch
+            if self._requests.failure is not None:
+                raise self._requests.failure
         except DataError:
             # The next epoch starts new workers.
             self._loader = None
@@ -153,15 +155,21 @@ class _PendingRequests:
     def __init__(self) -> None:
         self._requests: Iterator[BatchRequest] = iter(())
         self._pending: deque[BatchRequest] = deque()
+        self.failure: Exception | None = None
+        """The error because of which there are no further requests."""
 
     def start(self, requests: Iterable[BatchRequest]) -> None:
-        self._requests = iter(requests)
+        self._requests, self.failure = iter(requests), None
         self._pending.clear()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for request in self._requests:
-            self._pending.append(request)
-            yield request
+        try:
+            for request in self._requests:
+                self._pending.append(request)
+                yield request
+        except Exception as error:
+            # Raised after the batches that were requested before: they are good, but have not arrived yet.
+            self.failure = error
 
     def pop(self) -> None:
         self._pending.popleft()

@@ -1,5 +1,6 @@
 """Workers that raise, die or hang; bad samples; and loaders whose workers are left in the middle of a pass."""
 
+import itertools
 import os
 import pickle
 import re
@@ -77,6 +78,17 @@ def test_an_error_names_the_sample(num_workers):
     assert loader.state_dict()["window"] == 2
     with pytest.raises(DataError, match="sample 5"):
         taken(loader)
+
+
+def test_an_error_of_the_order_comes_when_its_turn_has_come():
+    """Workers are asked for batches ahead of their use; those that were asked for before the error are good."""
+    lengths = [*[1] * 9, 99, *[1] * 4]
+    loader = made(Faulty(14), lengths=lengths, max_tokens=2, window=2, shuffle=False, num_workers=2)
+    batches = iter(loader)
+    assert taken(itertools.islice(batches, 4)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(DataError, match="sample 9 has 99 tokens"):
+        next(batches)
+    assert loader.state_dict()["window"] == 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
