@@ -159,7 +159,7 @@ def padding(batch: PyTree) -> Mean:
             'ft.data.pad(mask="tokens")'
         )
     is_padding = mask == NO_DOCUMENT if "documents" in batch else mask == 0
-    return Mean(is_padding.sum().float(), torch.full((), float(mask.numel()), device=mask.device))
+    return Mean(is_padding.sum().float(), is_padding.new_full((), mask.numel(), dtype=torch.float32))
 
 
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:

@@ -7,13 +7,13 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ftrain import _torch
+from ftrain import _torch, tree
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
@@ -106,8 +106,9 @@ def read_from_workers(
     while True:
         try:
             # Starting an epoch may also wait for workers that are still reading for an unfinished epoch.
-            batches = iter(loader) if batches is None else batches
-            batch = next(batches)
+            with _on_host():
+                batches = iter(loader) if batches is None else batches
+                batch = next(batches)
         except StopIteration:
             return
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -129,6 +130,12 @@ def read_from_workers(
         if batch.error is not None:
             _stop(batches)
         yield batch
+
+
+def _on_host() -> AbstractContextManager[Any]:
+    """Return a context in which torch's workers start, read and send on the host, whatever the default device."""
+    # Not otherwise: in this context, which forked workers inherit, each call of torch takes longer.
+    return nullcontext() if torch.get_default_device() == tree.HOST else tree.HOST
 
 
 def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:

@@ -141,6 +141,16 @@ def test_padding_of_packed_rows():
     assert float(data.padding(batch)) == pytest.approx(7 / 12)
 
 
+def test_padding_is_counted_exactly_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        share = data.padding({"attention_mask": torch.ones(300, 300)})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert share.total.dtype == share.weight.dtype == torch.float32
+    assert float(share.weight) == 90_000
+
+
 def test_padding_adds_up_over_batches():
     first = data.padding(UserDict(attention_mask=torch.tensor([[1, 0]])))
     second = data.padding({"attention_mask": torch.ones(1, 6)})

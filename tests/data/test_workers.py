@@ -298,6 +298,13 @@ def test_more_workers_than_batches():
     assert taken(made(Faulty(3), num_workers=2, drop_last=False)) == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_read_on_the_host_whatever_the_default_device(context):
+    loader = made(Faulty(4), num_workers=1, context=context)
+    with torch.device("meta"):
+        assert taken(loader) == [[0, 1], [2, 3]]
+
+
 def test_what_goes_to_a_new_process_can_be_sent(tmp_path):
     data.write_tokens(tmp_path / "t.npy", [range(9)])
     sources = [data.TokenFile(tmp_path / "t.npy", 2), data.TokenDocuments(tmp_path / "t.npy")]
