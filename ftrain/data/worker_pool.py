@@ -74,12 +74,11 @@ class WorkerPool:
             )
         try:
             for batch in read_from_workers(self._loader, self._options.timeout, self._requests.describe_next):
-                self._requests.pop()
+                request = self._requests.pop()
                 if batch.error is not None:
                     self._loader = None
-                yield batch
-            if self._requests.failure is not None:
-                raise self._requests.failure
+                # Not the one that was sent, which has lost its cause.
+                yield batch._replace(error=request.error or batch.error)
         except DataError:
             # The next epoch starts new workers.
             self._loader = None
@@ -162,11 +161,9 @@ class _PendingRequests:
     def __init__(self) -> None:
         self._requests: Iterator[BatchRequest] = iter(())
         self._pending: deque[BatchRequest] = deque()
-        self.failure: Exception | None = None
-        """The error because of which there are no further requests."""
 
     def start(self, requests: Iterable[BatchRequest]) -> None:
-        self._requests, self.failure = iter(requests), None
+        self._requests = iter(requests)
         self._pending.clear()
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -174,12 +171,14 @@ class _PendingRequests:
             for request in self._requests:
                 self._pending.append(request)
                 yield request
-        except Exception as error:
+        except DataError as error:
             # Raised after the batches that were requested before: they are good, but have not arrived yet.
-            self.failure = error
+            failed = BatchRequest(-1, [], {}, error)
+            self._pending.append(failed)
+            yield failed
 
-    def pop(self) -> None:
-        self._pending.popleft()
+    def pop(self) -> BatchRequest:
+        return self._pending.popleft()
 
     def describe_next(self) -> str:
         return describe(self._pending[0]) if self._pending else "the next batch"
