@@ -230,7 +230,7 @@ def loader(
     before each epoch if the dataset has it.
 
     Args:
-        dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, or iterable.
+        dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, which is read once, or iterable.
         batch_size: number of samples per batch and rank. With `max_tokens` the largest number; None for no limit.
         seed: seed of the order, and of the random numbers that samples draw.
         shuffle: shuffle each epoch; else keep the order of the dataset.
