@@ -203,6 +203,15 @@ def test_it_tells_an_evaluation_what_a_loader_leaves_out():
     assert data.prefetch([], "cpu").num_dropped == 0
 
 
+def test_an_iterator_has_one_epoch_through_it_too():
+    step = ft.train_step(lambda params, batch: (params["w"] * batch["x"]).mean(), ft.optim.sgd(0.1))
+    state = step.init({"w": torch.ones(())})
+    with pytest.raises(
+        DataError, match=r"the data ended at step 1, and cannot be iterated again.*fewer steps or epochs"
+    ):
+        ft.fit(step, state, data.prefetch(iter([{"x": torch.ones(2)}]), "cpu"), epochs=2, progress=False)
+
+
 def test_fit_is_resumed_through_it(tmp_path):
     def run(steps, directory=None):
         loss = lambda params, batch: (batch["x"] * params["w"] - 1).square().mean()  # noqa: E731
