@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ftrain import tree
+from ftrain.data.mapped_array import sendable
 from ftrain.errors import DataError
 from ftrain.types import PyTree
 
@@ -26,11 +29,14 @@ class ArrayDataset(Dataset[PyTree]):
         """Return the number of samples."""
         return self._length
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": tree.map(sendable, self._data)}
+
     def rows(self, indices: Sequence[int]) -> PyTree:
         """Return several samples as one tree, stacked on a new first axis, as ``default_collate`` would."""
         index = np.asarray(indices, dtype=np.int64)
         return tree.map(
-            lambda leaf: leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[index]),
+            lambda leaf: leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else _to_tensor(leaf[index]),
             self._data,
         )
 
@@ -39,8 +45,13 @@ class ArrayDataset(Dataset[PyTree]):
         row = range(self._length)[index]
         # Rows of numpy are copied: torch warns about read-only memory.
         return tree.map(
-            lambda leaf: leaf[row] if isinstance(leaf, Tensor) else torch.as_tensor(np.array(leaf[row])), self._data
+            lambda leaf: leaf[row] if isinstance(leaf, Tensor) else _to_tensor(np.array(leaf[row])), self._data
         )
+
+
+def _to_tensor(array: npt.NDArray[Any]) -> Tensor:
+    # Files may have another byte order than this machine.
+    return torch.as_tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
 
 
 def arrays(data: PyTree) -> ArrayDataset:
@@ -50,7 +61,8 @@ def arrays(data: PyTree) -> ArrayDataset:
         data: a tree (a dict, say) of tensors or numpy arrays, memory-mapped ones included, all of one length.
 
     Raises:
-        DataError: if a leaf is not an array, has no axis, or has another length; the message names it.
+        DataError: if a leaf is not an array, has no axis or another length, or a dtype that torch does not have; the
+            message names it.
 
     >>> arrays({"x": torch.arange(6).view(3, 2), "y": np.array([5, 6, 7])})[1]
     {'x': tensor([2, 3]), 'y': tensor(6)}
@@ -59,6 +71,11 @@ def arrays(data: PyTree) -> ArrayDataset:
     for name, leaf in zip(tree.leaf_names(data), tree.leaves(data), strict=True):
         if not isinstance(leaf, Tensor | np.ndarray) or not leaf.ndim:
             raise DataError(f"arrays: {tree.path('data', name)} is {tree.describe(leaf)}; needs arrays with an axis")
+        if isinstance(leaf, np.ndarray):
+            try:
+                _to_tensor(np.empty(0, leaf.dtype))
+            except TypeError as error:
+                raise DataError(f"arrays: {tree.path('data', name)} is {tree.describe(leaf)}: {error}") from error
         lengths[name] = len(leaf)
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{tree.path('data', name)}: {length}" for name, length in lengths.items())

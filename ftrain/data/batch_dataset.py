@@ -54,6 +54,8 @@ class BatchDataset(Dataset[FetchedBatch]):
         self._collate_draws = collate is not default_collate and getattr(collate, "draws", True)
 
     def __getitem__(self, request: BatchRequest) -> FetchedBatch:
+        if request.error is not None:
+            return FetchedBatch(request.position, error=request.error)
         rows = self._rows
         if rows is not None:
             return _built(request, "read", lambda: rows(request.indices))

@@ -146,13 +146,26 @@ def _round_up(number: int, multiple: int) -> int:
 def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples: int) -> Lengths:
     """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices."""
     if callable(lengths):
-        return lambda indices: _checked([lengths(int(index)) for index in indices], len(indices))
+        return lambda indices: _checked([_length(lengths, int(index)) for index in indices], len(indices))
     table = _checked(lengths, num_samples)
     return lambda indices: table[indices]
 
 
+def _length(lengths: Callable[[int], int], index: int) -> int:
+    try:
+        return lengths(index)
+    except Exception as error:
+        raise DataError(
+            f"loader: lengths({index}) raised {type(error).__name__}: {error}; needs a function of the index of a "
+            "sample that returns its number of tokens, such as lambda index: len(dataset[index])"
+        ) from error
+
+
 def _checked(lengths: Sequence[int], count: int) -> Indices:
-    table = np.asarray(lengths)
+    try:
+        table = np.asarray(lengths)
+    except ValueError as error:
+        raise DataError(f"loader: lengths are no array: {error}; needs the number of tokens of each sample") from error
     if table.shape != (count,) or (count and (table.dtype.kind not in "iu" or table.min() < 0)):
         least = f", the least is {table.min()}" if table.size and table.dtype.kind in "iuf" else ""
         raise DataError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.data.stateful import position, seek
-from ftrain.errors import require_positive
+from ftrain.errors import DataError, require_positive
 from ftrain.types import PyTree
 
 
@@ -30,12 +30,18 @@ def prefetch(data: Iterable[PyTree], device: torch.device | str, depth: int = 2)
 
     Raises:
         OptionError: if `depth` is not a positive integer.
+        DataError: if `data` is a single batch, or cannot be iterated.
         DeviceError: if the device is unknown or unavailable.
 
     >>> [int(batch["x"]) for batch in prefetch([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}], "cpu")]
     [1, 2]
     """
     require_positive("prefetch", "depth", depth)
+    if isinstance(data, Mapping | Tensor) or not isinstance(data, Iterable):
+        raise DataError(
+            f"prefetch: data is a {type(data).__name__}; needs an iterable of batches, such as [batch] or "
+            "ft.data.loader(dataset, batch_size)"
+        )
     return DevicePrefetcher(data, backends.resolve(device), depth)
 
 
@@ -53,6 +59,11 @@ class DevicePrefetcher:
     def __len__(self) -> int:
         """Return the number of batches in an epoch; raises as `len` of the data does."""
         return len(self._data)  # type: ignore[arg-type]
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples that an epoch of a loader leaves out; 0 if it is not known."""
+        return getattr(self._data, "num_dropped", 0)
 
     def __iter__(self) -> Iterator[PyTree]:
         if self._epoch_start is not None:

@@ -18,14 +18,17 @@ from ftrain.data import rng_streams
 from ftrain.data.batch_samplers import BatchSampler
 from ftrain.data.fetched_batch import Position
 from ftrain.data.permutation import BLOCK, ORDERS, Indices
+from ftrain.errors import DataError
 
 
 class BatchRequest(NamedTuple):
-    """A batch to be read: the epoch, the indices of the samples, and the position after this batch."""
+    """A batch to be read: the epoch, the indices of the samples, and the position after this batch; or an error."""
 
     epoch: int
     indices: list[int]
     position: Position
+    error: DataError | None = None
+    """The error because of which there is no such batch."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import index
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -33,25 +34,33 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
     drop_last: bool
     epoch: int = 0
     position: Position | None = None
+    first_source: Mapping[str, Any] | None = None
+    """The position of the dataset itself before its first epoch; None if it has none."""
 
     def __iter__(self) -> Iterator[FetchedBatch]:
         start = self.position or START
         if start["ended"]:
-            if "source" in start and has_position(self.dataset):
-                seek(self.dataset, start["source"])
             return
         try:
             with rng_streams.PreservedState():
                 samples, stateful = self._open(start)
+                batch = self._fetch(samples, stateful, start["batch"])
+                if batch is None and not start["batch"] and "source" in start and self.first_source is not None:
+                    # This dataset takes the end of an epoch for a position without samples.
+                    samples, stateful = self._open({**START, "source": self.first_source})
+                    batch = self._fetch(samples, stateful, 0)
         except Exception as error:
             yield _failed(f"the stream of epoch {self.epoch} cannot be opened", error)
             return
-        for number in count(start["batch"]):
+        for number in count(start["batch"] + 1):
+            if batch is None:
+                break
+            yield batch
             with rng_streams.PreservedState():
                 batch = self._fetch(samples, stateful, number)
-            if batch is None:
-                return
-            yield batch
+        if stateful is self.dataset:
+            # The next epoch starts here, perhaps in another process.
+            yield FetchedBatch({"batch": number - 1, "ended": 1, "source": position(stateful)}, empty=True)
 
     def _open(self, start: Position) -> tuple[Iterator[Any], Any]:
         """Return the samples from a position on, and the object that has their position: dataset, iterator or None."""
@@ -112,13 +121,19 @@ class IterableSource:
     """The epochs of an iterable dataset, read in this process or in one worker; has the attributes of `MapSource`."""
 
     def __init__(self, stream: IterableBatchDataset, options: WorkerOptions) -> None:
-        self._stream, self._options = stream, options
-        self._epoch_start, self._unfinished = position(stream.dataset), False
+        self._stream, self._options = replace(stream, first_source=position(stream.dataset)), options
+        self._epoch_start, self._unfinished, self._finished = self._stream.first_source, False, False
+        self._is_at: Position | None = None
+        """The start of an epoch, if the dataset of this process is there because it has finished the one before."""
         self.start = START
         self.num_windows: int | None = None
         self.num_dropped = 0
         self.optional_keys: tuple[str, ...] = ("source",)
-        self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
+        self.fingerprint = {
+            "seed": index(stream.seed),
+            "batch_size": index(stream.batch_size),
+            "drop_last": bool(stream.drop_last),
+        }
 
     @property
     def num_batches(self) -> int | None:
@@ -131,6 +146,14 @@ class IterableSource:
     def for_state(self, state: Mapping[str, Any]) -> IterableSource:
         """Return this source: its order is that of the dataset in every version."""
         return self
+
+    def next_start(self, end: Position) -> Position:
+        """Return the position at which the epoch after one that has just ended starts."""
+        if "source" not in end or not has_position(self._stream.dataset):
+            return START
+        start = {**START, "source": end["source"]}
+        self._is_at = start if self._finished else None
+        return start
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""
@@ -146,9 +169,11 @@ class IterableSource:
             return
         if "source" not in position and has_position(stream.dataset):
             self._rewind()
-        self._unfinished = True
+        elif position is self._is_at:
+            stream = replace(stream, position=START)
+        self._unfinished, self._finished, self._is_at = True, False, None
         yield from stream
-        self._unfinished = False
+        self._unfinished, self._finished = False, not position["ended"]
 
     def _rewind(self) -> None:
         """After an unfinished epoch, set a dataset that has a position back to where that epoch started."""

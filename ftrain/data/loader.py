@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
+from operator import index
 from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
@@ -17,7 +18,16 @@ from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
-from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range, warn
+from ftrain.errors import (
+    ComposeError,
+    DataError,
+    OptionError,
+    require_positive,
+    require_positive_number,
+    require_range,
+    warn,
+)
+from ftrain.random.host_keys import halves
 from ftrain.types import PyTree
 
 Source: TypeAlias = MapSource | IterableSource
@@ -93,7 +103,7 @@ class Loader:
             yield yielded.pop()
             self._require_latest(iterator)
         self._epoch += 1
-        self._start = self._position = self._source.start
+        self._start = self._position = self._source.next_start(self._position)
         self._skipped_at_start = self.skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +230,7 @@ def loader(
     before each epoch if the dataset has it.
 
     Args:
-        dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, or iterable.
+        dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, which is read once, or iterable.
         batch_size: number of samples per batch and rank. With `max_tokens` the largest number; None for no limit.
         seed: seed of the order, and of the random numbers that samples draw.
         shuffle: shuffle each epoch; else keep the order of the dataset.
@@ -244,6 +254,7 @@ def loader(
 
     Raises:
         OptionError: if an option is out of range, or excludes another.
+        ComposeError: if `seed` is not an integer.
         DataError: if `dataset` is not a dataset, or has too few samples for one batch.
 
     >>> data = loader([{"x": float(i)} for i in range(10)], 4, shuffle=False)
@@ -252,6 +263,11 @@ def loader(
     """
     worker_options = WorkerOptions(num_workers, timeout, prefetch_factor, context)
     _require_options(batch_size, rank, num_ranks, on_error, worker_options)
+    halves("loader", "seed", seed)
+    if collate is not None and not callable(collate):
+        raise OptionError(
+            f"loader: collate is {collate!r}; needs a function of a list of samples, such as ft.data.pad()"
+        )
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
         # The same samples, read one batch at a time.
@@ -269,14 +285,15 @@ def loader(
     _require_batches(plan)
     batches = BatchDataset(dataset, collate, seed=seed, skip_errors=on_error == "skip", refill=pack is None)
     sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
+    # Python's own numbers, whatever was given: checkpoints save them.
     fingerprint = {
-        "seed": seed,
+        "seed": index(seed),
         "samples": num_samples,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "num_ranks": num_ranks,
-        **{name: size for name, size in sizes.items() if size is not None},
-        **({} if lengths is None else {"window_size": batch_sampler.window_size}),
+        "shuffle": bool(shuffle),
+        "drop_last": bool(drop_last),
+        "num_ranks": index(num_ranks),
+        **{name: index(size) for name, size in sizes.items() if size is not None},
+        **({} if lengths is None else {"window_size": index(batch_sampler.window_size)}),
     }
     return Loader(MapSource(plan, WorkerPool(batches, worker_options), fingerprint), num_ranks)
 
@@ -314,7 +331,7 @@ def _batch_sampler(
 
 
 def _is_map_style(dataset: Any) -> bool:
-    if isinstance(dataset, Iterator | Mapping):
+    if isinstance(dataset, Iterator | Mapping | str | bytes | type):
         raise DataError(
             f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset, a "
             "list of samples, or ft.data.arrays(tree of tensors)"
@@ -343,8 +360,7 @@ def _require_options(
         require_range("loader", name, number, 0, end)
         if not isinstance(number, int):
             raise OptionError(f"loader: {name} is {number!r}, needs a whole number")
-    if not timeout > 0:
-        raise OptionError(f"loader: timeout is {timeout!r}, needs a number of seconds above 0")
+    require_positive_number("loader", "timeout", timeout)
     if context is not None and context not in get_all_start_methods():
         raise OptionError(f"loader: context is {context!r}; choices are {', '.join(get_all_start_methods())}")
     if on_error not in ("raise", "skip"):

@@ -48,6 +48,10 @@ class MapSource:
         """The largest ``window`` of a position; None if positions have none."""
         return self._plan.num_windows
 
+    def next_start(self, end: Position) -> Position:
+        """Return the position at which the epoch after one that has ended starts."""
+        return self.start
+
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""
         return self._workers(self._plan.requests(epoch, position["window"], position["batch"]))

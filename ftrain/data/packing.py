@@ -59,9 +59,7 @@ def pack(
     >>> batch["tokens"].tolist(), batch["labels"].tolist(), batch["documents"].tolist()
     ([[5, 6, 7, 8, 9, 0]], [[6, 7, -100, 9, -100, -100]], [[0, 0, 0, 1, 1, -1]])
     """
-    require_positive("pack", "length", length)
-    if rows is not None:
-        require_positive("pack", "rows", rows)
+    _require_sizes("pack", length, rows)
     filled: list[list[_Tokens]] = []
     free_space = 0
     for tokens, labels in _read_all(documents, length, field, cut):
@@ -95,7 +93,12 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function."""
+    """Return `pack` with these options as a collate function.
+
+    Raises:
+        OptionError: if `length` or `rows` is not a positive integer.
+    """
+    _require_sizes("packed", length, rows)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
     return collate
@@ -123,6 +126,12 @@ def block_mask(documents: Tensor) -> Tensor:
         raise BatchError(f"block_mask: documents have shape {tuple(documents.shape)}; needs (rows, length)")
     same_document = documents[:, :, None] == documents[:, None, :]
     return same_document.tril().unsqueeze(1)
+
+
+def _require_sizes(function: str, length: int, rows: int | None) -> None:
+    require_positive(function, "length", length)
+    if rows is not None:
+        require_positive(function, "rows", rows)
 
 
 def _read_all(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[_Tokens]:
@@ -158,7 +167,13 @@ def _with_next_token_labels(tokens: Tensor) -> _Tokens:
 
 
 def _tokens(values: Any, name: str, index: int) -> Tensor:
-    tokens = torch.as_tensor(values)
+    try:
+        tokens = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"pack: {name} of document {index} of the batch are a {type(values).__name__}; needs whole numbers on one "
+            f"axis: {error}"
+        ) from error
     if tokens.ndim != 1 or (tokens.numel() and (tokens.is_floating_point() or tokens.is_complex())):
         raise DataError(
             f"pack: {name} of document {index} of the batch have shape {tuple(tokens.shape)} and dtype {tokens.dtype}; "

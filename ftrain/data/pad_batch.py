@@ -57,6 +57,12 @@ class Pad:
 
     def _field(self, name: str, values: list[Any]) -> Tensor:
         tensors = [_tensor(name, value) for value in values]
+        # An empty list has no dtype of its own.
+        dtype = next((tensor.dtype for tensor in tensors if tensor.numel()), torch.float32)
+        tensors = [
+            tensor.to(dtype) if isinstance(value, list | tuple) and not tensor.numel() else tensor
+            for tensor, value in zip(tensors, values, strict=True)
+        ]
         is_padded = all(tensor.ndim == 1 for tensor in tensors) if self.fields is None else name in self.fields
         if is_padded:
             return self._padded(name, tensors)
@@ -153,7 +159,7 @@ def padding(batch: PyTree) -> Mean:
             'ft.data.pad(mask="tokens")'
         )
     is_padding = mask == NO_DOCUMENT if "documents" in batch else mask == 0
-    return Mean(is_padding.sum().float(), torch.full((), float(mask.numel()), device=mask.device))
+    return Mean(is_padding.sum().float(), is_padding.new_full((), mask.numel(), dtype=torch.float32))
 
 
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:

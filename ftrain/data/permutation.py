@@ -49,12 +49,15 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
         int64 array of the shape of `index`.
 
     Raises:
-        OptionError: if an index is out of range.
+        OptionError: if an index is out of range, or not an integer.
 
     >>> sorted(int(i) for i in shuffled(range(5), 5, seed=7))
     [0, 1, 2, 3, 4]
     """
-    positions = np.asarray(index, dtype=np.int64)
+    positions = np.asarray(index)
+    if positions.size and positions.dtype.kind not in "iu":
+        raise OptionError(f"shuffled: index has dtype {positions.dtype}; needs whole numbers in [0, {size})")
+    positions = positions.astype(np.int64)
     if positions.size and not 0 <= positions.min() <= positions.max() < size:
         raise OptionError(
             f"shuffled: index ranges from {positions.min()} to {positions.max()}; needs whole numbers in [0, {size})"

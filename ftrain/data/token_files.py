@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ftrain.data.mapped_array import sendable
 from ftrain.errors import DataError, OptionError, require_positive
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -126,6 +127,10 @@ class _TokenArray:
     """An array of tokens. Each process memory-maps the file when it first reads it. Raises a DataError if it cannot."""
 
     def __init__(self, source: str | Path | Tokens) -> None:
+        if not isinstance(source, str | os.PathLike | np.ndarray):
+            raise DataError(
+                f"TokenFile: tokens are a {type(source).__name__}; needs a path, or an array: np.asarray(...)"
+            )
         self._path = None if isinstance(source, np.ndarray) else Path(source)
         self._array: Tokens | None = np.asarray(source) if isinstance(source, np.ndarray) else None
         name = self._path or "the array"
@@ -152,7 +157,7 @@ class _TokenArray:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickling a memory map, to send it to a worker, would copy the whole file.
-        return {**self.__dict__, "_array": None if self._path else self._array}
+        return {**self.__dict__, "_array": None if self._path else sendable(self._array)}
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):

@@ -7,13 +7,13 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ftrain import _torch
+from ftrain import _torch, tree
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
@@ -74,10 +74,11 @@ class WorkerPool:
             )
         try:
             for batch in read_from_workers(self._loader, self._options.timeout, self._requests.describe_next):
-                self._requests.pop()
+                request = self._requests.pop()
                 if batch.error is not None:
                     self._loader = None
-                yield batch
+                # Not the one that was sent, which has lost its cause.
+                yield batch._replace(error=request.error or batch.error)
         except DataError:
             # The next epoch starts new workers.
             self._loader = None
@@ -104,8 +105,9 @@ def read_from_workers(
     while True:
         try:
             # Starting an epoch may also wait for workers that are still reading for an unfinished epoch.
-            batches = iter(loader) if batches is None else batches
-            batch = next(batches)
+            with _on_host():
+                batches = iter(loader) if batches is None else batches
+                batch = next(batches)
         except StopIteration:
             return
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -127,6 +129,12 @@ def read_from_workers(
         if batch.error is not None:
             _stop(batches)
         yield batch
+
+
+def _on_host() -> AbstractContextManager[Any]:
+    """Return a context in which torch's workers start, read and send on the host, whatever the default device."""
+    # Not otherwise: in this context, which forked workers inherit, each call of torch takes longer.
+    return nullcontext() if torch.get_default_device() == tree.HOST else tree.HOST
 
 
 def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:
@@ -159,12 +167,18 @@ class _PendingRequests:
         self._pending.clear()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for request in self._requests:
-            self._pending.append(request)
-            yield request
+        try:
+            for request in self._requests:
+                self._pending.append(request)
+                yield request
+        except DataError as error:
+            # Raised after the batches that were requested before: they are good, but have not arrived yet.
+            failed = BatchRequest(-1, [], {}, error)
+            self._pending.append(failed)
+            yield failed
 
-    def pop(self) -> None:
-        self._pending.popleft()
+    def pop(self) -> BatchRequest:
+        return self._pending.popleft()
 
     def describe_next(self) -> str:
         return describe(self._pending[0]) if self._pending else "the next batch"

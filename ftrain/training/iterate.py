@@ -199,7 +199,8 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
 def _data_ended(count: int, steps: int | None, *, empty: bool) -> str:
     if empty:
         return "fit: the data has no batch; needs at least one (does drop_last leave out the only one?)"
+    of_steps = "" if steps is None else f" of {steps}"
     return (
-        f"fit: the data ended at step {count} of {steps}, and cannot be iterated again; pass a list or DataLoader "
-        "instead of an iterator, or fewer steps. The error's result holds what was trained"
+        f"fit: the data ended at step {count}{of_steps}, and cannot be iterated again; pass a list or DataLoader "
+        "instead of an iterator, or fewer steps or epochs. The error's result holds what was trained"
     )

@@ -97,6 +97,10 @@ def test_samples_of_length_zero():
     assert batch["tokens"].shape == (2, 0)
     assert torch.isnan(data.padding(batch).value)
     assert data.pad(length=2)([{"tokens": empty}])["tokens"].tolist() == [[0, 0]]
+    # An empty list has no dtype: it takes that of the others.
+    batch = data.pad()([{"tokens": []}, {"tokens": [1, 2]}])
+    assert batch["tokens"].tolist() == [[0, 0], [1, 2]]
+    assert batch["tokens"].dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,16 @@ def test_options_that_mean_nothing(options):
 def test_padding_of_packed_rows():
     batch = data.pack([[1, 2, 3], [4, 5]], 4, rows=3)
     assert float(data.padding(batch)) == pytest.approx(7 / 12)
+
+
+def test_padding_is_counted_exactly_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        share = data.padding({"attention_mask": torch.ones(300, 300)})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert share.total.dtype == share.weight.dtype == torch.float32
+    assert float(share.weight) == 90_000
 
 
 def test_padding_adds_up_over_batches():

@@ -56,6 +56,12 @@ def test_an_index_outside(index, size):
         data.shuffled(index, size)
 
 
+@pytest.mark.parametrize("index", [[1.7], [True], ["1"]])
+def test_an_index_that_is_no_whole_number(index):
+    with pytest.raises(OptionError, match="index has dtype"):
+        data.shuffled(index, 5)
+
+
 def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
     assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [5, 6, 7, 0, 2, 9, 1, 8, 3, 4]
     size = permutation.BLOCK + 1

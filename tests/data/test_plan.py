@@ -230,6 +230,11 @@ def test_a_function_of_lengths_that_returns_none(length, found):
         list(made(3, 1, lengths=lambda index: length))
 
 
+def test_a_function_of_lengths_that_raises():
+    with pytest.raises(DataError, match=r"lengths\(0\) raised TypeError.*function of the index"):
+        list(made(3, 1, lengths=lambda sample: len(sample["tokens"]), shuffle=False))
+
+
 # Options
 
 
@@ -245,6 +250,10 @@ def test_a_function_of_lengths_that_returns_none(length, found):
         ({"num_workers": -1}, "num_workers is -1"),
         ({"num_workers": 0.5}, "num_workers is 0.5"),
         ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": "9"}, "timeout is '9'"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"seed": 1 << 64}, "seed = 18446744073709551616 does not fit"),
+        ({"collate": 3}, "collate is 3"),
         ({"prefetch_factor": 0}, "prefetch_factor is 0"),
         ({"context": "thread"}, "context is 'thread'; choices are .*spawn"),
         ({"on_error": "ignore"}, "on_error is 'ignore'; choices are raise, skip"),
@@ -260,7 +269,26 @@ def test_options_that_mean_nothing(options, words):
         data.loader(Indices(9), **{"batch_size": 2, **options})
 
 
-@pytest.mark.parametrize("dataset", [3, {}, {"x": [1]}, iter([1, 2])], ids=["int", "dict", "tree", "iterator"])
+@pytest.mark.parametrize("seed", [None, "1", 1.5])
+def test_what_is_no_seed(seed):
+    with pytest.raises(ComposeError, match="loader: seed is"):
+        data.loader(Indices(9), 2, seed=seed)
+
+
+def test_positions_are_plain_numbers_whatever_numbers_the_options_are():
+    """Checkpoints refuse numbers of numpy."""
+    numpy = {"seed": np.int64(3), "shuffle": np.bool_(True), "drop_last": np.bool_(True), "num_ranks": np.int64(1)}
+    lengths = {"lengths": [1] * 9, "max_tokens": np.int64(4), "window": np.int64(9)}
+    for options in (numpy, {**numpy, **lengths}):
+        state = data.loader(Indices(9), np.int64(2), **options).state_dict()
+        assert {type(value) for value in state.values()} == {int, bool}
+    stream = data.loader(set(range(9)), np.int64(2), **{**numpy, "shuffle": False})
+    assert {type(value) for value in stream.state_dict().values()} == {int, bool}
+
+
+@pytest.mark.parametrize(
+    "dataset", [3, {}, {"x": [1]}, iter([1, 2]), "train.npy"], ids=["int", "dict", "tree", "iterator", "path"]
+)
 def test_what_is_no_dataset(dataset):
     with pytest.raises(DataError, match=f"loader: the dataset is a {type(dataset).__name__}"):
         data.loader(dataset, 1)

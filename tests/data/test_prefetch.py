@@ -186,10 +186,30 @@ def test_mappings_that_are_no_dicts_become_some():
 def test_what_it_cannot_take():
     with pytest.raises(OptionError, match="prefetch: depth is 0"):
         data.prefetch([], "cpu", 0)
+    for source in (3, None, {"x": torch.ones(2)}, torch.ones(2)):
+        with pytest.raises(DataError, match=f"prefetch: data is a {type(source).__name__}; needs an iterable"):
+            data.prefetch(source, "cpu")
     with pytest.raises(DeviceError, match="no backend 'abacus'"):
         data.prefetch([], "abacus")
     with pytest.raises(TypeError, match="list_iterator"):
         len(data.prefetch(iter([]), "cpu"))
+
+
+def test_it_tells_an_evaluation_what_a_loader_leaves_out():
+    step = ft.eval_step(lambda params, batch: (params["w"] * batch["x"]).mean())
+    state = ft.train_step(step.loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    with pytest.warns(UserWarning, match="leaves out 2 samples"):
+        ft.evaluate(step, state, data.prefetch(made(10), "cpu"))
+    assert data.prefetch([], "cpu").num_dropped == 0
+
+
+def test_an_iterator_has_one_epoch_through_it_too():
+    step = ft.train_step(lambda params, batch: (params["w"] * batch["x"]).mean(), ft.optim.sgd(0.1))
+    state = step.init({"w": torch.ones(())})
+    with pytest.raises(
+        DataError, match=r"the data ended at step 1, and cannot be iterated again.*fewer steps or epochs"
+    ):
+        ft.fit(step, state, data.prefetch(iter([{"x": torch.ones(2)}]), "cpu"), epochs=2, progress=False)
 
 
 def test_fit_is_resumed_through_it(tmp_path):

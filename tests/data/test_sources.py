@@ -1,6 +1,7 @@
 """Sources: arrays, token files, datasets as they are; and positions of whatever keeps one."""
 
 import functools
+import pickle
 import threading
 
 import numpy as np
@@ -43,6 +44,29 @@ def test_a_memory_mapped_array_is_read_as_it_lies(tmp_path):
     ]
 
 
+def test_arrays_of_another_byte_order(tmp_path):
+    np.arange(6, dtype=">i4").tofile(tmp_path / "x.bin")
+    dataset = data.arrays(np.memmap(tmp_path / "x.bin", ">i4").reshape(3, 2))
+    (batch,) = data.loader(dataset, 3, shuffle=False)
+    assert batch.tolist() == [row.tolist() for row in dataset] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_memory_mapped_array_is_sent_by_the_name_of_its_file(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(4000))
+    whole = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for mapped in (whole, whole[10:], np.asarray(whole)[10:3000].reshape(-1, 10)[3:], whole.view(">u4")[1:]):
+        dataset = data.arrays(mapped)
+        sent = pickle.dumps(dataset)
+        assert len(sent) < 1000
+        assert torch.equal(pickle.loads(sent).rows([0, 200, -1]), dataset.rows([0, 200, -1]))
+    assert len(pickle.dumps(data.TokenFile(whole, 7))) < 1000
+    # These differ from the file, or are not all of a part of it.
+    changed = np.load(tmp_path / "x.npy", mmap_mode="c")
+    changed[5] = -1
+    for copied in (changed, whole[::2], whole[::-1], whole + 1, whole[:0]):
+        assert np.array_equal(pickle.loads(pickle.dumps(data.arrays(copied)))._data, copied)
+
+
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
@@ -50,6 +74,7 @@ def test_a_memory_mapped_array_is_read_as_it_lies(tmp_path):
         ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"data.x: 3, data.y: 2"),
         ({"x": [1, 2]}, "data.x.0 is int"),
         ({"x": torch.zeros(())}, r"data.x is float32\[\]"),
+        ({"x": np.array(["a", "b"])}, "data.x is ndarray: can't convert"),
     ],
 )
 def test_what_is_no_tree_of_arrays(tree, words):
@@ -154,6 +179,8 @@ def test_files_that_are_none(tmp_path):
     np.save(tmp_path / "text.npy", np.zeros((2, 3)))
     with pytest.raises(DataError, match=r"\(2, 3\) and dtype float64"):
         data.TokenFile(tmp_path / "text.npy", 2)
+    with pytest.raises(DataError, match=r"tokens are a list; needs a path, or an array: np\.asarray"):
+        data.TokenFile([1, 2, 3], 2)
     with pytest.raises(OptionError, match="length is 0"):
         data.TokenFile(np.arange(5), 0)
 

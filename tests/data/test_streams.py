@@ -52,6 +52,47 @@ class Keeps(Plain):
         self.next = state["next"]
 
 
+class Counts(Keeps):
+    """Its epochs differ, and it counts them itself: what it yields next depends on where the epoch before ended."""
+
+    epochs = 0
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield {**sample, "index": sample["index"] + 100 * self.epochs}
+        self.epochs += 1
+
+    def state_dict(self):
+        return {"next": self.next, "epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.next, self.epochs = state["next"], state["epochs"]
+
+
+class Restarts(Keeps):
+    """Starts over by itself, but has no samples from the position at the end of an epoch on."""
+
+    first = 0
+
+    def __iter__(self):
+        first, self.first = self.first, 0
+        for index in range(first, self.size):
+            self.next = index + 1
+            yield self.sample(index)
+
+    def load_state_dict(self, state):
+        self.next = self.first = state["next"]
+
+
+class Stays(Restarts):
+    """Starts each epoch at the position that was loaded last."""
+
+    def __iter__(self):
+        for index in range(self.first, self.size):
+            self.next = index + 1
+            yield self.sample(index)
+
+
 class Named(Keeps):
     """The other pair of names."""
 
@@ -116,7 +157,7 @@ class _Cursor:
         self.next = state["next"]
 
 
-KEEPERS = [Keeps, Named, Shuffles, ByIterator]
+KEEPERS = [Keeps, Counts, Restarts, Named, Shuffles, ByIterator]
 
 
 def made(dataset, **options):
@@ -188,6 +229,21 @@ def test_in_one_worker(kind):
     assert rows(here) == passes[0][2:]
     loader.load_state_dict(state)
     assert rows(loader) == passes[0][2:]
+
+
+@pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
+@pytest.mark.parametrize("kind", [Counts, Restarts, Stays, ByIterator])
+def test_epochs_follow_each_other_in_one_worker_as_in_this_process(kind, size):
+    """Each epoch has a worker of its own, to which the position at the end of the one before is sent."""
+    here = made(kind(size))
+    epochs = [rows(here) for _ in range(2)]
+    loader = made(kind(size), num_workers=1)
+    assert rows(loader) == epochs[0]
+    state = loader.state_dict()
+    assert rows(loader) == epochs[1]
+    later = made(kind(size))
+    later.load_state_dict(state)
+    assert rows(later) == epochs[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

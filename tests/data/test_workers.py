@@ -1,5 +1,6 @@
 """Workers that raise, die or hang; bad samples; and loaders whose workers are left in the middle of a pass."""
 
+import itertools
 import os
 import pickle
 import re
@@ -77,6 +78,18 @@ def test_an_error_names_the_sample(num_workers):
     assert loader.state_dict()["window"] == 2
     with pytest.raises(DataError, match="sample 5"):
         taken(loader)
+
+
+def test_an_error_of_the_order_comes_when_its_turn_has_come():
+    """Workers are asked for batches ahead of their use; those that were asked for before the error are good."""
+    lengths = dict(enumerate([1] * 9))
+    loader = made(Faulty(14), lengths=lengths.__getitem__, max_tokens=2, window=2, shuffle=False, num_workers=2)
+    batches = iter(loader)
+    assert taken(itertools.islice(batches, 4)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(DataError, match=r"lengths\(9\) raised KeyError") as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert loader.state_dict()["window"] == 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -284,6 +297,12 @@ def test_what_cannot_be_sent_to_a_new_process():
 
 def test_more_workers_than_batches():
     assert taken(made(Faulty(3), num_workers=2, drop_last=False)) == [[0, 1], [2]]
+
+
+def test_workers_read_on_the_host_whatever_the_default_device():
+    loader = made(Faulty(4), num_workers=1)
+    with torch.device("meta"):
+        assert taken(loader) == [[0, 1], [2, 3]]
 
 
 def test_what_goes_to_a_new_process_can_be_sent(tmp_path):

@@ -1,0 +1,42 @@
+"""Send arrays of memory-mapped files to worker processes by the name of the file; pickling would copy all of it.
+
+Workers that are not forked receive the dataset as a pickle: on macOS, and since Python 3.14 on Linux.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def sendable(array: Any) -> Any:
+    """Return what to pickle instead of an array: it is unpickled as the same array, mapped from the same file.
+
+    Returns the argument itself, if it is not a part without gaps of a file that is mapped for all processes.
+    """
+    file = array
+    while isinstance(file, np.ndarray) and not (isinstance(file, np.memmap) and not isinstance(file.base, np.ndarray)):
+        file = file.base
+    if not isinstance(file, np.memmap) or file.filename is None or file.mode == "c":
+        return array
+    if not array.size or not array.flags.c_contiguous:
+        return array
+    offset = file.offset + array.__array_interface__["data"][0] - file.__array_interface__["data"][0]
+    return _MappedFile(str(file.filename), array.dtype, offset, array.shape)
+
+
+class _MappedFile:
+    """Pickles as the name of a file and a part of it, and unpickles as the array of this part."""
+
+    def __init__(self, *part: Any) -> None:
+        self._part = part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped, self._part
+
+
+def _mapped(name: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    # A plain array: slices of a np.memmap take three times as long.
+    return np.asarray(np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape))
