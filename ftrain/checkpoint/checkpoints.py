@@ -101,9 +101,14 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process. On many ranks,
-                also when they have different directories.
+            CheckpointError: when another process has locked it; the message names its host and process. When this
+                context is open already. On many ranks, also when they have different directories.
         """
+        if self._ranks is not None:
+            raise CheckpointError(
+                f"Checkpoints: {self.directory} is open already; fit(checkpoints=) opens it itself, so call it outside of "
+                "`with checkpoints:`, and give a run within a run a directory of its own"
+            )
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
             self.was_used = self._ranks.first(self._open)

@@ -17,7 +17,8 @@ of this step all but the first ``count``."""
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each line is written
+    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null, and values of other
+    types become their text. Each line is written
     at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
     the lines of later steps, which it makes again.
     """
@@ -32,8 +33,9 @@ class _Lines:
 
     def __call__(self, record: Record) -> None:
         """Append a record."""
+        line = json.dumps(_finite(record), allow_nan=False, default=str)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
+            file.write(line + "\n")
 
     def rewind(self, step: int, count: int) -> None:
         """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line."""
@@ -64,6 +66,8 @@ def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -75,6 +75,18 @@ def test_pinned_ones_stay(tmp_path):
         checkpoints.pin(9)
 
 
+def test_a_context_is_not_opened_twice(tmp_path, async_):
+    with ft.Checkpoints(tmp_path, every=1, async_=async_) as checkpoints:
+        with pytest.raises(CheckpointError, match="open already"), checkpoints:
+            pass
+        # The first context still holds the lock, and saves.
+        with pytest.raises(CheckpointError, match="is being written to"), ft.Checkpoints(tmp_path, every=1):
+            pass
+        checkpoints.save(1, tree(1))
+    with checkpoints:
+        assert checkpoints.steps() == [1]
+
+
 def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
     begun, go = threading.Event(), threading.Event()
     write = saving_runs.write

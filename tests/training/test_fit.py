@@ -243,6 +243,14 @@ def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     assert type(history[-1]["eval_tensor"]) is float
 
 
+def test_jsonl_takes_values_that_json_lacks(tmp_path):
+    path = tmp_path / "log.jsonl"
+    values = {"report": {0: {"f1": math.nan}, "all": (1, math.inf)}, "path": path, "kind": {F64}}
+    fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=lambda state: values)
+    needed = {"report": {"0": {"f1": None}, "all": [1, None]}, "path": str(path), "kind": "{torch.float64}"}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
+
+
 def test_loggers_get_every_record_in_order():
     seen, also = [], []
     _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
@@ -900,6 +908,12 @@ def test_progress_goes_to_what_is_no_file(monkeypatch):
     assert "loss" in tee.text
 
 
+def test_progress_to_a_closed_file_does_not_end_a_run(monkeypatch):
+    monkeypatch.setattr("sys.stderr", closed := io.StringIO())
+    closed.close()
+    assert len(fit(make(), batches(3), progress=True).history) == 3
+
+
 def test_progress_without_a_console_is_not_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", None)
     _, history = fit(make(), batches(2), progress=True)
@@ -937,6 +951,36 @@ def test_progress_in_a_terminal(term, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     assert "4/4" in terminal.getvalue()
     assert ("step 1/4" in terminal.getvalue()) == (term == "dumb")
+
+
+@pytest.mark.parametrize("to_terminal", [True, False])
+def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
+    fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])
+    # Above the bar if stdout is a terminal too, which the bar would else overwrite.
+    found, other = (terminal, printed) if to_terminal else (printed, terminal)
+    assert "record 4" in found.getvalue()
+    assert "record" not in other.getvalue()
+
+
+def test_a_bar_shows_square_brackets(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    values = {"classes": "[red]", "[/test] acc": 0.5}
+    fit(make(), batches(), progress=True, log_every=1, evaluate=lambda state: values)
+    assert "eval_classes [red]  eval_[/test] acc 0.5000" in terminal.getvalue()
+
+
+def test_a_bar_shows_metrics_with_square_brackets(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    fit(make(loss=lambda p, batch: (squares(p, batch)[0], {"[/a]": batch[1].max()})), batches(), progress=True)
+    assert "[/a]" in terminal.getvalue()
 
 
 def test_progress_can_be_turned_off(capsys):
