@@ -92,5 +92,10 @@ def system_errors(directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that process"
         ) from None
+    except PermissionError as error:
+        raise CheckpointError(
+            f"Checkpoints: {str(directory)!a} cannot be used: {error}. The user of this process may not read or write "
+            "there: give it the permission, or use another directory"
+        ) from error
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"Checkpoints: {str(directory)!a} cannot be used: {error}") from error

@@ -153,7 +153,7 @@ def evaluate(
     require_state("evaluate", state)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
-    if num_dropped := getattr(data, "num_dropped", 0):
+    if _warns(step) and (num_dropped := getattr(data, "num_dropped", 0)):
         warn(
             f"evaluate: the loader leaves out {num_dropped} samples, which do not fill a batch; pass "
             "ft.data.loader(..., shuffle=False, drop_last=False)"
@@ -266,6 +266,11 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
             sums.add(each)
 
 
+def _warns(step: EvalStep) -> bool:
+    """Return whether this rank warns of what all ranks that evaluate together know alike: only the first one does."""
+    return step.loss.ranks is None or step.loss.ranks.rank == 0
+
+
 class _Sums:
     """Sums of means, on the device. Without float64, each number is kept as the sum of two float32 numbers.
 
@@ -297,7 +302,8 @@ class _Sums:
         """Return the means over all ranks; waits for the device."""
         self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
         means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
-        if empty := [name for name, mean in means.items() if not mean.weight]:
+        empty = [name for name, mean in means.items() if not mean.weight]
+        if empty and _warns(step):
             why = "the weights of all batches are 0: they have no examples, or no labels that count"
             warn(f"evaluate: the mean of {', '.join(empty)} is NaN, for {why}")
         return {name: float(mean) for name, mean in means.items()}

@@ -2,6 +2,8 @@
 
 import collections
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -383,3 +385,14 @@ def test_the_command_runs_as_a_module(tmp_path):
     shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert "x  float32[2]  8 B" in shown
     assert "n  nan" in shown
+
+
+@pytest.mark.parametrize("command", [["ftrain.checkpoint", "verify"], ["ftrain", "doctor", "cpu"]])
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(command, tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(3)})
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", *command, *([str(tmp_path / "a")] if command[-1] == "verify" else [])]
+    ended = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")

@@ -1,5 +1,7 @@
 """The checkpoints of a run: which stay, which is loaded, and who may write."""
 
+import errno
+import os
 import shutil
 import threading
 
@@ -291,3 +293,19 @@ def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_pa
     fill(tmp_path, [1, 2])
     with pytest.raises(CheckpointError, match=r"is the directory of a run, .*step-0+1, step-0+2; pass one of them"):
         ft.checkpoint.load(tmp_path)
+
+
+def test_a_directory_without_permission_says_what_to_do(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refuse(path, *rest):
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with (
+        pytest.raises(CheckpointError, match=r"\.lock'\. The user of this process .*give it the permission, or use"),
+        ft.Checkpoints(tmp_path, every=1),
+    ):
+        pass
