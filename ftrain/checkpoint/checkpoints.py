@@ -106,8 +106,8 @@ class Checkpoints:
         """
         if self._ranks is not None:
             raise CheckpointError(
-                f"Checkpoints: {self.directory} is open already; fit(checkpoints=) opens it itself, so call it outside of "
-                "`with checkpoints:`, and give a run within a run a directory of its own"
+                f"Checkpoints: {self.directory} is open already; fit(checkpoints=) opens it itself, so call it outside "
+                "of `with checkpoints:`, and give a run within a run a directory of its own"
             )
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:

@@ -65,10 +65,9 @@ def match_leaves(
         if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
-        raise StructureError(
-            f"load: {where} does not have the structure of like ({len(problems)} differences; {_advice(has_changed)}):\n  "
-            + "\n  ".join(map(printable, problems))
-        )
+        text = f"load: {where} does not have the structure of like"
+        lines = f"{text} ({len(problems)} differences; {_advice(has_changed)}):", *map(printable, problems)
+        raise StructureError("\n  ".join(lines))
     return chosen
 
 

@@ -959,7 +959,7 @@ def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkey
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
-    fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])
+    fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])  # noqa: T201
     # Above the bar if stdout is a terminal too, which the bar would else overwrite.
     found, other = (terminal, printed) if to_terminal else (printed, terminal)
     assert "record 4" in found.getvalue()
