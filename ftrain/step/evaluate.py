@@ -371,15 +371,19 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
 
 
 def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
-    if isinstance(metric, Mean) and not metric.plain:
-        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
-    value = metric.value if isinstance(metric, Mean) else metric
-    if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
+    is_weighted = isinstance(metric, Mean) and not metric.plain
+    value = metric if not isinstance(metric, Mean) else metric.total if is_weighted else metric.value
+    is_number = isinstance(value, Tensor | np.ndarray | np.generic | float | int)
+    value = torch.as_tensor(value) if is_number else value
+    if not is_number or value.numel() != 1 or value.is_complex():
+        found = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
         raise LossError(
-            f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d "
+            f"{text}: the metric {name!r} is {found}; an evaluation takes the mean of real numbers: 0-d "
             "tensors or Means"
         )
-    value = _widened(torch.as_tensor(value))
+    if is_weighted:
+        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
+    value = _widened(value)
     # The mean of no examples is NaN, and its weight is 0.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 

@@ -243,6 +243,16 @@ def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     assert type(history[-1]["eval_tensor"]) is float
 
 
+def test_an_error_of_a_logger_says_which_records_it_has_not_got():
+    def full(record):
+        if record["step"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space") as caught:
+        fit(make(), batches(), loggers=[full], log_every=3)
+    assert any("the records of steps 2 to 3 are not logged again" in note for note in caught.value.__notes__)
+
+
 def test_jsonl_takes_values_that_json_lacks(tmp_path):
     path = tmp_path / "log.jsonl"
     values = {"report": {0: {"f1": math.nan}, "all": (1, math.inf)}, "path": path, "kind": {F64}}
@@ -1166,7 +1176,21 @@ def test_an_evaluation_that_changes_its_inputs_in_place(loss, path):
         ft.evaluate(ft.eval_step(loss), state, batches(1))
 
 
-@pytest.mark.parametrize(("metric", "found"), [(torch.ones(2), "float32[2]"), ("text", "str")])
+@pytest.mark.parametrize("number", [np.float32(0.5), np.int64(3), np.array(2.0), True, 0.25])
+def test_an_evaluation_takes_numbers_of_numpy_as_metrics(number):
+    step = make(loss=lambda params, batch: (params["w"].square().mean(), {"each": number}))
+    assert ft.evaluate(ft.eval_step(step.loss), step.init(params()), batches(3))["each"] == float(number)
+
+
+NO_NUMBERS = [
+    (torch.ones(2), "float32[2]"),
+    ("text", "str"),
+    (torch.tensor(1j), "complex64[]"),
+    (ft.Mean(torch.ones(2), torch.ones(())), "a Mean of float32[2]"),
+]
+
+
+@pytest.mark.parametrize(("metric", "found"), NO_NUMBERS)
 def test_an_evaluation_with_a_metric_that_is_no_number(metric, found):
     def loss(params, batch):
         return params["w"].square().mean(), {"each": metric}
