@@ -90,8 +90,9 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
         if not isinstance(part, Tensor) or part.ndim:
             raise LossError(f"{name}: returned a Mean of {tree.describe(part)}; needs {MEAN_FORM}")
     for metric, value in metrics.items():
-        if isinstance(value, Mean) and not (isinstance(value.total, Tensor) and isinstance(value.weight, Tensor)):
-            described = f"{tree.describe(value.total)} and {tree.describe(value.weight)}"
+        parts: tuple[Any, ...] = (value.total, value.weight) if isinstance(value, Mean) else ()
+        if not all(isinstance(part, Tensor) for part in parts):
+            described = " and ".join(map(tree.describe, parts))
             raise LossError(f"{name}: the metric {metric!r} is a Mean of {described}; needs {MEAN_FORM}")
     return loss, metrics, new_buffers
 
