@@ -214,7 +214,7 @@ def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
     room = files.free(path.parent)
     if room < needed:
         raise CheckpointError(
-            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove files, or keep fewer checkpoints"
+            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove other files, or older checkpoints"
         )
 
 
