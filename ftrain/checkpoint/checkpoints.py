@@ -29,7 +29,7 @@ from ftrain.checkpoint.replacing import current_path, discard, finish_replacemen
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.errors import CheckpointError, OptionError, require_positive, warn, warn_of_mode
+from ftrain.errors import CheckpointError, OptionError, StructureError, require_positive, warn, warn_of_mode
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -276,8 +276,12 @@ class Checkpoints:
         Raises:
             CheckpointError: when all checkpoints are damaged, or none has a finite value of the metric of `best`.
             OptionError: for ``best=True`` without ``Checkpoints(best=)``.
-            StructureError: when the checkpoint differs from `like`.
+            StructureError: when the checkpoint differs from `like`, or `like` is no dict.
         """
+        if not isinstance(like, Mapping | None):
+            raise StructureError(
+                f"Checkpoints.latest: like is a {type(like).__name__}; needs trees by name: {{'state': state}}"
+            )
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
         for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:

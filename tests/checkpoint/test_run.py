@@ -309,3 +309,21 @@ def test_a_directory_without_permission_says_what_to_do(tmp_path, monkeypatch):
         ft.Checkpoints(tmp_path, every=1),
     ):
         pass
+
+
+@pytest.mark.parametrize("text", [{"hidden": 8}, b"text", 3])
+def test_a_text_that_is_none_is_refused_before_any_step(text, tmp_path):
+    step, made = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)), []
+    checkpoints = ft.Checkpoints(tmp_path / "run", every=1, texts={"params/config.json": text})
+    with pytest.raises(OptionError, match=r"save: texts\['params/config\.json'\] is a .*; needs a str"):
+        ft.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)], checkpoints=checkpoints, loggers=[made.append])
+    assert not made
+    with pytest.raises(OptionError, match="needs a str"):
+        checkpoint.save(tmp_path / "a", tree(1), texts={"a": text})
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_expected_of_the_latest_is_given_by_name(tmp_path):
+    checkpoints = fill(tmp_path, [1])
+    with pytest.raises(StructureError, match=r"latest: like is a Tensor; needs trees by name: \{'state': state\}"):
+        checkpoints.latest(torch.ones(3))
