@@ -129,7 +129,8 @@ def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves =
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
     """Check everything in a save that does not depend on the disk, without reading a tensor.
 
-    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name or a text in `texts` is not possible.
+    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name or a text in `texts` is not
+    possible.
     """
     _require_free_names(texts, _entries(flatten(tree)))
 
