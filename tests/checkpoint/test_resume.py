@@ -491,6 +491,21 @@ def test_a_step_is_replayed(at, kind, tmp_path):
     step(first, batch)
 
 
+@pytest.mark.parametrize("at", [2, 4, 5, 8])
+def test_a_run_that_resumes_keeps_the_lines_of_earlier_runs_in_one_log(at, tmp_path):
+    step, log = make(), ft.loggers.jsonl(tmp_path / "log.jsonl")
+    options = {"loggers": [log], "evaluate": lambda state: {"a": 1.0}, "evaluate_every": 4}
+    fit(step, batches(), **options)
+    first = (tmp_path / "log.jsonl").read_text().splitlines()
+    options["checkpoints"] = ft.Checkpoints(tmp_path / "run", every=EVERY)
+    killed(step, batches(), at, **options)
+    fit(step, batches(), **options)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    steps = [[json.loads(line)["step"] for line in part] for part in (first, lines[len(first) :])]
+    assert steps[0] == steps[1]
+
+
 @pytest.mark.parametrize(("every", "at"), [(6, 11), (6, 10), (4, 11), (6, 9)])
 def test_a_replay_that_is_not_the_run_is_warned_of(every, at, tmp_path):
     """The rate falls after steps 4 and 8; step 9 is the first one with that rate, and 10 has another state."""
