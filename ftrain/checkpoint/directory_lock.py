@@ -95,7 +95,7 @@ def system_errors(directory: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         is_own = str(error) == json.dumps(_this_process())
-        what = "another run in this process" if is_own else f"{error}"
+        what = f"another run in this process, {error}" if is_own else f"{error}"
         remedy = "give each run one of its own" if is_own else "use another directory, or stop that process"
         raise CheckpointError(f"Checkpoints: {directory} is being written to by {what}; {remedy}") from None
     except PermissionError as error:
