@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,4 +129,7 @@ def _difference(one: Any, other: Any) -> str:
 
 
 if __name__ == "__main__":
+    # End without an error, as other programs do, when the reader of the output ends first: `... | head -1`.
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -29,7 +29,7 @@ from ftrain.checkpoint.replacing import current_path, discard, finish_replacemen
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.errors import CheckpointError, OptionError, require_positive, warn, warn_of_mode
+from ftrain.errors import CheckpointError, OptionError, StructureError, require_positive, warn, warn_of_mode
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -101,9 +101,14 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process. On many ranks,
-                also when they have different directories.
+            CheckpointError: when another process has locked it; the message names its host and process. When this
+                context is open already. On many ranks, also when they have different directories.
         """
+        if self._ranks is not None:
+            raise CheckpointError(
+                f"Checkpoints: {self.directory} is open already; fit(checkpoints=) opens it itself, so call it outside "
+                "of `with checkpoints:`, and give a run within a run a directory of its own"
+            )
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
             self.was_used = self._ranks.first(self._open)
@@ -271,8 +276,12 @@ class Checkpoints:
         Raises:
             CheckpointError: when all checkpoints are damaged, or none has a finite value of the metric of `best`.
             OptionError: for ``best=True`` without ``Checkpoints(best=)``.
-            StructureError: when the checkpoint differs from `like`.
+            StructureError: when the checkpoint differs from `like`, or `like` is no dict.
         """
+        if not isinstance(like, Mapping | None):
+            raise StructureError(
+                f"Checkpoints.latest: like is a {type(like).__name__}; needs trees by name: {{'state': state}}"
+            )
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
         for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:

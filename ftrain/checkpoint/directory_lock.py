@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -21,13 +22,17 @@ PATIENCE, PAUSE = 60.0, 0.1
 
 def lock_directory(directory: Path) -> files.Lock:
     """Lock a directory for this process; warn if the file system has no locks."""
-    held = files.lock(directory / LOCK, {"host": socket.gethostname(), "process": os.getpid()})
+    held = files.lock(directory / LOCK, _this_process())
     if not held.excludes:
         warn(
             f"Checkpoints: the file system of {directory} has no locks, so nothing keeps another process from writing "
             "there; make sure that none does"
         )
     return held
+
+
+def _this_process() -> dict[str, object]:
+    return {"host": socket.gethostname(), "process": os.getpid()}
 
 
 def published(held: files.Lock) -> str:
@@ -89,8 +94,14 @@ def system_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError as error:
+        is_own = str(error) == json.dumps(_this_process())
+        what = f"another run in this process, {error}" if is_own else f"{error}"
+        remedy = "give each run one of its own" if is_own else "use another directory, or stop that process"
+        raise CheckpointError(f"Checkpoints: {directory} is being written to by {what}; {remedy}") from None
+    except PermissionError as error:
         raise CheckpointError(
-            f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that process"
-        ) from None
+            f"Checkpoints: {str(directory)!a} cannot be used: {error}. The user of this process may not read or write "
+            "there: give it the permission, or use another directory"
+        ) from error
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"Checkpoints: {str(directory)!a} cannot be used: {error}") from error

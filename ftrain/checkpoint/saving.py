@@ -129,7 +129,8 @@ def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves =
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
     """Check everything in a save that does not depend on the disk, without reading a tensor.
 
-    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name in `texts` is not possible.
+    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name or a text in `texts` is not
+    possible.
     """
     _require_free_names(texts, _entries(flatten(tree)))
 
@@ -140,6 +141,9 @@ def _require_free_names(texts: Mapping[str, str], entries: Sequence[TensorEntry]
             raise OptionError(
                 f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
             )
+        text: Any = texts[name]
+        if not isinstance(text, str):
+            raise OptionError(f"save: texts[{name!r}] is a {type(text).__name__}; needs a str, such as json.dumps(...)")
 
 
 def _entries(flat: FlatTree) -> list[TensorEntry]:
@@ -214,7 +218,7 @@ def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
     room = files.free(path.parent)
     if room < needed:
         raise CheckpointError(
-            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove files, or keep fewer checkpoints"
+            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove other files, or older checkpoints"
         )
 
 

@@ -42,7 +42,7 @@ def save(
 
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: if a name in `texts` is outside the directory or in use.
+        OptionError: if a name in `texts` is outside the directory or in use, or a text is no str.
         RankError: when another rank failed in another way, or did not call this.
     """
     flat = flatten(tree)

@@ -48,7 +48,7 @@ def match_leaves(
     """
     by_name = any(isinstance(key, str) for key in saved)
     containers_may_differ = partial or by_name
-    chosen, problems, used = {}, [], set()
+    chosen, problems, has_changed, used = {}, list[str](), False, set()
     for path, need in wanted.items():
         key = dotted(path) if by_name else path
         item = saved.get(key, need)
@@ -58,17 +58,27 @@ def match_leaves(
                 problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
         elif not _agree(item, need) and not (containers_may_differ and isinstance(need, Container)):
             problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
+            has_changed = has_changed or not isinstance(need, Container)
         elif not isinstance(need, Container):
             chosen[path] = item
     for key, item in saved.items():
         if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
-        raise StructureError(
-            f"load: {where} does not have the structure of like ({len(problems)} differences; partial=True loads the "
-            "leaves that it has, rename= maps names):\n  " + "\n  ".join(map(printable, problems))
-        )
+        text = f"load: {where} does not have the structure of like"
+        lines = f"{text} ({len(problems)} differences; {_advice(has_changed)}):", *map(printable, problems)
+        raise StructureError("\n  ".join(lines))
     return chosen
+
+
+def _advice(has_changed: bool) -> str:
+    """Return what to do about leaves that are missing or not expected, and about those of another shape or dtype."""
+    if not has_changed:
+        return "partial=True loads the leaves that it has, rename= maps names"
+    return (
+        "of another dtype: load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True with "
+        "rename={its path: 'unused'}"
+    )
 
 
 def _agree(item: Any, need: Any) -> bool:

@@ -153,7 +153,7 @@ def evaluate(
     require_state("evaluate", state)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
-    if num_dropped := getattr(data, "num_dropped", 0):
+    if _warns(step) and (num_dropped := getattr(data, "num_dropped", 0)):
         warn(
             f"evaluate: the loader leaves out {num_dropped} samples, which do not fill a batch; pass "
             "ft.data.loader(..., shuffle=False, drop_last=False)"
@@ -266,6 +266,11 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
             sums.add(each)
 
 
+def _warns(step: EvalStep) -> bool:
+    """Return whether this rank warns of what all ranks that evaluate together know alike: only the first one does."""
+    return step.loss.ranks is None or step.loss.ranks.rank == 0
+
+
 class _Sums:
     """Sums of means, on the device. Without float64, each number is kept as the sum of two float32 numbers.
 
@@ -297,7 +302,8 @@ class _Sums:
         """Return the means over all ranks; waits for the device."""
         self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
         means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
-        if empty := [name for name, mean in means.items() if not mean.weight]:
+        empty = [name for name, mean in means.items() if not mean.weight]
+        if empty and _warns(step):
             why = "the weights of all batches are 0: they have no examples, or no labels that count"
             warn(f"evaluate: the mean of {', '.join(empty)} is NaN, for {why}")
         return {name: float(mean) for name, mean in means.items()}
@@ -365,15 +371,19 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
 
 
 def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
-    if isinstance(metric, Mean) and not metric.plain:
-        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
-    value = metric.value if isinstance(metric, Mean) else metric
-    if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
+    is_weighted = isinstance(metric, Mean) and not metric.plain
+    value = metric if not isinstance(metric, Mean) else metric.total if is_weighted else metric.value
+    is_number = isinstance(value, Tensor | np.ndarray | np.generic | float | int)
+    value = torch.as_tensor(value) if is_number else value
+    if not is_number or value.numel() != 1 or value.is_complex():
+        found = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
         raise LossError(
-            f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d "
+            f"{text}: the metric {name!r} is {found}; an evaluation takes the mean of real numbers: 0-d "
             "tensors or Means"
         )
-    value = _widened(torch.as_tensor(value))
+    if is_weighted:
+        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
+    value = _widened(value)
     # The mean of no examples is NaN, and its weight is 0.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 

@@ -14,6 +14,7 @@ from ftrain.errors import LossError
 from ftrain.types import Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
+MEAN_FORM = "0-d tensors as total and weight, such as torch.tensor(4.0) for the number 4"
 
 
 def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
@@ -87,7 +88,12 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
         raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
     for part in (loss.total, loss.weight):
         if not isinstance(part, Tensor) or part.ndim:
-            raise LossError(f"{name}: returned a Mean of {tree.describe(part)}; needs 0-d tensors as total and weight")
+            raise LossError(f"{name}: returned a Mean of {tree.describe(part)}; needs {MEAN_FORM}")
+    for metric, value in metrics.items():
+        parts: tuple[Any, ...] = (value.total, value.weight) if isinstance(value, Mean) else ()
+        if not all(isinstance(part, Tensor) for part in parts):
+            described = " and ".join(map(tree.describe, parts))
+            raise LossError(f"{name}: the metric {metric!r} is a Mean of {described}; needs {MEAN_FORM}")
     return loss, metrics, new_buffers
 
 

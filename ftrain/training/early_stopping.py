@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias
 
 from ftrain.errors import ComposeError, OptionError, require_positive, warn_of_mode
 from ftrain.optim import adjust
@@ -35,6 +35,18 @@ def column(function: str, name: str, history: History) -> list[Any]:
     return values
 
 
+def _numbers(function: str, name: str, history: History) -> list[float]:
+    """Return the values of a metric, one for each record that has it.
+
+    Raises an OptionError in the name of `function` when one is no number, or as `column`.
+    """
+    values = column(function, name, history)
+    for value in values:
+        if not isinstance(value, SupportsFloat):
+            raise OptionError(f"{function}: {name!r} is {value!r:.100}; needs one number, which evaluate= returns")
+    return values
+
+
 def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> Stop:
     """Return a `stop` for `fit`: stop when a metric has not improved in `count` evaluations in a row.
 
@@ -48,7 +60,7 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
 
     Raises:
         OptionError: for a count that is not positive, or another mode; from `fit`, at the first evaluation, when there
-            is no metric of that name.
+            is no metric of that name, or it is no number.
     """
     require_positive("patience", "count", count)
     if mode not in ("min", "max"):
@@ -58,7 +70,7 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
 
     def stop(history: History) -> str:
         best, without_improvement = float("inf"), 0
-        for value in column("patience", name, history):
+        for value in _numbers("patience", name, history):
             if sign * value < best - min_delta:
                 best, without_improvement = sign * value, 0
             else:
@@ -81,7 +93,7 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
 
     Raises:
         ComposeError: for another rule; and from `fit`, a StructureError when the optimizer is not adjustable, and an
-            OptionError at the first evaluation when there is no metric of that name.
+            OptionError at the first evaluation when there is no metric of that name, or it is no number.
     """
     if not isinstance(rule, Plateau):
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")
@@ -89,7 +101,7 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
 
     def adapt(state: TrainState, history: History) -> TrainState:
         current = rule
-        for value in column("plateau", name, history):
+        for value in _numbers("plateau", name, history):
             current = current.after(value)
         return adjust(state, {factors: current.value})
 

@@ -152,9 +152,19 @@ def position_of(record: StepRecord, data: Iterable[PyTree]) -> Position:
 
 def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree]:
     if position.data is not None:
+        if sources.position(data) is None:
+            raise DataError(
+                f"fit: the run that is resumed had data that saves its position, and {type(data).__name__} has none; "
+                "pass data of the same kind as before, or another directory for a new run"
+            )
         sources.seek(data, dict(position.data))
         return data
     if isinstance(data, Sequence):
+        if len(data) < position.batch:
+            warn(
+                f"fit: the data has {len(data)} batches, and the run that is resumed had read {position.batch} in this "
+                "pass; it continues with the next pass. Pass the same data for the same run"
+            )
         return (data[index] for index in range(position.batch, len(data)))
     if position.batch:
         has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"

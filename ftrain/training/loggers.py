@@ -17,9 +17,10 @@ of this step all but the first ``count``."""
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each line is written
+    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null, and values of other
+    types become their text. Each line is written
     at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
-    the lines of later steps, which it makes again.
+    its lines of later steps, which it makes again; those of earlier runs in the file stay.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,19 +33,28 @@ class _Lines:
 
     def __call__(self, record: Record) -> None:
         """Append a record."""
+        line = json.dumps(_finite(record), allow_nan=False, default=str)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
+            file.write(line + "\n")
 
     def rewind(self, step: int, count: int) -> None:
-        """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line."""
+        """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line.
+
+        Of the last run in the file: steps begin again where another run has appended its lines.
+        """
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         steps = [_step(line) for line in lines]
-        earlier = [line for line, number in zip(lines, steps, strict=True) if number < step]
-        same = [line for line, number in zip(lines, steps, strict=True) if number == step]
+        start, previous = 0, -math.inf
+        for index, number in enumerate(steps):
+            start = index if number < previous else start
+            previous = number if number < math.inf else previous
+        last_run = [*zip(lines[start:], steps[start:], strict=True)]
+        earlier = [line for line, number in last_run if number < step]
+        same = [line for line, number in last_run if number == step]
         temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_text("".join(earlier + same[:count]), encoding="utf-8")
+        temporary.write_text("".join([*lines[:start], *earlier, *same[:count]]), encoding="utf-8")
         temporary.replace(self._path)
 
 
@@ -64,6 +74,8 @@ def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

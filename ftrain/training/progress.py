@@ -92,11 +92,15 @@ class Throughput:
 
 def show(enabled: bool) -> Display:
     """Return a bar in a terminal if `rich` is installed, otherwise lines, which are not printed unless `enabled`."""
-    # sys.stderr is None in a program without a console, and may be an object with no more than write and flush.
-    is_terminal = getattr(sys.stderr, "isatty", lambda: False)() and os.environ.get("TERM") not in DUMB
+    is_terminal = _is_terminal(sys.stderr) and os.environ.get("TERM") not in DUMB
     if enabled and is_terminal and importlib.util.find_spec("rich") is not None:
         return Bar()
     return Display(enabled)
+
+
+def _is_terminal(stream: Any) -> bool:
+    # It is None in a program without a console, may be closed, and may be an object with no more than write and flush.
+    return not getattr(stream, "closed", False) and bool(getattr(stream, "isatty", lambda: False)())
 
 
 class Display:
@@ -140,8 +144,11 @@ class Bar(Display):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        # Square brackets and colons in the names of metrics are no markup.
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+        # What the program prints goes above the bar, unless its output goes to a file: there it stays.
+        self._progress = Progress(*columns, console=console, redirect_stdout=_is_terminal(sys.stdout))
         self._task = self._progress.add_task("", total=None, status="starting")
         self._shown_seconds = -SECONDS_BETWEEN_BARS
 
@@ -165,7 +172,7 @@ class Bar(Display):
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         with suppress(OSError):
-            self._progress.console.print(text, highlight=False)
+            self._progress.console.print(text)
 
 
 def describe(status: Status) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ftrain import tree
+from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.reading import LoadedCheckpoint
-from ftrain.errors import CheckpointError, require_positive
+from ftrain.errors import CheckpointError, OptionError, require_positive, warn
 from ftrain.step.step import Step
+from ftrain.training.history import History
 from ftrain.training.iterate import Position, iterate
+from ftrain.training.metrics import read_metrics
 from ftrain.training.oom_retry import SPLIT_METRIC, split_step
 from ftrain.training.resume import history_of
 from ftrain.types import Metrics, PyTree
@@ -25,6 +28,8 @@ def replay(
     The steps since the newest checkpoint before it are made again, which gives the same bits. So a loss that is NaN, or
     a spike, can be examined: ``step(*replay(step, state, data, checkpoints, at=1234))``. Steps that
     ``fit(on_oom="split")`` made in pieces are made in the same number of pieces, if a checkpoint was written later.
+    What ``fit(adapt=)`` did to the state between that checkpoint and the step is not done again. A warning says so if
+    the losses and the scheduled values of the steps are not those of the history.
 
     Args:
         step: the step of the run.
@@ -36,38 +41,68 @@ def replay(
             than the last one of the run.
 
     Raises:
-        OptionError: for a number that is not positive.
+        OptionError: for a number that is not positive, or `checkpoints` that are none.
         CheckpointError: when no checkpoint can be used, the state is not the one that the run began with, or the run
             began after that step.
     """
     require_positive("replay", "at", at)
+    if not isinstance(checkpoints, Checkpoints):
+        raise OptionError(f"replay: checkpoints is {checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
     checkpoint = checkpoints.latest({"state": state}, before=at - 1)
     if checkpoint is None:
         start, position = _beginning(state, checkpoints, at)
     else:
         start, position = checkpoint.parts["state"], Position(**checkpoint.run["position"])
-    step_at, count = _original_steps(step, checkpoints, checkpoint), position.step
+    records, replayed = _records(checkpoints, checkpoint), list[dict[str, Any]]()
+    step_at, count = _original_steps(step, records), position.step
+    compared = {"loss", *(step.optimizer.schedules if isinstance(step, Step) else ())}
 
     def until(state: Any, batch: PyTree) -> tuple[Any, Metrics]:
         nonlocal count
         count += 1
-        return (state, {}) if count == at else step_at(count)(state, batch)
+        if count == at:
+            return state, {}
+        state, metrics = step_at(count)(state, batch)
+        replayed.append({"step": count, **{name: metrics[name] for name in compared & metrics.keys()}})
+        return state, metrics
 
     for record in iterate(until, start, data, steps=at, position=position):
         if record.step == at:
+            _warn_of_difference(records, replayed)
             return record.state, record.batch
     raise CheckpointError(f"replay: the run began at step {position.step}; needs at= after it, found at={at}")
 
 
-def _original_steps(
-    step: Callable[..., Any], checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None
-) -> Callable[[int], Any]:
+def _records(checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None) -> History:
+    """Return the newest history of a run."""
+    if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
+        checkpoint = checkpoints.latest()
+    return history_of(checkpoint) if checkpoint is not None else History()
+
+
+def _warn_of_difference(records: History, replayed: Sequence[Mapping[str, Any]]) -> None:
+    """Warn, on the first rank, if steps that were made again have other metrics than in the history."""
+    known = {record["step"]: record for record in records if "seconds" in record}
+    differences = [
+        (record["step"], name, value, known[record["step"]][name])
+        for record in read_metrics(replayed)
+        for name, value in record.items()
+        # As text, since NaN is not equal to itself.
+        if repr(value) != repr(known.get(record["step"], {}).get(name, value))
+    ]
+    if differences and rank_and_size()[0] == 0:
+        step, name, found, recorded = differences[0]
+        warn(
+            f"replay: {name} of step {step} is {found}, and {recorded} in the history, so the state that is returned "
+            "may not be that of the run. Pass the step and the data of the run, on the same kind of machine. What "
+            "fit(adapt=) did to the state after a checkpoint is not done again: save at each evaluation"
+        )
+
+
+def _original_steps(step: Callable[..., Any], records: History) -> Callable[[int], Any]:
     """Return ``number of a step -> step``, split into the number of pieces that the newest history has for it."""
     if not isinstance(step, Step):
         return lambda number: step
-    if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
-        checkpoint = checkpoints.latest()
-    records = history_of(checkpoint) if checkpoint is not None else []
     splits = [(record["step"], record[SPLIT_METRIC]) for record in records if SPLIT_METRIC in record]
     unsplit = step.donating
     split_into = functools.cache(lambda pieces: split_step(unsplit, pieces) if pieces > 1 else unsplit)

@@ -119,6 +119,7 @@ class RunCheckpoints:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
                 _warn_of_pipeline(checkpoint, self._pipeline)
+                _warn_of_unused_steps(checkpoint, step)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
@@ -320,3 +321,13 @@ def _warn_of_pipeline(checkpoint: LoadedCheckpoint, now: Sequence[str]) -> None:
         f"fit: continues from {checkpoint.path}, which another pipeline has saved; use another directory for a new "
         "run. What has changed:\n  " + "\n  ".join(changes)
     )
+
+
+def _warn_of_unused_steps(checkpoint: LoadedCheckpoint, step: int) -> None:
+    """Warn if the state that the caller passed has made more steps than the checkpoint that is loaded in its place."""
+    if step > checkpoint.step:
+        warn(
+            f"fit: the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}: the run "
+            "continues from the checkpoint, and the state is not used; pass another directory to continue from the "
+            "state"
+        )

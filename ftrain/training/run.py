@@ -363,9 +363,16 @@ def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
 def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
     """Pass records to every logger, even if one of them raises."""
     if loggers:
+        record: Record = {}
         try:
             for record in records:
                 loggers[0](record)
+        except Exception as error:
+            steps = f"{record['step']} to {records[-1]['step']}"
+            add_note(
+                error, f"fit: the records of steps {steps} are not logged again by {loggers[0]!r}; history has them"
+            )
+            raise
         finally:
             _call_loggers(loggers[1:], records)
 

@@ -2,6 +2,8 @@
 
 import collections
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -251,6 +253,20 @@ def test_transformers_reads_the_model_beside_its_config(tmp_path):
         assert torch.equal(found(tokens).logits, model.eval()(tokens).logits)
 
 
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_path):
+    checkpoint.save(tmp_path / "a", {"head": {"w": torch.ones(2)}, "body": torch.ones(1)})
+    like = {"head": {"w": other}, "body": torch.zeros(1)}
+    for partial in (False, True):
+        with pytest.raises(StructureError, match=r"without like=, then ft\.tree\.cast; .*rename={its path: 'unused'}"):
+            checkpoint.load(tmp_path / "a", like=like, partial=partial)
+    found = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"head.w": "unused"})
+    assert same_trees(found, {"head": {"w": other}, "body": torch.ones(1)})
+    assert ft.tree.cast(checkpoint.load(tmp_path / "a"), torch.float64)["head"]["w"].dtype == torch.float64
+    with pytest.raises(StructureError, match=r"\(1 differences; partial=True loads the leaves that it has, rename="):
+        checkpoint.load(tmp_path / "a", like={"head": {"w": torch.ones(2)}})
+
+
 def test_nothing_is_pickled(tmp_path):
     checkpoint.save(tmp_path / "a", trained())
     names = sorted(str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*") if path.is_file())
@@ -383,3 +399,14 @@ def test_the_command_runs_as_a_module(tmp_path):
     shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert "x  float32[2]  8 B" in shown
     assert "n  nan" in shown
+
+
+@pytest.mark.parametrize("command", [["ftrain.checkpoint", "verify"], ["ftrain", "doctor", "cpu"]])
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(command, tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(3)})
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", *command, *([str(tmp_path / "a")] if command[-1] == "verify" else [])]
+    ended = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")

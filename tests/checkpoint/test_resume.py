@@ -1,5 +1,6 @@
 """Resuming: however a run was cut into pieces, it is the uninterrupted one, to the bit."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -488,6 +489,44 @@ def test_a_step_is_replayed(at, kind, tmp_path):
     assert float(metrics["loss"]) == needed.history["loss"][at - 1]
     assert float(metrics["grad_norm"]) == needed.history["grad_norm"][at - 1]
     step(first, batch)
+
+
+@pytest.mark.parametrize("at", [2, 4, 5, 8])
+def test_a_run_that_resumes_keeps_the_lines_of_earlier_runs_in_one_log(at, tmp_path):
+    step, log = make(), ft.loggers.jsonl(tmp_path / "log.jsonl")
+    options = {"loggers": [log], "evaluate": lambda state: {"a": 1.0}, "evaluate_every": 4}
+    fit(step, batches(), **options)
+    first = (tmp_path / "log.jsonl").read_text().splitlines()
+    options["checkpoints"] = ft.Checkpoints(tmp_path / "run", every=EVERY)
+    killed(step, batches(), at, **options)
+    fit(step, batches(), **options)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert lines[: len(first)] == first
+    steps = [[json.loads(line)["step"] for line in part] for part in (first, lines[len(first) :])]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(("every", "at"), [(6, 11), (6, 10), (4, 11), (6, 9)])
+def test_a_replay_that_is_not_the_run_is_warned_of(every, at, tmp_path):
+    """The rate falls after steps 4 and 8; step 9 is the first one with that rate, and 10 has another state."""
+    step = ft.train_step(
+        lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.adjustable(ft.optim.sgd(0.1))
+    )
+    checkpoints = ft.Checkpoints(tmp_path, every=every, keep=9)
+    options = {
+        "evaluate": lambda state: {"a": 1.0},
+        "evaluate_every": 4,
+        "adapt": ft.plateau("eval_a", ft.schedules.reduce_on_plateau(patience=0)),
+    }
+    first = step.init({"w": torch.ones(4)})
+    _, history = ft.fit(
+        step, ft.tree.clone(first), batches(), steps=12, progress=False, checkpoints=checkpoints, **options
+    )
+    differs = every == 6 and at > 9
+    expected = pytest.warns(UserWarning, match="replay: lr of step 9 is") if differs else contextlib.nullcontext()
+    with expected:
+        before, batch = ft.replay(step, first, batches(), checkpoints, at=at)
+    assert (float(step(before, batch)[1]["loss"]) != history["loss"][at - 1]) == differs
 
 
 def test_replay_needs_a_beginning(tmp_path):

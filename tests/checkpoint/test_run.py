@@ -1,5 +1,7 @@
 """The checkpoints of a run: which stay, which is loaded, and who may write."""
 
+import errno
+import os
 import shutil
 import threading
 
@@ -73,6 +75,19 @@ def test_pinned_ones_stay(tmp_path):
     assert fill(tmp_path, [3, 4, 5], keep=2).steps() == [1, 4, 5]
     with pytest.raises(CheckpointError, match="no checkpoint of step 9"):
         checkpoints.pin(9)
+
+
+def test_a_context_is_not_opened_twice(tmp_path, async_):
+    with ft.Checkpoints(tmp_path, every=1, async_=async_) as checkpoints:
+        with pytest.raises(CheckpointError, match="open already"), checkpoints:
+            pass
+        # The first context still holds the lock, and saves.
+        message = "is being written to by another run in this process, .*; give each run one of its own"
+        with pytest.raises(CheckpointError, match=message), ft.Checkpoints(tmp_path, every=1):
+            pass
+        checkpoints.save(1, tree(1))
+    with checkpoints:
+        assert checkpoints.steps() == [1]
 
 
 def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
@@ -279,3 +294,37 @@ def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_pa
     fill(tmp_path, [1, 2])
     with pytest.raises(CheckpointError, match=r"is the directory of a run, .*step-0+1, step-0+2; pass one of them"):
         ft.checkpoint.load(tmp_path)
+
+
+def test_a_directory_without_permission_says_what_to_do(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refuse(path, *rest):
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with (
+        pytest.raises(CheckpointError, match=r"\.lock'\. The user of this process .*give it the permission, or use"),
+        ft.Checkpoints(tmp_path, every=1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", [{"hidden": 8}, b"text", 3])
+def test_a_text_that_is_none_is_refused_before_any_step(text, tmp_path):
+    step, made = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)), []
+    checkpoints = ft.Checkpoints(tmp_path / "run", every=1, texts={"params/config.json": text})
+    with pytest.raises(OptionError, match=r"save: texts\['params/config\.json'\] is a .*; needs a str"):
+        ft.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)], checkpoints=checkpoints, loggers=[made.append])
+    assert not made
+    with pytest.raises(OptionError, match="needs a str"):
+        checkpoint.save(tmp_path / "a", tree(1), texts={"a": text})
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_expected_of_the_latest_is_given_by_name(tmp_path):
+    checkpoints = fill(tmp_path, [1])
+    with pytest.raises(StructureError, match=r"latest: like is a Tensor; needs trees by name: \{'state': state\}"):
+        checkpoints.latest(torch.ones(3))

@@ -42,6 +42,13 @@ def test_no_form_of_a_loss(loss, found, wrappers):
         run(loss, *wrappers)
 
 
+@modes
+@pytest.mark.parametrize("value", [ft.Mean(torch.ones(()), 4), ft.Mean(1.0, 2.0), ft.Mean(1.0, torch.ones(()))])
+def test_a_metric_that_is_a_mean_of_numbers_without_tensors(value, wrappers):
+    with failing(LossError, "loss: the metric 'kept' is a Mean of ", "needs 0-d tensors", "torch.tensor(4.0)"):
+        run(lambda params, batch: (total(params), {"kept": value}), *wrappers)
+
+
 def test_the_message_lists_the_forms():
     with failing(LossError, "0-d tensor", "Mean", "(loss, metrics)", "(loss, metrics, buffers)"):
         run(lambda params, batch: None)

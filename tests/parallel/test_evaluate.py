@@ -1,6 +1,7 @@
 """Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
 
 import importlib
+import math
 import weakref
 
 import pytest
@@ -307,3 +308,17 @@ def test_a_divided_state_fills_a_module():
 
     for tensors, params in run(3, rank):
         assert all(torch.equal(tensors[name].detach(), leaf) for name, leaf in params.items())
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_the_first_rank_warns_of_an_evaluation_in_which_nothing_counts(level):
+    def loss(params, batch):
+        return ft.Mean((params["w"] * batch).sum() * 0, batch.sum() * 0)
+
+    def rank(_):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level))
+        return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(())}), [torch.ones(4)])["loss"]
+
+    with pytest.warns(UserWarning, match="evaluate: the mean of loss is NaN") as caught:
+        assert all(math.isnan(found) for found in run(2, rank))
+    assert len(caught) == 1

@@ -535,10 +535,17 @@ def test_a_step_that_asks_for_a_value_cannot_be_predicted():
         return total * 2 if bool(total.detach() > 0) else total
 
     step = ft.train_step(loss, optim.sgd(0.1))
-    with pytest.raises(
-        TraceError, match=r"anatomy: runs the step on fake tensors, which have no values, and loss reads a value \("
-    ):
-        ft.anatomy(step, step.init({"w": torch.ones(3)}), torch.ones(3))
+    for function in (ft.anatomy, ft.hints, ft.tune):
+        text = rf"^{function.__name__}: runs the step on fake tensors, which have no values, and loss reads a value \("
+        with pytest.raises(TraceError, match=text):
+            function(step, step.init({"w": torch.ones(3)}), torch.ones(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"mesh": (1, 2)}])
+def test_tune_asks_for_the_state_of_a_step_without_a_module(options):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"^tune: .* has no module; pass a state: tune\(step, step\.init"):
+        ft.tune(step, None, torch.ones(4), memory="1GB", **options)
 
 
 def test_a_step_with_an_operation_that_has_no_fake_form_cannot_be_predicted():

@@ -26,7 +26,7 @@ def timed(monkeypatch):
 
     def climb(step, given, times=None, *, measured=False, **options):
         monkeypatch.setattr(run, "race", scripted(times or {}))
-        monkeypatch.setattr(run, "anatomy", remembered(run.anatomy))
+        monkeypatch.setattr(run, "anatomy_for", lambda name, *rest: remembered(ft.anatomy)(*rest, measure=False))
         if not measured:
             monkeypatch.setattr(Original, "measured_peak", lambda self, variant, batch, at_rest: None)
         monkeypatch.setattr(run, "run_rules", lambda facts: [])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, ConsumedError, OptionError, StructureError
+from ftrain.training.history import History
 
 metrics = st.lists(st.one_of(st.floats(-2, 2), st.just(math.nan), st.sampled_from([0.0, 1.0, -1.0])), max_size=40)
 
@@ -293,3 +294,13 @@ def test_what_plateau_refuses():
     step = ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(0.5))
     with pytest.raises(StructureError, match="not adjustable"):
         run(step, 3)
+
+
+@pytest.mark.parametrize("value", [None, "0.5", [0.5, 0.25], {"a": 0.5}, 1j])
+def test_a_metric_that_is_no_number_is_refused(value):
+    for called in (
+        lambda history: ft.patience("eval_f1", mode="max")(history),
+        lambda history: ft.plateau("eval_f1", ft.schedules.reduce_on_plateau(mode="max"))(None, history),
+    ):
+        with pytest.raises(OptionError, match=r"(patience|plateau): 'eval_f1' is .*; needs one number"):
+            called(History([{"step": 1, "eval_f1": value}]))

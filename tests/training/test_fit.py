@@ -243,6 +243,24 @@ def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     assert type(history[-1]["eval_tensor"]) is float
 
 
+def test_an_error_of_a_logger_says_which_records_it_has_not_got():
+    def full(record):
+        if record["step"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space") as caught:
+        fit(make(), batches(), loggers=[full], log_every=3)
+    assert any("the records of steps 2 to 3 are not logged again" in note for note in caught.value.__notes__)
+
+
+def test_jsonl_takes_values_that_json_lacks(tmp_path):
+    path = tmp_path / "log.jsonl"
+    values = {"report": {0: {"f1": math.nan}, "all": (1, math.inf)}, "path": path, "kind": {F64}}
+    fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=lambda state: values)
+    needed = {"report": {"0": {"f1": None}, "all": [1, None]}, "path": str(path), "kind": "{torch.float64}"}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
+
+
 def test_loggers_get_every_record_in_order():
     seen, also = [], []
     _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
@@ -900,6 +918,12 @@ def test_progress_goes_to_what_is_no_file(monkeypatch):
     assert "loss" in tee.text
 
 
+def test_progress_to_a_closed_file_does_not_end_a_run(monkeypatch):
+    monkeypatch.setattr("sys.stderr", closed := io.StringIO())
+    closed.close()
+    assert len(fit(make(), batches(3), progress=True).history) == 3
+
+
 def test_progress_without_a_console_is_not_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", None)
     _, history = fit(make(), batches(2), progress=True)
@@ -937,6 +961,36 @@ def test_progress_in_a_terminal(term, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     assert "4/4" in terminal.getvalue()
     assert ("step 1/4" in terminal.getvalue()) == (term == "dumb")
+
+
+@pytest.mark.parametrize("to_terminal", [True, False])
+def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
+    fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])  # noqa: T201
+    # Above the bar if stdout is a terminal too, which the bar would else overwrite.
+    found, other = (terminal, printed) if to_terminal else (printed, terminal)
+    assert "record 4" in found.getvalue()
+    assert "record" not in other.getvalue()
+
+
+def test_a_bar_shows_square_brackets(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    values = {"classes": "[red]", "[/test] acc": 0.5}
+    fit(make(), batches(), progress=True, log_every=1, evaluate=lambda state: values)
+    assert "eval_classes [red]  eval_[/test] acc 0.5000" in terminal.getvalue()
+
+
+def test_a_bar_shows_metrics_with_square_brackets(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    fit(make(loss=lambda p, batch: (squares(p, batch)[0], {"[/a]": batch[1].max()})), batches(), progress=True)
+    assert "[/a]" in terminal.getvalue()
 
 
 def test_progress_can_be_turned_off(capsys):
@@ -1122,7 +1176,21 @@ def test_an_evaluation_that_changes_its_inputs_in_place(loss, path):
         ft.evaluate(ft.eval_step(loss), state, batches(1))
 
 
-@pytest.mark.parametrize(("metric", "found"), [(torch.ones(2), "float32[2]"), ("text", "str")])
+@pytest.mark.parametrize("number", [np.float32(0.5), np.int64(3), np.array(2.0), True, 0.25])
+def test_an_evaluation_takes_numbers_of_numpy_as_metrics(number):
+    step = make(loss=lambda params, batch: (params["w"].square().mean(), {"each": number}))
+    assert ft.evaluate(ft.eval_step(step.loss), step.init(params()), batches(3))["each"] == float(number)
+
+
+NO_NUMBERS = [
+    (torch.ones(2), "float32[2]"),
+    ("text", "str"),
+    (torch.tensor(1j), "complex64[]"),
+    (ft.Mean(torch.ones(2), torch.ones(())), "a Mean of float32[2]"),
+]
+
+
+@pytest.mark.parametrize(("metric", "found"), NO_NUMBERS)
 def test_an_evaluation_with_a_metric_that_is_no_number(metric, found):
     def loss(params, batch):
         return params["w"].square().mean(), {"each": metric}

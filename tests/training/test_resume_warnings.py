@@ -6,15 +6,16 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.errors import DataError
 
 
 def loss(params, batch):
     return (batch @ params["w"]).square().mean()
 
 
-def run(directory, steps, optimizer, *wrappers):
+def run(directory, steps, optimizer, *wrappers, data=None):
     step = ft.compose(ft.train_step(loss, optimizer), *wrappers)
-    state, data = step.init({"w": torch.ones(2)}), [torch.ones(4, 2)] * 8
+    state, data = step.init({"w": torch.ones(2)}), [torch.ones(4, 2)] * 8 if data is None else data
     checkpoints = ft.Checkpoints(directory, every=1)
     return ft.fit(step, state, data, steps=steps, checkpoints=checkpoints, progress=False)
 
@@ -33,3 +34,31 @@ def test_another_pipeline_is_named_once(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(tmp_path, 6, ft.optim.lamb(lambda step: 1e-3), ft.clip(1.0), ft.sam(0.1))
+
+
+def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(tmp_path):
+    state, _ = run(tmp_path, 2, ft.optim.sgd(0.1))
+    step, data, checkpoints = (
+        ft.train_step(loss, ft.optim.sgd(0.1)),
+        [torch.ones(4, 2)] * 8,
+        ft.Checkpoints(tmp_path, every=1),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = ft.fit(step, state, data, steps=3, checkpoints=checkpoints, progress=False)
+        state, _ = ft.fit(step, state, data, steps=5, progress=False)
+    with pytest.warns(UserWarning, match=r"the state has made 5 steps, and .* is of step 3: .* the state is not used"):
+        ft.fit(step, state, data, steps=6, checkpoints=checkpoints, progress=False)
+
+
+def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
+    run(tmp_path, 5, ft.optim.sgd(0.1))
+    with pytest.warns(UserWarning, match="the data has 4 batches, and the run that is resumed had read 5 in this pass"):
+        run(tmp_path, 6, ft.optim.sgd(0.1), data=[torch.ones(4, 2)] * 4)
+
+
+def test_data_without_a_position_does_not_continue_data_that_had_one(tmp_path):
+    rows = torch.ones(32, 2)
+    run(tmp_path, 5, ft.optim.sgd(0.1), data=ft.data.loader(ft.data.arrays(rows), 4))
+    with pytest.raises(DataError, match="fit: the run that is resumed had data that saves its position, and list has"):
+        run(tmp_path, 6, ft.optim.sgd(0.1))

@@ -2,3 +2,4 @@
 
 from ftrain.profiling.anatomy.record import Anatomy as Anatomy
 from ftrain.profiling.anatomy.run import anatomy as anatomy
+from ftrain.profiling.anatomy.run import anatomy_for as anatomy_for

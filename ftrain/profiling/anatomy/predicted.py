@@ -58,7 +58,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
         ) from error
 
 
-def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
+def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """Run a step eagerly on fake tensors, even if it is compiled, and return what it allocates and computes.
 
     If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks.
@@ -84,7 +84,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
 
     run = _RecordedRun(step, recorder)
     on_ranks = next((each.step.on_ranks for each in step.wrappers if each.step and each.step.on_ranks), None)
-    with fake_run("anatomy", step, mode), recorder, recorder.running.followed():
+    with fake_run(function, step, mode), recorder, recorder.running.followed():
         if on_ranks is None:
             run(state, batch, hyper, (0, 0))
         else:

@@ -57,29 +57,43 @@ def anatomy(
         TraceError: if the step reads the value of a tensor.
         RankError: if a step on ranks is measured, and another rank does not call this.
     """
-    require_step("anatomy", step, state)
+    return anatomy_for("anatomy", step, state, batch, measure=measure, mesh=mesh, level=level)
+
+
+def anatomy_for(
+    function: str,
+    step: Step,
+    state: TrainState | None,
+    batch: PyTree,
+    *,
+    measure: bool = False,
+    mesh: tuple[int, int] | None = None,
+    level: int | None = None,
+) -> Anatomy:
+    """Return the anatomy of a step for another function, whose name errors have; raises as `anatomy` does."""
+    require_step(function, step, state)
     batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)
     is_for_other_ranks = mesh is not None or level is not None
-    to_predict = plan("anatomy", step, mesh, level) if is_for_other_ranks or layout_of(step) else step
-    layout, initial = layout_of(to_predict), whole_state(step, state)
+    to_predict = plan(function, step, mesh, level) if is_for_other_ranks or layout_of(step) else step
+    layout, initial = layout_of(to_predict), whole_state(function, step, state)
     if layout is not None:
         initial = planned_state(to_predict, initial)
     params = sum(leaf.numel() for leaf in tree.leaves(initial.params))
-    predicted = Anatomy(predict(to_predict, initial, batch), params, step.is_compiled, layout=layout)
+    predicted = Anatomy(predict(function, to_predict, initial, batch), params, step.is_compiled, layout=layout)
     is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
     if not measure or state is None or is_for_other_ranks or is_planned(step) or is_meta:
         return predicted
     if ranks_of(step.wrappers) > 1:
-        require_all_ranks("anatomy")
+        require_all_ranks(function)
     # Only a step that donates writes to its state.
     measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
     at_peak = predicted.at_rest.total() + measured.beyond_start
     return dataclasses.replace(predicted, measured=at_peak, seconds=measured.seconds)
 
 
-def whole_state(step: Step, state: TrainState | None) -> TrainState:
+def whole_state(function: str, step: Step, state: TrainState | None) -> TrainState:
     """Return a state, or without one the initial state of a step on one device, as fake tensors.
 
     Raises a StructureError if there is no state and the loss has no module.
@@ -88,5 +102,7 @@ def whole_state(step: Step, state: TrainState | None) -> TrainState:
         return state
     if step.base.module is None:
         text = step.base.text
-        raise StructureError(f"anatomy: {text} has no module; pass a state: anatomy(step, step.init(params), batch)")
+        raise StructureError(
+            f"{function}: {text} has no module; pass a state: {function}(step, step.init(params), batch)"
+        )
     return abstract_state(remove_wrapper(step, SHARDED), step.base.module)

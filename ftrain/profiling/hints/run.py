@@ -11,7 +11,7 @@ import torch
 from ftrain import backends, tree
 from ftrain.errors import BatchError
 from ftrain.profiling import rates
-from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.rules import Facts, Hint, Matmul, Remedy, run_rules
@@ -80,7 +80,7 @@ def facts_of(
     """Return the facts that the rules read about a step that takes these seconds, after measuring its device."""
     device = tree.device_of(state.params)
     record = backends.of(device)
-    predicted = anatomy(step, state, batch, measure=False)
+    predicted = anatomy_for("hints", step, state, batch)
     matmuls, attentions = record_calls(step, state, batch)
     return Facts(
         matmuls,

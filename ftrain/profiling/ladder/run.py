@@ -11,7 +11,7 @@ from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.errors import FtrainError, OptionError, TraceError, require_positive
-from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
@@ -196,7 +196,7 @@ class _Runner:
             at_rest=nbytes((state, case.batch)),
         )
         try:
-            prediction = anatomy(case.step, state, case.batch, measure=False)
+            prediction = anatomy_for("ladder", case.step, state, case.batch)
         except TraceError:
             return row  # What cannot be predicted can still be measured.
         return dataclasses.replace(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ftrain.backends.format_bytes import format_bytes, parse_bytes
 from ftrain.errors import BatchError, DeviceError, FtrainError, OptionError
-from ftrain.profiling.anatomy import Anatomy, anatomy
+from ftrain.profiling.anatomy import Anatomy, anatomy_for
 from ftrain.profiling.anatomy.kinds import BATCH
 from ftrain.profiling.anatomy.planned import MeshLayout, plan, require_pair
 from ftrain.profiling.anatomy.run import whole_state
@@ -58,7 +58,7 @@ class _MeshSearch:
         self._step = remove_wrapper(step, REMAT)
         self._state = state
         self._current_microbatches = microbatches_or_zero(step)
-        self._initial = whole_state(self._step, state)
+        self._initial = whole_state("tune", self._step, state)
         self._of_level_1: dict[tuple[MeshLayout, Remat], Anatomy] = {}
 
     def rows(self) -> Iterator[MeshTrial]:
@@ -133,7 +133,7 @@ class _MeshSearch:
             # Levels 1 and 2 differ only between microbatches.
             return dataclasses.replace(self._of_level_1[key], layout=layout)
         step, batch = with_at_most_two(self._step, microbatches, choice, self._batch)
-        simulated = anatomy(step, self._state, batch, mesh=layout[:2], level=layout.level)
+        simulated = anatomy_for("tune", step, self._state, batch, mesh=layout[:2], level=layout.level)
         if layout.level == 1 and microbatches == 1:
             self._of_level_1[key] = simulated
         return simulated

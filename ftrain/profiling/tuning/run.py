@@ -10,7 +10,7 @@ from ftrain import tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
-from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
@@ -144,7 +144,7 @@ def _measured_peak(search: Search, step: Step) -> int | None:
     """Return the measured bytes at the peak; None if nothing can run, or a copy of the state does not fit."""
     if search.original is None:
         return None
-    at_rest = anatomy(step, search.outline(step), search.batch, measure=False).at_rest.total()
+    at_rest = anatomy_for("tune", step, search.outline(step), search.batch).at_rest.total()
     return search.original.measured_peak(step, search.batch, at_rest)
 
 

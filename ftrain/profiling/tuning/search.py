@@ -9,7 +9,7 @@ from ftrain import backends, tree
 from ftrain.backends.format_bytes import parse_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, DeviceError, FtrainError
-from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import length_of, nbytes
@@ -30,7 +30,7 @@ class Search:
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
-        at_rest = anatomy(step, state, batch, measure=False).at_rest.total()
+        at_rest = anatomy_for("tune", step, state, batch).at_rest.total()
         self.memory = self._free() + at_rest if memory is None else parse_bytes("tune", memory)
         is_meta = any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         self.original = None if state is None or is_meta else Original(step, state)
@@ -103,7 +103,7 @@ class Search:
         try:
             step = candidate(self.step, microbatches, choice, self.batch)
             smaller, batch = with_at_most_two(self.step, microbatches, choice, self.batch)
-            predicted = anatomy(smaller, self.outline(smaller), batch, measure=False)
+            predicted = anatomy_for("tune", smaller, self.outline(smaller), batch)
         except Exception as error:
             if not isinstance(error, FtrainError) and microbatches in (0, self.current_microbatches):
                 raise
