@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ftrain import _torch
+from ftrain import _torch, tree
 
 DECADES = 7
 
@@ -165,9 +165,10 @@ def dynamic_map(*, signed: bool) -> Tensor:
     Each decade from 1e-7 to 1 has twice as many as the last, halfway between evenly spaced bounds: seven decades
     of 1 to 64 values of each sign, or of 2 to 128 without one; and 0 and 1.
     """
-    values = [torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    options: dict[str, Any] = {"dtype": torch.float64, "device": tree.HOST}
+    values = [torch.zeros(1, **options), torch.ones(1, **options)]
     for decade in range(DECADES):
-        bounds = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64)
+        bounds = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1, **options)
         middles = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade + 1 - DECADES)
         values += [middles, -middles] if signed else [middles]
     return torch.cat(values).sort().values.to(torch.float32)
@@ -189,6 +190,6 @@ def _codes_on(signed: bool, device: torch.device) -> Tensor:
     """
     with _torch.without_modes():
         values = dynamic_map(signed=signed)
-        cells = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(torch.float32)
+        cells = torch.arange(1 << 16, dtype=torch.int32, device=tree.HOST).to(torch.int16).view(torch.float16).to(torch.float32)
         bounds = (values[:-1] + values[1:]) / 2
         return torch.bucketize(cells.nan_to_num(), bounds).to(torch.uint8).to(device)

@@ -307,7 +307,7 @@ class _Sums:
             return mean
         rest = self._rest[name]
         parts = [float(part) for part in (mean.total, rest.total, mean.weight, rest.weight)]
-        total, weight = torch.tensor(parts, dtype=torch.float64).view(2, 2).sum(1)
+        total, weight = torch.tensor(parts, dtype=torch.float64, device=tree.HOST).view(2, 2).sum(1)
         return Mean(total, weight)
 
 
@@ -373,7 +373,7 @@ def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
             f"{text}: the metric {name!r} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d "
             "tensors or Means"
         )
-    value = _widened(torch.as_tensor(value))
+    value = _widened(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=tree.HOST))
     # The mean of no examples is NaN, and its weight is 0.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 

@@ -532,12 +532,19 @@ import ftrain as ft
 for make in (ft.optim.adamw, ft.optim.nadam, ft.optim.radam, ft.optim.schedule_free_adamw):
     state = make(0.1).init({"w": torch.ones(2, device="cpu")})
     print(*(f"{leaf.dtype} {leaf.device}" for leaf in state.values() if isinstance(leaf, torch.Tensor)), sep="\\n")
+optimizer = ft.optim.adjustable(ft.optim.adamw_8bit(0.1, block=2, min_size=1))
+step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optimizer)
+state = ft.optim.adjust(step.init({"w": torch.ones(2, device="cpu")}), {"lr": 0.5})
+state, metrics = step(state, torch.ones(2, device="cpu"))
+evaluated = ft.eval_step(lambda params, batch: ((params["w"] * batch).sum(), {"number": 0.1}))
+assert ft.evaluate(evaluated, state, [torch.ones(2, device="cpu")])["number"] == 0.1
+print(*(f"{leaf.dtype} {leaf.device}" for leaf in ft.tree.leaves(state) if leaf.ndim == 0), sep="\\n")
 """
 
 
 def test_counts_do_not_take_the_defaults_of_the_program():
-    """A count in bfloat16 would stop at 256, without a word."""
+    """A count in bfloat16 would stop at 256, without a word; on a GPU, every step would wait for it."""
     shown = subprocess.run([sys.executable, "-c", UNDER_OTHER_DEFAULTS], capture_output=True, text=True, check=True)
     found = shown.stdout.splitlines()
-    assert len(found) == 1 + 2 + 1 + 4
-    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu"}
+    assert len(found) == 1 + 2 + 1 + 4 + 3
+    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}

@@ -46,6 +46,37 @@ def assert_same(found, needed):
         assert torch.equal(a, b)
 
 
+# Constants beside 16 bits
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (lambda: optim.sgd(0.01, momentum=0.99), lambda leaves: torch.optim.SGD(leaves, 0.01, momentum=0.99)),
+        (lambda: optim.rmsprop(0.01, eps=1e-3), lambda leaves: torch.optim.RMSprop(leaves, 0.01, eps=1e-3)),
+    ],
+)
+def test_decay_rates_are_not_rounded_to_16_bits(ours, torchs, dtype):
+    """0.99 would be 0.988 in bfloat16, and 100 steps of momentum 85."""
+    start = {"matrix": randn((40, 50), 0, dtype), "scalar": randn((), 1, dtype)}
+    params, _ = run(ours(), start, steps=10)
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in start.items()}
+    theirs = torchs(list(leaves.values()))
+    for step in range(10):
+        for i, leaf in enumerate(leaves.values()):
+            leaf.grad = randn(leaf.shape, 100 * step + i, dtype)
+        theirs.step()
+    assert_same(params, {name: leaf.detach() for name, leaf in leaves.items()})
+
+
+def test_clipping_scales_16_bits_by_the_factor_itself():
+    start, grads = {"w": torch.zeros(1000, dtype=BF16)}, randn((1000,), 0, BF16)
+    step = ft.compose(ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(1.0)), ft.clip(1.0))
+    state, metrics = step(step.init(start), grads)
+    assert_same(state.params["w"], -(grads.to(F64) / (metrics["grad_norm"] + 1e-6)).to(BF16))
+
+
 # Rounding at random
 
 
