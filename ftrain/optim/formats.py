@@ -190,11 +190,7 @@ def _codes_on(signed: bool, device: torch.device) -> Tensor:
     """
     with _torch.without_modes():
         values = dynamic_map(signed=signed)
-        cells = (
-            torch.arange(1 << 16, dtype=torch.int32, device=tree.HOST)
-            .to(torch.int16)
-            .view(torch.float16)
-            .to(torch.float32)
-        )
+        bits = torch.arange(1 << 16, dtype=torch.int32, device=tree.HOST).to(torch.int16)
+        cells = bits.view(torch.float16).to(torch.float32)
         bounds = (values[:-1] + values[1:]) / 2
         return torch.bucketize(cells.nan_to_num(), bounds).to(torch.uint8).to(device)
