@@ -186,8 +186,8 @@ def _codes_on(signed: bool, device: torch.device) -> Tensor:
     """The nearest code for each of the 65536 values of float16, by its bits.
 
     A value is looked up as the nearest float16, which is within 0.05% of it or within 3e-8, in 0.8 ns; the
-    search among 255 bounds took 40 ns. Without a sign no code is 0: an optimizer divides by these values, and an element
-    with a gradient of less than 0.04% of the largest in its block took steps that were up to 90 times too long.
+    search among 255 bounds took 40 ns. Without a sign no code is 0: an optimizer divides by these values, and an
+    element with a gradient of less than 0.04% of the largest in its block took steps up to 90 times too long.
     """
     with _torch.without_modes():
         values = dynamic_map(signed=signed)
