@@ -90,7 +90,8 @@ def leafwise(
         options: further options, which it does not show. Ranks compare all options.
 
     Raises:
-        OptionError: a negative learning rate or weight decay, or no mask; at `init`, a pattern that matches nothing.
+        OptionError: a negative learning rate or weight decay, a switch that is no bool, or no mask; at `init`, a
+            pattern that matches nothing.
     """
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
@@ -111,6 +112,9 @@ def leafwise(
         updates = [partial(family.update, StructureCache(plan)) for _ in parts]
         return [replace(whole, init=family.init, update=update, split=None) for update in updates]
 
+    for option, value in (shown or {}).items():
+        if not isinstance(value, bool | int | float):
+            raise OptionError(f"{name}: {option} is {value!r}, needs True or False")
     shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
     whole = Optimizer(

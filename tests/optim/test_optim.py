@@ -153,6 +153,17 @@ def test_a_zero_gradient_moves_nothing(family):
     assert bits(new) == bits(params)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("family", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_shows_in_the_parameters(family, bad):
+    """Also where the update is a sign, which is 0 for NaN: else the parameter would never move again."""
+    optimizer, params = OPTIMIZERS[family](), {"w": torch.ones(4, 4)}
+    state = optimizer.init(params)
+    for gradient in (bad, bad, 1.0):
+        params, state = optimizer.update({"w": torch.full((4, 4), gradient)}, state, params, rates(optimizer))
+    assert not params["w"].isfinite().any()
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "partition"])
 def test_trees_without_a_leaf(family):
     optimizer = FAMILIES[family]()
@@ -405,6 +416,8 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: lion(0.1, b2=1.0), r"lion: b2 is 1\.0"),
         (lambda: lamb(0.1, eps=-1.0), r"lamb: eps is -1\.0"),
         (lambda: adafactor(0.1, beta2_decay=0.5), r"adafactor: beta2_decay is 0\.5, needs a number in \[-inf, 0\]"),
+        (lambda: adamw(0.1, amsgrad="no"), "adamw: amsgrad is 'no', needs True or False"),
+        (lambda: sgd(0.1, momentum=0.9, nesterov="true"), "sgd: nesterov is 'true', needs True or False"),
         (lambda: adafactor(0.1, eps=1e-3), r"adafactor: eps is 0\.001, needs a tuple"),
         (lambda: adafactor(0.1, eps=(-1.0, 0.0)), r"adafactor: eps\[0\] is -1\.0"),
         (lambda: adafactor(0.1, d=0.5), r"adafactor: d is 0\.5, needs a number in \[1, inf\)"),
