@@ -234,7 +234,9 @@ class _Family:
         for part in parts:
             kind = part.like.dtype, part.like.device
             if kind not in converted:
-                converted[kind] = tuple(_converted(value, *kind) for value in constants)
+                # Kernels for many tensors take constants in their dtype; in a graph 16 bits would round 0.998 to 0.996.
+                dtype = part.like.dtype if eager else torch.promote_types(part.like.dtype, torch.float32)
+                converted[kind] = tuple(_converted(value, dtype, part.like.device) for value in constants)
             values: Sequence[Number] = converted[kind]
             if self.decoupled:
                 decay_factor, *values = values

@@ -70,6 +70,16 @@ def test_decay_rates_are_not_rounded_to_16_bits(ours, torchs, dtype):
     assert_same(params, {name: leaf.detach() for name, leaf in leaves.items()})
 
 
+@pytest.mark.parametrize("make", [optim.adamw, optim.lion, optim.muon])
+def test_weight_decay_is_not_rounded_to_16_bits_in_a_graph(make):
+    """1 - 0.002 would be 0.996 in bfloat16."""
+    params, zeros, found = {"w": randn((40, 50), 0, BF16)}, {"w": torch.zeros(40, 50, dtype=BF16)}, []
+    optimizer = make(0.02, weight_decay=0.1)
+    for rate in (0.02, torch.tensor(0.02, dtype=F64)):
+        found.append(optimizer.update(zeros, optimizer.init(params), params, {"lr": rate}))
+    assert_same(found[1], found[0])
+
+
 def test_clipping_scales_16_bits_by_the_factor_itself():
     start, grads = {"w": torch.zeros(1000, dtype=BF16)}, randn((1000,), 0, BF16)
     step = ft.compose(ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(1.0)), ft.clip(1.0))
