@@ -20,7 +20,7 @@ from ftrain.errors import DeviceError, OptionError, StructureError, require_rang
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
-from ftrain.optim.schedules import as_schedule
+from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
@@ -96,7 +96,7 @@ def leafwise(
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
     require_range(name, "weight_decay", weight_decay, 0.0)
-    schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
+    schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     family = _Family(
         name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage, decoupled, weight_decay

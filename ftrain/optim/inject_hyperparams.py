@@ -83,9 +83,13 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> the new factor.
 
     Raises:
-        StructureError: the optimizer is not adjustable.
+        StructureError: it is not a state, or the optimizer is not adjustable.
         OptionError: no scheduled value has such a name, or a factor is negative or not finite.
     """
+    if not isinstance(state, TrainState):
+        raise StructureError(f"adjust: the state is {type(state).__name__}; needs the TrainState of step.init()")
+    if not isinstance(factors, Mapping):
+        raise OptionError(f"adjust: factors is {factors!r}; needs name -> factor, as {{'lr': 0.1}}")
     old = _factors(state.opt_state)
     changed = dict(old)
     for pattern, factor in factors.items():

@@ -398,8 +398,9 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: adamw(0.1, weight_decay=math.nan), r"adamw: weight_decay is nan"),
         (lambda: adamw(math.nan), r"adamw: lr is nan"),
         (lambda: sgd(math.inf), r"lr is inf"),
-        (lambda: sgd("0.1"), r"value is '0\.1'"),
-        (lambda: adamw(None), r"value is None"),
+        (lambda: sgd("0.1"), r"sgd: lr is '0\.1'; it must be a finite number, or a function"),
+        (lambda: adamw(None), r"adamw: lr is None"),
+        (lambda: ft.optim.noise("0.1"), r"noise: stddev is '0\.1'; it must be a finite number"),
         (lambda: adamw(0.1, b1="0.9"), r"adamw: b1 is '0\.9'"),
         (lambda: sgd(0.1, momentum=0.9, dampening=1.5), r"sgd: dampening is 1\.5, needs a number in \[0, 1\]"),
         (
@@ -424,6 +425,9 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: muon(0.1, momentum=1.0), r"muon: momentum is 1\.0"),
         (lambda: muon(0.1, ns_steps=0), r"muon: ns_steps is 0"),
         (lambda: muon(0.1, ns_coefficients=(1.0, 2.0)), r"muon: ns_coefficients is \(1\.0, 2\.0\), needs three"),
+        (lambda: muon(0.1, ns_coefficients=3.0), r"muon: ns_coefficients is 3\.0, needs three"),
+        (lambda: muon(0.1, ns_coefficients=("3", "2", "1")), r"muon: ns_coefficients is \('3', .*, needs three"),
+        (lambda: partition([sgd(0.1)], {"all": ["*"]}), r"partition: optimizers is \[.*; needs label -> optimizer"),
         (lambda: muon(0.1, adjust_lr_fn="other"), r"muon: adjust_lr_fn is 'other'; choices are original, match"),
         (lambda: schedule_free_adamw(0.1, b1=0.0), r"schedule_free_adamw: b1 is 0\.0"),
         *(
