@@ -177,25 +177,24 @@ def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale` for a list of tensors."""
     if not tensors:
         return []
-    if _is_rounded(tensors, factor):
+    if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
         return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
+    if not isinstance(factor, Tensor) and any(map(_torch.foreach_rounds, tensors)):
+        return [tensor * factor for tensor in tensors]
     return list(torch._foreach_mul(tensors, factor))
 
 
 def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale_leaves` in place."""
-    if _is_rounded(tensors, factor):
+    if isinstance(factor, Tensor):
+        one_by_one = any(tensor.dtype != factor.dtype for tensor in tensors)
+    else:
+        one_by_one = any(map(_torch.foreach_rounds, tensors))
+    if one_by_one:
         return [tensor.mul_(factor) for tensor in tensors]
     if tensors:
         torch._foreach_mul_(tensors, factor)
     return tensors
-
-
-def _is_rounded(tensors: list[Tensor], factor: Tensor | float) -> bool:
-    """Whether torch's multiplication of many tensors would round the factor, or not take it."""
-    if isinstance(factor, Tensor):
-        return any(tensor.dtype != factor.dtype for tensor in tensors)
-    return any(map(_torch.foreach_rounds, tensors))
 
 
 def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:
