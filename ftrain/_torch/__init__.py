@@ -160,6 +160,11 @@ unflatten_dense: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = _unflatt
 """Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
 
 
+def foreach_rounds(tensor: Tensor) -> bool:
+    """Whether ``torch._foreach_mul`` rounds a number to the dtype of the tensor: in 16 bits on a CPU (2.13)."""
+    return tensor.dtype.itemsize < 4 and tensor.is_cpu
+
+
 def detach_counting_writes(tensor: Tensor) -> Tensor:
     """Detach a tensor within a `TorchDispatchMode`, so that writes to the result still raise its `version_of`."""
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):

@@ -61,7 +61,7 @@ def adafactor(
         count = exact_count(shared[COUNT])
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
-    def rule(part: Part, share: Tensor, rate: Tensor, decay_factor: Number) -> None:
+    def rule(part: Part, share: Number, rate: Number, decay_factor: Number) -> None:
         p, g, root = part.leaf, part.descent(maximize=maximize, l2=False), max(part.leaf.numel(), 1) ** 0.5
         least = torch.finfo(p.dtype).eps if first is None else first
         length = torch.linalg.vector_norm(p).clamp_(min=second * root)
@@ -87,8 +87,9 @@ def adafactor(
     )
 
 
-def _second_moment(grad: Tensor, state: Mapping[str, Tensor], share: Tensor, least: float) -> Tensor:
+def _second_moment(grad: Tensor, state: Mapping[str, Tensor], share: Number, least: float) -> Tensor:
     row, column, squares = state["row"], state["column"], grad * grad
+    share = share.to(row.dtype) if isinstance(share, Tensor) else share
     if grad.ndim < 2:
         return row.lerp_(squares, share).clone()
     if grad.numel() == 0:

@@ -123,7 +123,8 @@ def adamw_8bit(
 
     The update is that of `adamw`, in float32. Between updates the moments are stored as codes: `mu` and `nu` (uint8,
     shapes of the parameters), with the scales `mu_scale` and `nu_scale` (float32, shape (blocks,)). That is
-    ``2 + 8 / block`` bytes for each parameter element, where `adamw` takes 8.
+    ``2 + 8 / block`` bytes for each parameter element, where `adamw` takes 8. A code of `nu` stands for at least 3e-7
+    of the largest value of its block, so that no element takes longer steps for having a small gradient.
 
     Besides the arguments that `ftrain.optim` describes:
 

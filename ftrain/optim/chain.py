@@ -15,7 +15,8 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.errors import ComposeError, require_range
 from ftrain.optim.partial_update import require_optimizer, require_splittable
-from ftrain.optim.schedules import as_schedule, describe
+from ftrain.optim.schedules.call import describe
+from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
@@ -87,8 +88,9 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
         scale = value.to(grad.dtype) if isinstance(value, Tensor) else value
         return grad + drawn * scale
 
+    schedule = schedule_of("noise", "stddev", stddev)
     select, text = as_select("noise: mask", mask), f"noise({describe(stddev)})"
-    return GradientTransform(apply, select, text, {"noise": as_schedule(stddev)}, needs_rng=True)
+    return GradientTransform(apply, select, text, {"noise": schedule}, needs_rng=True)
 
 
 def project(mask: Mask = matrices) -> GradientTransform:

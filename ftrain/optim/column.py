@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ftrain import _torch
+
 Some: TypeAlias = Any
 """A tensor, or a `Column` of tensors."""
 
@@ -23,13 +25,14 @@ class Column:
     graphs, the method is called on one tensor after another, and the compiler fuses the calls.
     """
 
-    __slots__ = ("eager", "tensors")
+    __slots__ = ("foreach", "tensors")
 
     def __init__(self, tensors: list[Tensor], *, eager: bool = True) -> None:
-        self.tensors, self.eager = tensors, eager
+        # In 16 bits, torch's multiplication of many tensors on a CPU (2.13) rounds the number to the dtype: 0.999 to 1.
+        self.tensors, self.foreach = tensors, eager and not _torch.foreach_rounds(tensors[0])
 
     def __getattr__(self, name: str) -> Callable[..., Column]:
-        function = getattr(torch, f"_foreach_{name}") if self.eager else partial(_one_by_one, name)
+        function = getattr(torch, f"_foreach_{name}") if self.foreach else partial(_one_by_one, name)
 
         def apply(*others: Some, **constants: float) -> Column:
             if name in ADDITIONS and isinstance(others[0], Tensor):
@@ -41,7 +44,7 @@ class Column:
 
     def like(self, tensors: list[Tensor]) -> Column:
         """Return a column of other tensors."""
-        return Column(tensors, eager=self.eager)
+        return Column(tensors, eager=self.foreach)
 
 
 @dataclass(slots=True)

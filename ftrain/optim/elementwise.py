@@ -20,7 +20,7 @@ from ftrain.errors import DeviceError, OptionError, StructureError, require_rang
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
-from ftrain.optim.schedules import as_schedule
+from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
@@ -93,12 +93,13 @@ def leafwise(
         options: further options, which it does not show. Ranks compare all options.
 
     Raises:
-        OptionError: a negative learning rate or weight decay, or no mask; at `init`, a pattern that matches nothing.
+        OptionError: a negative learning rate or weight decay, a switch that is no bool, or no mask; at `init`, a
+            pattern that matches nothing.
     """
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
     require_range(name, "weight_decay", weight_decay, 0.0)
-    schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
+    schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
     family = _Family(
@@ -126,6 +127,9 @@ def leafwise(
         updates = [replace(family, plans=StructureCache(plan)) for _ in parts]
         return [replace(whole, init=family.init, update=update, split=None) for update in updates]
 
+    for option, value in (shown or {}).items():
+        if not isinstance(value, bool | int | float):
+            raise OptionError(f"{name}: {option} is {value!r}, needs True or False")
     shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
     whole = Optimizer(
@@ -257,7 +261,9 @@ class _Family:
         for part in parts:
             kind = part.like.dtype, part.like.device
             if kind not in converted:
-                converted[kind] = tuple(_converted(value, *kind) for value in constants)
+                # Kernels for many tensors take constants in their dtype; in a graph 16 bits would round 0.998 to 0.996.
+                dtype = part.like.dtype if eager else torch.promote_types(part.like.dtype, torch.float32)
+                converted[kind] = tuple(_converted(value, dtype, part.like.device) for value in constants)
             values: Sequence[Number] = converted[kind]
             if self.decoupled:
                 decay_factor, *values = values

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
 from ftrain.tree.name_patterns import near
@@ -38,7 +39,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     inner = _within(optimizer)
 
     def init(params: PyTree) -> PyTree:
-        factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
+        factors = {name: torch.ones((), dtype=torch.float64, device=tree.HOST) for name in optimizer.schedules}
         return {FACTORS: factors, **inner.init(params)}
 
     return dataclasses.replace(
@@ -82,9 +83,13 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> the new factor.
 
     Raises:
-        StructureError: the optimizer is not adjustable.
+        StructureError: it is not a state, or the optimizer is not adjustable.
         OptionError: no scheduled value has such a name, or a factor is negative or not finite.
     """
+    if not isinstance(state, TrainState):
+        raise StructureError(f"adjust: the state is {type(state).__name__}; needs the TrainState of step.init()")
+    if not isinstance(factors, Mapping):
+        raise OptionError(f"adjust: factors is {factors!r}; needs name -> factor, as {{'lr': 0.1}}")
     old = _factors(state.opt_state)
     changed = dict(old)
     for pattern, factor in factors.items():
@@ -94,7 +99,7 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
                 f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
             )
         require_range("adjust", f"the factor of {pattern}", factor, 0.0)
-        new = torch.tensor(float(factor), dtype=torch.float64)
+        new = torch.tensor(float(factor), dtype=torch.float64, device=tree.HOST)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
     if all(changed[name] is factor for name, factor in old.items()):
         return state

@@ -43,6 +43,8 @@ def lion(
         g, mu = part.grad, part.state["mu"]
         descend(part.leaf, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
         mu.lerp_(g, 1 - b2)
+        # The sign of NaN is 0 in torch, which would stop the parameter for good without a word; so it becomes NaN too.
+        part.leaf.add_(mu, alpha=0.0)
 
     return leafwise(
         "lion",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -141,7 +141,11 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _require_choices(ns_coefficients: tuple[float, ...], adjust_lr_fn: str) -> None:
-    if len(ns_coefficients) != 3:
+    if (
+        not isinstance(ns_coefficients, Sequence)
+        or len(ns_coefficients) != 3
+        or not all(isinstance(each, int | float) for each in ns_coefficients)
+    ):
         raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
         raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")

@@ -37,13 +37,15 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     Raises:
         ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost; at `init`: two
             parameters have one name.
-        OptionError: a label has no optimizer; at `init`: a pattern matches nothing, a parameter has two labels or none,
-            or an optimizer has no parameters.
+        OptionError: `optimizers` is no mapping, or a label has no optimizer; at `init`: a pattern matches nothing, a
+            parameter has two labels or none, or an optimizer has no parameters.
 
     >>> import ftrain as ft
     >>> parts = {"matrices": ft.optim.muon(0.02), "rest": ft.optim.adamw(3e-4)}
     >>> optimizer = ft.optim.partition(parts, {"matrices": ["*.weight"]})
     """
+    if not isinstance(optimizers, Mapping):
+        raise OptionError(f"partition: optimizers is {optimizers!r}; needs label -> optimizer")
     for label, optimizer in optimizers.items():
         require_optimizer("partition", label, optimizer)
     selects, label_of = ({}, label_fn) if callable(label_fn) else _by_masks(label_fn, list(optimizers))

@@ -313,7 +313,7 @@ class _Sums:
             return mean
         rest = self._rest[name]
         parts = [float(part) for part in (mean.total, rest.total, mean.weight, rest.weight)]
-        total, weight = torch.tensor(parts, dtype=torch.float64).view(2, 2).sum(1)
+        total, weight = torch.tensor(parts, dtype=torch.float64, device=tree.HOST).view(2, 2).sum(1)
         return Mean(total, weight)
 
 
@@ -374,7 +374,8 @@ def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
     is_weighted = isinstance(metric, Mean) and not metric.plain
     value = metric if not isinstance(metric, Mean) else metric.total if is_weighted else metric.value
     is_number = isinstance(value, Tensor | np.ndarray | np.generic | float | int)
-    value = torch.as_tensor(value) if is_number else value
+    if is_number and not isinstance(value, Tensor):
+        value = torch.as_tensor(np.asarray(value), device=tree.HOST)
     if not is_number or value.numel() != 1 or value.is_complex():
         found = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
         raise LossError(

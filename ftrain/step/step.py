@@ -215,7 +215,7 @@ class Step:
         require_params(params)
         self._require_device(params)
         state = TrainState(
-            step=torch.zeros((), dtype=torch.int64),
+            step=torch.zeros((), dtype=torch.int64, device=tree.HOST),
             params=params,
             frozen=frozen,
             buffers=buffers,

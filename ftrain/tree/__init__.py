@@ -167,7 +167,7 @@ def add(tree: PyTree, other: PyTree) -> PyTree:
 def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
     """Return ``factor * tree``, leaf by leaf; `factor` is a number or a 0-d tensor.
 
-    A 0-d tensor is cast to the dtype of each leaf first, so that leaves keep their dtypes.
+    Leaves keep their dtypes; the factor is not rounded to them first.
     """
     values, spec = flatten(tree)
     return unflatten(spec, scale_leaves(values, factor))
@@ -178,14 +178,20 @@ def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     if not tensors:
         return []
     if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
-        return [tensor * factor.to(tensor.dtype) for tensor in tensors]
+        return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
+    if not isinstance(factor, Tensor) and any(map(_torch.foreach_rounds, tensors)):
+        return [tensor * factor for tensor in tensors]
     return list(torch._foreach_mul(tensors, factor))
 
 
 def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale_leaves` in place."""
-    if isinstance(factor, Tensor) and any(tensor.dtype != factor.dtype for tensor in tensors):
-        return [tensor.mul_(factor.to(tensor.dtype)) for tensor in tensors]
+    if isinstance(factor, Tensor):
+        one_by_one = any(tensor.dtype != factor.dtype for tensor in tensors)
+    else:
+        one_by_one = any(map(_torch.foreach_rounds, tensors))
+    if one_by_one:
+        return [tensor.mul_(factor) for tensor in tensors]
     if tensors:
         torch._foreach_mul_(tensors, factor)
     return tensors

@@ -247,6 +247,10 @@ def test_what_adjust_refuses():
     for factor in (math.nan, math.inf, "1", True, None):
         with pytest.raises(OptionError, match="adjust: the factor of lr is"):
             optim.adjust(state, {"lr": factor})
+    with pytest.raises(OptionError, match=r"adjust: factors is 0\.5; needs name -> factor"):
+        optim.adjust(state, 0.5)
+    with pytest.raises(StructureError, match="adjust: the state is dict; needs the TrainState"):
+        optim.adjust(state.opt_state, {"lr": 0.5})
     with pytest.raises(OptionError, match=r"adjust: the factor of lr is -1\.0"):
         optim.adjust(state, {"lr": -1.0})
     for combined in (

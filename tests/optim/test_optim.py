@@ -153,6 +153,17 @@ def test_a_zero_gradient_moves_nothing(family):
     assert bits(new) == bits(params)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("family", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_shows_in_the_parameters(family, bad):
+    """Also where the update is a sign, which is 0 for NaN: else the parameter would never move again."""
+    optimizer, params = OPTIMIZERS[family](), {"w": torch.ones(4, 4)}
+    state = optimizer.init(params)
+    for gradient in (bad, bad, 1.0):
+        params, state = optimizer.update({"w": torch.full((4, 4), gradient)}, state, params, rates(optimizer))
+    assert not params["w"].isfinite().any()
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "partition"])
 def test_trees_without_a_leaf(family):
     optimizer = FAMILIES[family]()
@@ -387,8 +398,9 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: adamw(0.1, weight_decay=math.nan), r"adamw: weight_decay is nan"),
         (lambda: adamw(math.nan), r"adamw: lr is nan"),
         (lambda: sgd(math.inf), r"lr is inf"),
-        (lambda: sgd("0.1"), r"value is '0\.1'"),
-        (lambda: adamw(None), r"value is None"),
+        (lambda: sgd("0.1"), r"sgd: lr is '0\.1'; it must be a finite number, or a function"),
+        (lambda: adamw(None), r"adamw: lr is None"),
+        (lambda: ft.optim.noise("0.1"), r"noise: stddev is '0\.1'; it must be a finite number"),
         (lambda: adamw(0.1, b1="0.9"), r"adamw: b1 is '0\.9'"),
         (lambda: sgd(0.1, momentum=0.9, dampening=1.5), r"sgd: dampening is 1\.5, needs a number in \[0, 1\]"),
         (
@@ -405,12 +417,17 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: lion(0.1, b2=1.0), r"lion: b2 is 1\.0"),
         (lambda: lamb(0.1, eps=-1.0), r"lamb: eps is -1\.0"),
         (lambda: adafactor(0.1, beta2_decay=0.5), r"adafactor: beta2_decay is 0\.5, needs a number in \[-inf, 0\]"),
+        (lambda: adamw(0.1, amsgrad="no"), "adamw: amsgrad is 'no', needs True or False"),
+        (lambda: sgd(0.1, momentum=0.9, nesterov="true"), "sgd: nesterov is 'true', needs True or False"),
         (lambda: adafactor(0.1, eps=1e-3), r"adafactor: eps is 0\.001, needs a tuple"),
         (lambda: adafactor(0.1, eps=(-1.0, 0.0)), r"adafactor: eps\[0\] is -1\.0"),
         (lambda: adafactor(0.1, d=0.5), r"adafactor: d is 0\.5, needs a number in \[1, inf\)"),
         (lambda: muon(0.1, momentum=1.0), r"muon: momentum is 1\.0"),
         (lambda: muon(0.1, ns_steps=0), r"muon: ns_steps is 0"),
         (lambda: muon(0.1, ns_coefficients=(1.0, 2.0)), r"muon: ns_coefficients is \(1\.0, 2\.0\), needs three"),
+        (lambda: muon(0.1, ns_coefficients=3.0), r"muon: ns_coefficients is 3\.0, needs three"),
+        (lambda: muon(0.1, ns_coefficients=("3", "2", "1")), r"muon: ns_coefficients is \('3', .*, needs three"),
+        (lambda: partition([sgd(0.1)], {"all": ["*"]}), r"partition: optimizers is \[.*; needs label -> optimizer"),
         (lambda: muon(0.1, adjust_lr_fn="other"), r"muon: adjust_lr_fn is 'other'; choices are original, match"),
         (lambda: schedule_free_adamw(0.1, b1=0.0), r"schedule_free_adamw: b1 is 0\.0"),
         *(
@@ -532,12 +549,19 @@ import ftrain as ft
 for make in (ft.optim.adamw, ft.optim.nadam, ft.optim.radam, ft.optim.schedule_free_adamw):
     state = make(0.1).init({"w": torch.ones(2, device="cpu")})
     print(*(f"{leaf.dtype} {leaf.device}" for leaf in state.values() if isinstance(leaf, torch.Tensor)), sep="\\n")
+optimizer = ft.optim.adjustable(ft.optim.adamw_8bit(0.1, block=2, min_size=1))
+step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optimizer)
+state = ft.optim.adjust(step.init({"w": torch.ones(2, device="cpu")}), {"lr": 0.5})
+state, metrics = step(state, torch.ones(2, device="cpu"))
+evaluated = ft.eval_step(lambda params, batch: ((params["w"] * batch).sum(), {"number": 0.1}))
+assert ft.evaluate(evaluated, state, [torch.ones(2, device="cpu")])["number"] == 0.1
+print(*(f"{leaf.dtype} {leaf.device}" for leaf in ft.tree.leaves(state) if leaf.ndim == 0), sep="\\n")
 """
 
 
 def test_counts_do_not_take_the_defaults_of_the_program():
-    """A count in bfloat16 would stop at 256, without a word."""
+    """A count in bfloat16 would stop at 256, without a word; on a GPU, every step would wait for it."""
     shown = subprocess.run([sys.executable, "-c", UNDER_OTHER_DEFAULTS], capture_output=True, text=True, check=True)
     found = shown.stdout.splitlines()
-    assert len(found) == 1 + 2 + 1 + 4
-    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu"}
+    assert len(found) == 1 + 2 + 1 + 4 + 3
+    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}

@@ -46,6 +46,47 @@ def assert_same(found, needed):
         assert torch.equal(a, b)
 
 
+# Constants beside 16 bits
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (lambda: optim.sgd(0.01, momentum=0.99), lambda leaves: torch.optim.SGD(leaves, 0.01, momentum=0.99)),
+        (lambda: optim.rmsprop(0.01, eps=1e-3), lambda leaves: torch.optim.RMSprop(leaves, 0.01, eps=1e-3)),
+    ],
+)
+def test_decay_rates_are_not_rounded_to_16_bits(ours, torchs, dtype):
+    """0.99 would be 0.988 in bfloat16, and 100 steps of momentum 85."""
+    start = {"matrix": randn((40, 50), 0, dtype), "scalar": randn((), 1, dtype)}
+    params, _ = run(ours(), start, steps=10)
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in start.items()}
+    theirs = torchs(list(leaves.values()))
+    for step in range(10):
+        for i, leaf in enumerate(leaves.values()):
+            leaf.grad = randn(leaf.shape, 100 * step + i, dtype)
+        theirs.step()
+    assert_same(params, {name: leaf.detach() for name, leaf in leaves.items()})
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.lion, optim.muon])
+def test_weight_decay_is_not_rounded_to_16_bits_in_a_graph(make):
+    """1 - 0.002 would be 0.996 in bfloat16."""
+    params, zeros, found = {"w": randn((40, 50), 0, BF16)}, {"w": torch.zeros(40, 50, dtype=BF16)}, []
+    optimizer = make(0.02, weight_decay=0.1)
+    for rate in (0.02, torch.tensor(0.02, dtype=F64)):
+        found.append(optimizer.update(zeros, optimizer.init(params), params, {"lr": rate}))
+    assert_same(found[1], found[0])
+
+
+def test_clipping_scales_16_bits_by_the_factor_itself():
+    start, grads = {"w": torch.zeros(1000, dtype=BF16)}, randn((1000,), 0, BF16)
+    step = ft.compose(ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(1.0)), ft.clip(1.0))
+    state, metrics = step(step.init(start), grads)
+    assert_same(state.params["w"], -(grads.to(F64) / (metrics["grad_norm"] + 1e-6)).to(BF16))
+
+
 # Rounding at random
 
 
@@ -293,7 +334,8 @@ def test_values_go_to_the_nearest_code(signed, shape, block):
     found = form.read([stored], F32)
     each = scale.repeat_interleave(block)[: values.numel()]
     assert torch.equal(scale, torch.stack([part.abs().max() for part in values.reshape(-1).split(block)]))
-    shares, known = values.reshape(-1).double() / each, dynamic_map(signed=signed).double()
+    # Those without a sign are second moments, which are never 0.
+    shares, known = values.reshape(-1).double() / each, dynamic_map(signed=signed).double()[0 if signed else 1 :]
     nearest = (shares.unsqueeze(-1) - known).abs().amin(-1)
     error = (found.double() / each - shares).abs()
     # To the nearest, and where float16 cannot tell, to one that is hardly farther.
@@ -359,6 +401,18 @@ def test_small_leaves_stay_in_float32_and_state_is_two_bytes():
     assert state["nu_scale"]["norm0"].shape == (0,)
     small = {"w": randn((40, 50), 0)}
     assert_same(run(optim.adamw_8bit(0.1), small)[0], run(optim.adamw(0.1), small)[0])
+
+
+@pytest.mark.parametrize("small", [1e-3, 1e-4, 1e-6])
+def test_elements_with_small_gradients_beside_large_ones_take_no_longer_steps_in_8_bits(small):
+    """Their second moments were rounded to 0, and their steps up to 90 times as long."""
+    size = torch.full((4096,), small)
+    size[::256] = 1.0
+    start = {"w": torch.zeros(4096)}
+    coded, exact = (
+        run(make(1.0), start, steps=50, size=size)[0]["w"][size < 1].norm() for make in (optim.adamw_8bit, optim.adamw)
+    )
+    assert coded < 1.3 * exact
 
 
 def test_equals_torchaos_8_bit_adamw():

@@ -33,8 +33,8 @@ def randn(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def make_params():
-    return {name: randn(shape, index) for index, (name, shape) in enumerate(SHAPES.items())}
+def make_params(size=1.0):
+    return {name: size * randn(shape, index) for index, (name, shape) in enumerate(SHAPES.items())}
 
 
 def make_grads(step):
@@ -43,16 +43,16 @@ def make_grads(step):
     return {name: size * randn(shape, 100 * step + index) for index, (name, shape) in enumerate(SHAPES.items())}
 
 
-def train(optimizer):
-    params, state = make_params(), optimizer.init(make_params())
+def train(optimizer, size=1.0):
+    params, state = make_params(size), optimizer.init(make_params(size))
     for step in range(STEPS):
         params, state = optimizer.update(make_grads(step), state, params, {"lr": optimizer.schedules["lr"](step)})
     return params, state
 
 
-def train_theirs(make):
+def train_theirs(make, size=1.0):
     """Train with a class of optimizers, and return it and its parameters by name."""
-    leaves = {name: leaf.requires_grad_() for name, leaf in make_params().items()}
+    leaves = {name: leaf.requires_grad_() for name, leaf in make_params(size).items()}
     theirs = make([*leaves.values()])
     if hasattr(theirs, "train"):
         theirs.train()
@@ -153,6 +153,16 @@ def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
             torch.testing.assert_close(column.squeeze(-2), own["exp_avg_sq_col"], **TIGHT)
         else:
             torch.testing.assert_close(row, own["exp_avg_sq"], **TIGHT)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adafactor_equals_that_of_the_trainer(decay):
+    """Its steps have the length of the rate: with epsilon_2 = 1, while no parameter has a larger root mean square."""
+    module = library("transformers.optimization")
+    params, _ = train(optim.adafactor(1e-3, eps=(1e-15, 1.0), weight_decay=decay, **ALL), size=0.2)
+    options = {"scale_parameter": False, "relative_step": False, "weight_decay": decay}
+    _, leaves = train_theirs(lambda each: module.Adafactor(each, lr=1e-3, **options), size=0.2)
+    assert_same(params, leaves)
 
 
 # optax

@@ -229,7 +229,7 @@ class _Compiled:
         """Return scheduled values as tensors, which do not recompile a graph when they change."""
         device = tree.device_of(state.params)
         numbers = [name for name, value in hyper.items() if not isinstance(value, Tensor)]
-        values = torch.tensor([hyper[name] for name in numbers], dtype=backends.widest(device))
+        values = torch.tensor([hyper[name] for name in numbers], dtype=backends.widest(device), device=tree.HOST)
         return {**hyper, **dict(zip(numbers, random.to_device(values, device).unbind(), strict=True))}
 
     def _inputs(
