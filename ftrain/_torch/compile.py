@@ -6,7 +6,9 @@ Importing this file imports neither Dynamo, Inductor nor sympy: the functions do
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +22,23 @@ with private_names():
 
 
 def make_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Run a function on tensors, and return every ATen operation that it dispatched, as a graph."""
-    return make_fx(function, tracing_mode="real")(*inputs)
+    """Run a function on tensors, and return every ATen operation that it dispatched, as a graph.
+
+    What `torch.compile` has compiled runs uncompiled meanwhile, and becomes a part of the graph.
+    """
+    with _uncompiled():
+        return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which a function of `torch.compile` runs uncompiled where `make_fx` would refuse it."""
+    # Nothing is compiled if Dynamo was never imported. Another thread may be importing it.
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    if config is None:
+        return nullcontext()
+    with private_names():
+        patched: AbstractContextManager[object] = config.patch(error_on_nested_fx_trace=False)
+    return patched
 
 
 def is_compiling() -> bool:

@@ -244,3 +244,39 @@ def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
     for _ in range(7):
         found, needed = compiled(found, torch.tensor(2.0))[0], function(needed, torch.tensor(2.0))[0]
     torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-9)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def in_place(layer):
+    layer.compile(backend="eager")
+    return layer
+
+
+def as_a_module(layer):
+    return torch.compile(layer, backend="eager")
+
+
+def as_a_function(layer):
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("by", [in_place, as_a_module, as_a_function])
+def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(by(Layer()), Layer())
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
+    batch = torch.randn(4, 3, dtype=torch.float64)
+    needed, _ = step(step.init(), batch)
+    whole = ft.compiled(lowering="whole", backend="eager")(step)
+    found, _ = whole(whole.init(), batch)
+    assert all(torch.allclose(found.params[name], needed.params[name], rtol=1e-12) for name in needed.params)
