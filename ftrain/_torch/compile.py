@@ -69,6 +69,24 @@ def compile_with_backend(graph: fx.GraphModule, inputs: Sequence[Tensor], backen
     return compiled
 
 
+def has_compiled_gradient(total: Tensor) -> bool:
+    """Whether a tensor was computed from the gradient of a function that `torch.compile` has compiled.
+
+    The backward pass of that gradient raises an error, but only if autograd knows a way through it to a leaf that it is
+    asked for; else the gradients lack a part.
+    """
+    nodes, seen = [total.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CompiledFunctionBackwardBackward":
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """Return the modes of Inductor, such as ``"max-autotune"``, and the options that each one sets."""
     with private_names():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.errors import TraceError
 from ftrain.transforms.compile import capture as capturing
 from tests.exhaustive import choose, exhaustive
 from tests.laws.models import make_batch, make_model, token_loss
@@ -280,3 +281,26 @@ def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
     whole = ft.compiled(lowering="whole", backend="eager")(step)
     found, _ = whole(whole.init(), batch)
     assert all(torch.allclose(found.params[name], needed.params[name], rtol=1e-12) for name in needed.params)
+
+
+def penalised(params, batch):
+    """A gradient penalty, of a function that torch.compile saves no parameter for."""
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(x + params["b"]).sum(), x, create_graph=True)
+    return ((slope.norm(dim=1) - 1) ** 2).mean() + (batch * params["b"]).square().mean()
+
+
+def penalised_by_value(params, batch):
+    return penalised(params, batch) * (1.0 if float(batch[0, 0]) else 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("loss", [penalised, penalised_by_value])
+def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
+    step, batch = ft.train_step(loss, ft.optim.sgd(0.1)), torch.linspace(-1, 1, 20).view(4, 5)
+    state = step.init({"b": torch.linspace(0.5, 1.5, 5)})
+    needed, _ = step(state, batch)
+    found, _ = ft.compiled(backend="aot_eager")(step)(state, batch)
+    torch.testing.assert_close(found.params["b"], needed.params["b"])
+    with pytest.raises(TraceError, match=r"create_graph=True.*lowering='whole'"):
+        ft.compiled(lowering="split", backend="aot_eager")(step)(state, batch)

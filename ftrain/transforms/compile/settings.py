@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain._torch import compile as torch_compile
 from ftrain.backends import Recorder
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
@@ -96,7 +97,14 @@ class Compiler:
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
-            return loss_fn(params, batch, rng=rng, buffers=buffers)
+            output = loss_fn(params, batch, rng=rng, buffers=buffers)
+            if torch_compile.has_compiled_gradient(output[0].total):
+                raise TraceError(
+                    "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which "
+                    "torch.compile cannot in a split step; compile the whole step (lowering='whole'), or leave "
+                    "compiled out"
+                )
+            return output
 
         return compiled
 

@@ -65,8 +65,8 @@ def recomputed(
         if NO_HOOKS not in str(error):
             raise
         raise LossError(
-            "remat: a block takes a gradient by torch.func (grad, vjp, jacrev, hessian), which cannot be recomputed; "
-            "use torch.autograd.grad(..., create_graph=True) in it, or name the blocks to recompute without it (blocks=)"
+            "remat: a block takes a gradient by torch.func (grad, vjp, jacrev, hessian), and cannot be recomputed; use "
+            "torch.autograd.grad(..., create_graph=True) in it, or leave it out of blocks="
         ) from error
 
 

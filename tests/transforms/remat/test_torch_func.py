@@ -40,7 +40,9 @@ def trained(criterion, *wrappers, sloping=False):
     return step(step.init(), torch.randn(4, SIZE, dtype=torch.float64))[0].params
 
 
-@pytest.mark.parametrize("wrapper", [ft.remat(), ft.remat("dots"), ft.remat(budget=0.0)], ids=str)
+# On its first use, torch compiles its own formulas by what it has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrapper", [ft.remat(), ft.remat("dots"), ft.remat(budget=0.0)], ids=lambda each: each.text)
 @pytest.mark.parametrize("criterion", [by_grad, by_example, by_jvp])
 def test_within_a_transform_blocks_compute_the_same_and_the_log_says_what_they_keep(criterion, wrapper, caplog):
     found, needed = trained(criterion, wrapper), trained(criterion)
