@@ -85,7 +85,11 @@ class Compiler:
         return compile
 
     def compile_loss(self, loss: LossFn) -> LossFn:
-        """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters."""
+        """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters.
+
+        Raises:
+            TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
+        """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
