@@ -304,3 +304,14 @@ def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
     torch.testing.assert_close(found.params["b"], needed.params["b"])
     with pytest.raises(TraceError, match=r"create_graph=True.*lowering='whole'"):
         ft.compiled(lowering="split", backend="aot_eager")(step)(state, batch)
+
+
+def test_inductor_scales_what_is_added_to_a_matrix_product():
+    def loss(params, batch):
+        return (batch @ params["w"]).square().mean()
+
+    step = ft.train_step(loss, ft.optim.sgd(0.1, weight_decay=0.1))
+    state, batch = step.init({"w": torch.ones(3, 2)}), torch.linspace(-1, 1, 12).view(4, 3)
+    needed, _ = step(state, batch)
+    found, _ = ft.compiled(lowering="whole")(step)(state, batch)
+    torch.testing.assert_close(found.params["w"], needed.params["w"])

@@ -117,8 +117,10 @@ class Compiler:
         return self.backend or backends.of(device).compile_backend
 
     def options_for(self, backend: str) -> Mapping[str, Any]:
-        """Return the options of the settings, and those that Inductor needs on this CPU."""
-        return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
+        """Return the options of the settings, and those that Inductor needs on this CPU or to be correct."""
+        if backend != capture.INDUCTOR:
+            return self.options
+        return {**capture.options_of_cpu(), "post_grad_custom_pre_pass": torch_compile.scaling_apart(), **self.options}
 
     @contextmanager
     def cache(self) -> Iterator[None]:
