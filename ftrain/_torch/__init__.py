@@ -59,7 +59,7 @@ def private_names() -> Iterator[None]:
 require_version(str(torch.__version__))
 
 with private_names():
-    from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
+    from torch._C import DispatchKey, _are_functorch_transforms_active, _SetExcludeDispatchKeyGuard
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
     from torch._ops import OpOverload as OpOverload
@@ -140,6 +140,10 @@ is_batched: Callable[[Tensor], bool] = is_batchedtensor
 
 is_transformed: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 """Whether a tensor is one of a `torch.func` transform (`vmap`, `grad`, `jvp`, `functionalize`)."""
+
+
+in_transform: Callable[[], bool] = _are_functorch_transforms_active
+"""Whether a `torch.func` transform is running."""
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

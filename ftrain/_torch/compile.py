@@ -6,7 +6,9 @@ Importing this file imports neither Dynamo, Inductor nor sympy: the functions do
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +22,23 @@ with private_names():
 
 
 def make_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Run a function on tensors, and return every ATen operation that it dispatched, as a graph."""
-    return make_fx(function, tracing_mode="real")(*inputs)
+    """Run a function on tensors, and return every ATen operation that it dispatched, as a graph.
+
+    What `torch.compile` has compiled runs uncompiled meanwhile, and becomes a part of the graph.
+    """
+    with _uncompiled():
+        return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which a function of `torch.compile` runs uncompiled where `make_fx` would refuse it."""
+    # Nothing is compiled if Dynamo was never imported. Another thread may be importing it.
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    if config is None:
+        return nullcontext()
+    with private_names():
+        patched: AbstractContextManager[object] = config.patch(error_on_nested_fx_trace=False)
+    return patched
 
 
 def is_compiling() -> bool:
@@ -50,6 +67,51 @@ def compile_with_backend(graph: fx.GraphModule, inputs: Sequence[Tensor], backen
     with torch.no_grad():
         compiled: Callable[..., Any] = lookup_backend(backend)(graph, list(inputs))
     return compiled
+
+
+def has_compiled_gradient(total: Tensor) -> bool:
+    """Whether a tensor was computed from the gradient of a function that `torch.compile` has compiled.
+
+    The backward pass of that gradient raises an error, but only if autograd knows a way through it to a leaf that it is
+    asked for; else the gradients lack a part.
+    """
+    nodes, seen = [total.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CompiledFunctionBackwardBackward":
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+@functools.cache
+def scaling_apart() -> Any:
+    """Return a pass of Inductor that turns ``a.add(b, alpha=c)`` into ``a.add(b * c)``.
+
+    Where one of the two is a matrix product, Inductor makes `addmm` of it and leaves out `alpha` (torch 2.13).
+    """
+    with private_names():
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class ScalingApart(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+                alpha = node.kwargs.get("alpha", 1)
+                if alpha == 1:
+                    continue
+                first, second = node.args
+                with graph.inserting_before(node):
+                    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (second, alpha))
+                scaled.meta = {**second.meta, "val": second.meta["val"] * alpha}
+                node.args, node.kwargs = (first, scaled), {}
+
+        def uuid(self) -> str:
+            return "ftrain.scaling_apart.1"
+
+    return ScalingApart()
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:

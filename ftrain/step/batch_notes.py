@@ -1,4 +1,4 @@
-"""Notes on an error of a loss that its batch may have caused: NumPy arrays, dtypes, or indices out of range."""
+"""Notes on an error of a loss that its batch may have caused: NumPy arrays, dtypes, indices, gradients of inputs."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str
                 f"{', '.join(ranges)}: a label must be from 0 to the number of classes - 1, or be the ignore_index of "
                 "the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1"
             )
+    if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
+        yield (
+            "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new "
+            "leaf in the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
+        )
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" not in str(error) and "Byte" not in str(error):
         return

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.errors import TraceError
 from ftrain.transforms.compile import capture as capturing
 from tests.exhaustive import choose, exhaustive
 from tests.laws.models import make_batch, make_model, token_loss
@@ -244,3 +245,73 @@ def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
     for _ in range(7):
         found, needed = compiled(found, torch.tensor(2.0))[0], function(needed, torch.tensor(2.0))[0]
     torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-9)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def in_place(layer):
+    layer.compile(backend="eager")
+    return layer
+
+
+def as_a_module(layer):
+    return torch.compile(layer, backend="eager")
+
+
+def as_a_function(layer):
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("by", [in_place, as_a_module, as_a_function])
+def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(by(Layer()), Layer())
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
+    batch = torch.randn(4, 3, dtype=torch.float64)
+    needed, _ = step(step.init(), batch)
+    whole = ft.compiled(lowering="whole", backend="eager")(step)
+    found, _ = whole(whole.init(), batch)
+    assert all(torch.allclose(found.params[name], needed.params[name], rtol=1e-12) for name in needed.params)
+
+
+def penalised(params, batch):
+    """A gradient penalty, of a function that torch.compile saves no parameter for."""
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(x + params["b"]).sum(), x, create_graph=True)
+    return ((slope.norm(dim=1) - 1) ** 2).mean() + (batch * params["b"]).square().mean()
+
+
+def penalised_by_value(params, batch):
+    return penalised(params, batch) * (1.0 if float(batch[0, 0]) else 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("loss", [penalised, penalised_by_value])
+def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
+    step, batch = ft.train_step(loss, ft.optim.sgd(0.1)), torch.linspace(-1, 1, 20).view(4, 5)
+    state = step.init({"b": torch.linspace(0.5, 1.5, 5)})
+    needed, _ = step(state, batch)
+    found, _ = ft.compiled(backend="aot_eager")(step)(state, batch)
+    torch.testing.assert_close(found.params["b"], needed.params["b"])
+    with pytest.raises(TraceError, match=r"create_graph=True.*lowering='whole'"):
+        ft.compiled(lowering="split", backend="aot_eager")(step)(state, batch)
+
+
+def test_inductor_scales_what_is_added_to_a_matrix_product():
+    def loss(params, batch):
+        return (batch @ params["w"]).square().mean()
+
+    step = ft.train_step(loss, ft.optim.sgd(0.1, weight_decay=0.1))
+    state, batch = step.init({"w": torch.ones(3, 2)}), torch.linspace(-1, 1, 12).view(4, 3)
+    needed, _ = step(state, batch)
+    found, _ = ft.compiled(lowering="whole")(step)(state, batch)
+    torch.testing.assert_close(found.params["w"], needed.params["w"])

@@ -1300,6 +1300,18 @@ def test_a_float64_batch_is_named_where_the_step_is_compiled_and_cut():
     assert any("batch.x is float64[" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("wrapper", [ft.accumulate(2), ft.compiled(backend="eager")], ids=["pieces", "graph"])
+def test_the_gradient_of_an_input_that_is_no_leaf_says_how_to_take_it(wrapper):
+    def loss(params, batch):
+        (slope,) = torch.autograd.grad((batch["x"] * params["w"]).sum(), batch["x"], create_graph=True)
+        return slope.square().mean()
+
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), wrapper)
+    with pytest.raises(RuntimeError) as raised:
+        step(step.init({"w": torch.ones(3)}), {"x": torch.ones(4, 3, requires_grad=True)})
+    assert any("x = batch['x'].detach().requires_grad_()" in note for note in raised.value.__notes__)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_errors_of_a_loss_that_have_nothing_to_do_with_its_batch_get_no_note(dtype):
     def loss(params, batch):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain._torch import compile as torch_compile
 from ftrain.backends import Recorder
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
@@ -84,7 +85,11 @@ class Compiler:
         return compile
 
     def compile_loss(self, loss: LossFn) -> LossFn:
-        """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters."""
+        """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters.
+
+        Raises:
+            TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
+        """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
@@ -96,7 +101,14 @@ class Compiler:
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
-            return loss_fn(params, batch, rng=rng, buffers=buffers)
+            output = loss_fn(params, batch, rng=rng, buffers=buffers)
+            if torch_compile.has_compiled_gradient(output[0].total):
+                raise TraceError(
+                    "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which "
+                    "torch.compile cannot in a split step; compile the whole step (lowering='whole'), or leave "
+                    "compiled out"
+                )
+            return output
 
         return compiled
 
@@ -105,8 +117,10 @@ class Compiler:
         return self.backend or backends.of(device).compile_backend
 
     def options_for(self, backend: str) -> Mapping[str, Any]:
-        """Return the options of the settings, and those that Inductor needs on this CPU."""
-        return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
+        """Return the options of the settings, and those that Inductor needs on this CPU or to be correct."""
+        if backend != capture.INDUCTOR:
+            return self.options
+        return {**capture.options_of_cpu(), "post_grad_custom_pre_pass": torch_compile.scaling_apart(), **self.options}
 
     @contextmanager
     def cache(self) -> Iterator[None]:

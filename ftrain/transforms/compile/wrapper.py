@@ -91,7 +91,8 @@ def compiled(
 
     Raises:
         OptionError: for an unknown lowering, backend, mode or option, or for options that exclude each other.
-        TraceError: from the step, when ``lowering="whole"`` and it cannot be captured.
+        TraceError: from the step, when ``lowering="whole"`` and it cannot be captured; when ``lowering="split"`` and
+            the loss differentiates a gradient that it has taken.
         Exception: from the step, whatever the compiler raises, unless the lowering is ``"auto"``.
         BatchError: from the step, when batches need more than `max_graphs` graphs.
     """

@@ -75,6 +75,9 @@ class Budget:
         costs: list[list[PolicyCost]] = []
 
         def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.in_transform():  # Not recomputed there.
+                costs.append([PolicyCost(NONE, 0, 0)])
+                return within(None, function, *args, **kwargs)
             meter = _Meter()
             with saved_tensors_hooks(meter.save, _never), meter:
                 returned = within(None, function, *args, **kwargs)

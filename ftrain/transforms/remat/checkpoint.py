@@ -21,6 +21,9 @@ Run: TypeAlias = Callable[..., Any]
 WRITTEN = "modified by an inplace operation"
 """Part of torch's error for a saved tensor that was written in place."""
 
+NO_HOOKS = "support saved tensor hooks"
+"""Part of torch's error for hooks within a transform that takes a gradient."""
+
 CHANGED = (
     "was changed in place before the block was recomputed; use the operation that is not in place (x = x.add(1) "
     "and not x.add_(1))"
@@ -48,14 +51,23 @@ def recomputed(
         device: where it computes; the autocast of this device and of the host is restored.
 
     Raises:
-        LossError: in the backward pass, when a tensor among the arguments, or one that would have been saved, was
-            changed in place, or when the second run saves fewer tensors, or one of another shape, dtype or device.
+        LossError: when the function takes a gradient by `torch.func`. In the backward pass, when a tensor among the
+            arguments, or one that would have been saved, was changed in place, or when the second run saves fewer
+            tensors, or one of another shape, dtype or device.
     """
     if not torch.is_grad_enabled():
         return first(*args, **kwargs)
     run = _Recomputed(again, (args, kwargs), device)
-    with saved_tensors_hooks(run.pack, run.unpack):
-        return first(*args, **kwargs)
+    try:
+        with saved_tensors_hooks(run.pack, run.unpack):
+            return first(*args, **kwargs)
+    except RuntimeError as error:
+        if NO_HOOKS not in str(error):
+            raise
+        raise LossError(
+            "remat: a block takes a gradient by torch.func (grad, vjp, jacrev, hessian), and cannot be recomputed; use "
+            "torch.autograd.grad(..., create_graph=True) in it, or leave it out of blocks="
+        ) from error
 
 
 class _Placeholder:

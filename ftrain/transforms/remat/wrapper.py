@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,10 @@ from ftrain.tree import device_off_host
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"
+IN_TRANSFORM = (
+    "remat: a block that runs within a transform of torch.func (grad, vmap, jvp ...) keeps its activations, since they "
+    "cannot be recomputed there; for a gradient by torch.autograd.grad(..., create_graph=True) they can"
+)
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -38,7 +43,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
     By default the blocks are the repeated children of the module's `ModuleList` and `Sequential`; in a pure function,
     the functions marked by `ft.block`. Blocks inside a block are recomputed one by one when it is recomputed: this has
     a lower peak of memory, and runs them once more. Models of transformers that fill a cache of keys and values
-    (``config.use_cache``) run without it; the log says so once.
+    (``config.use_cache``) run without it; the log says so once, and also if a block runs within a transform of
+    `torch.func`, where its activations are kept.
 
     Args:
         policy: which activations to keep. ``"full"`` recomputes everything, ``"dots"`` keeps matmuls, convolutions and
@@ -146,11 +152,15 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
     """Return a region that runs blocks so that they can be recomputed, and counts them in ``calls[0]``."""
     # Not compiled by Dynamo: a compiled block saves other tensors, in its two runs too.
     run_recomputed: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
+    log_once = functools.cache(log_on_first_rank)
 
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         chosen: Any = plan.next_policy() if plan is not None else policy if choice is None else choice
         inside = partial(within, again if plan is None else None, function)
+        if chosen != NONE and _torch.in_transform():
+            log_once(IN_TRANSFORM)
+            chosen = NONE
         if chosen == NONE:
             return inside(*args, **kwargs)
         tensors = _tensors_of(slots, (args, kwargs))
