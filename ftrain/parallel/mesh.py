@@ -17,7 +17,7 @@ from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import DeviceError, OptionError, require_positive_number
-from ftrain.parallel.join import at_exit, join
+from ftrain.parallel.process_group import at_exit, join
 from ftrain.parallel.rank_watch import watch
 from ftrain.types import PyTree
 
@@ -56,7 +56,10 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     world = dist.get_world_size()
     for name, size in ((REPLICATE, replicate), (SHARD, shard)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size):
-            raise OptionError(f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks")
+            raise OptionError(
+                f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks, the number that "
+                "torchrun has started (torchrun --nproc-per-node=...), or 1 without it"
+            )
     shard = shard or world // (replicate or 1)
     replicate = replicate or world // shard
     if replicate * shard != world:
