@@ -76,9 +76,10 @@ def main() -> None:
     state, _ = ft.fit(step, step.init(seed=0), loader, steps=steps)
     result = ft.evaluate(ft.eval_step(loss_fn), state, [test[:]])
     seconds = time.perf_counter() - start
-    print(f"\ntest accuracy {result['accuracy']:.2%} on {len(test)} held-out digits, {steps} steps in {seconds:.0f} s")
+    made = int(state.step)  # Fewer after Ctrl-C.
+    print(f"\ntest accuracy {result['accuracy']:.2%} on {len(test)} held-out digits, {made} steps in {seconds:.0f} s")
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -259,6 +259,8 @@ def options() -> argparse.Namespace:
     add("save-every", 200, "steps between checkpoints")
     add("out", Path("runs/lm"), "directory of the run; a run found there is resumed")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} is not a positive number")
     if options.heads < 1 or options.width < 1 or options.width % (2 * options.heads):
         parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
     return options

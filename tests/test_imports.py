@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import ftrain as ft
 
 HEAVY = {
@@ -35,6 +37,50 @@ before = {*sys.modules}
 import ftrain
 print(*sorted({*sys.modules} - before))
 """
+
+WITHOUT_DISTRIBUTED = """
+import sys
+
+# Torch looks for these functions in its C++ part, which it has imported before.
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed":
+            for function in ("_c10d_init", "_rpc_init", "_dist_autograd_init"):
+                delattr(sys.modules["torch._C"], function)
+        if name.startswith("torch._C._distributed"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hide())
+import torch
+import ftrain as ft
+from ftrain.errors import DeviceError, FtrainError
+
+assert not torch.distributed.is_available()
+step = ft.train_step(lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.adamw(0.1))
+step = ft.compose(step, ft.accumulate(2), ft.clip(1.0), ft.ema(0.9))
+state = lambda: step.init({"w": torch.ones(3, 2)})
+run = {"checkpoints": ft.Checkpoints(sys.argv[1], every=2), "progress": False}
+stopped, _ = ft.fit(step, state(), [torch.ones(4, 3)] * 4, steps=3, **run)
+resumed, _ = ft.fit(step, state(), [torch.ones(4, 3)] * 4, steps=4, **run)
+assert int(stopped.step) == 3 and int(resumed.step) == 4
+planned = lambda: ft.anatomy(step, state(), torch.ones(4, 3), mesh=(1, 2), level=1)
+for refused in (ft.parallel.mesh, lambda: ft.sharded(None), planned, lambda: ft.with_amp("fp8")(step)):
+    try:
+        refused()
+    except FtrainError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_ranks(tmp_path):
+    root, arguments = Path(ft.__file__).parents[1], ["-c", WITHOUT_DISTRIBUTED, str(tmp_path / "run")]
+    found = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    refusals = found.stdout.splitlines()
+    expected = [f"DeviceError {name}: torch {torch.__version__} was built" for name in ("mesh", "sharded", "mesh")]
+    assert [each.partition(" without torch.distributed")[0] for each in refusals[:3]] == expected
+    assert len(refusals) == 4
+    assert refusals[3].startswith("FtrainError with_amp(fp8): ")
 
 
 def test_nothing_heavy_is_imported():

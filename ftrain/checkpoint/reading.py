@@ -18,9 +18,9 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, block_of_this_rank, has_many_ranks, runs
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
 from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, parse
+from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.checkpoint.validate import fill_like, match_leaves, rename_paths
 from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.types import PyTree
 

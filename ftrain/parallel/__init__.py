@@ -12,9 +12,9 @@ How a step of `ftrain.sharded` goes through the files:
 5. The optimizer updates the local parts, and if it needs whole leaves, `whole_update` sends each to one rank.
 6. `state` makes DTensors of the new parts.
 
-`mesh` arranges the ranks that `join` has connected, and has their collectives. `rank_watch` names a rank that does
-not join one. Around the steps of `fit`, `agreement` makes all ranks continue, stop and fail together, and `stand_in`
-takes part in a step for which a rank has no memory.
+`mesh` arranges the ranks that `process_group` has connected, and has their collectives. `rank_watch` names a rank that
+does not join one. Around the steps of `fit`, `agreement` makes all ranks continue, stop and fail together, and
+`stand_in` takes part in a step for which a rank has no memory.
 """
 
 from ftrain.parallel.compression import powersgd as powersgd

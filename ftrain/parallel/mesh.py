@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.mesh import PlannedMesh, release_groups
-from ftrain.errors import OptionError, require_positive_number
-from ftrain.parallel.join import at_exit, join
+from ftrain.errors import DeviceError, OptionError, require_positive_number
+from ftrain.parallel.process_group import at_exit, join
 from ftrain.parallel.rank_watch import watch
 from ftrain.types import PyTree
 
@@ -48,13 +48,18 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     Raises:
         OptionError: when the product of the sizes is not the number of ranks, the timeout is not positive, or a node
             has fewer devices than ranks.
+        DeviceError: when torch was built without torch.distributed.
     """
+    require_distributed("mesh")
     require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
     for name, size in ((REPLICATE, replicate), (SHARD, shard)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size):
-            raise OptionError(f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks")
+            raise OptionError(
+                f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks, the number that "
+                "torchrun has started (torchrun --nproc-per-node=...), or 1 without it"
+            )
     shard = shard or world // (replicate or 1)
     replicate = replicate or world // shard
     if replicate * shard != world:
@@ -194,8 +199,26 @@ def _wait(started: Tensor, source: Tensor) -> Tensor:
 
 
 def planned_mesh(replicate: int, shard: int) -> DeviceMesh:
-    """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values."""
+    """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values.
+
+    Raises:
+        DeviceError: when torch was built without torch.distributed.
+    """
+    require_distributed("mesh")
     return PlannedMesh(tree.HOST.type, (REPLICATE, SHARD), (replicate, shard))
+
+
+def require_distributed(function: str) -> None:
+    """Check that torch was built with torch.distributed: some builds, as for NVIDIA Jetson, have none.
+
+    Raises:
+        DeviceError: when it was not.
+    """
+    if not dist.is_available():
+        raise DeviceError(
+            f"{function}: torch {torch.__version__} was built without torch.distributed, which a mesh of ranks needs; "
+            "leave out ft.sharded to train on one device, or install a torch that has it (USE_DISTRIBUTED=1)"
+        )
 
 
 def require_all_ranks_of(mesh: DeviceMesh) -> None:

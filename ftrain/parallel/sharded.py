@@ -20,7 +20,15 @@ from ftrain.parallel.compression import Compression
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, loss_params, passing
-from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, groups, require_all_ranks_of, require_ranks
+from ftrain.parallel.mesh import (
+    ALL,
+    REPLICATE,
+    SHARD,
+    groups,
+    require_all_ranks_of,
+    require_distributed,
+    require_ranks,
+)
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
@@ -97,7 +105,9 @@ def sharded(
         StructureError: from the step, for a state that is sharded differently; from the first one, on every rank, when
             they make different steps, or have different states or keys; from ``Step.init``, for different models.
         RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
+        DeviceError: when torch was built without torch.distributed.
     """
+    require_distributed("sharded")
     if isinstance(level, bool) or level not in LEVELS:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):

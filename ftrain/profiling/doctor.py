@@ -22,6 +22,7 @@ from ftrain.profiling import rates
 from ftrain.tree import dtype_name
 
 COPY_BYTES = 1 << 26
+NO_COLLECTIVES = "none: torch was built without torch.distributed"
 PACKAGES = "torch", "optree", "safetensors", "numpy", "rich", "matplotlib"
 """Packages that ftrain requires, or uses if they are installed."""
 
@@ -150,7 +151,7 @@ _FACTS: dict[str, Callable[[Backend], str]] = {
     "graphs": lambda record: _yes_or_no(record.recorder),
     "fused updates": lambda record: _yes_or_no(record.fused_optimizers),
     "pinned memory": lambda record: _yes_or_no(record.pinned_memory),
-    "collectives": lambda record: record.distributed,
+    "collectives": lambda record: record.distributed if torch.distributed.is_available() else NO_COLLECTIVES,
     "memory": _memory,
     "attention": _attention,
     "matmul": _matmuls,

@@ -166,8 +166,12 @@ def fit(
             _train(run)
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
-    if checkpoints and (number := votes.agreed_signal()):
-        raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
+    if number := votes.agreed_signal():
+        if checkpoints:
+            raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
+        if agreement.is_first:
+            # The program goes on, perhaps with another run: without this line, as if the signal had not come.
+            Display().say(f"fit: ended by {number.name} after step {run.step}; returns what was trained")
     return run.result
 
 

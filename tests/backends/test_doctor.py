@@ -117,3 +117,9 @@ def test_it_runs_as_a_command(capsys, monkeypatch):
         runpy.run_module("ftrain", run_name="__main__")
     assert left.value.code == 0
     assert "collectives    gloo" in capsys.readouterr().out
+
+
+def test_a_torch_without_torch_distributed_has_no_collectives(capsys, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_FACTS", {"collectives": doctor._FACTS["collectives"]})
+    assert facts(told(capsys, "cpu")) == {"collectives": "none: torch was built without torch.distributed"}

@@ -208,8 +208,8 @@ def test_bad_samples_are_skipped_and_counted(num_workers):
     loader = made(Faulty(12, raises=[1, 4, 6]), 4, num_workers=num_workers, on_error="skip")
     with pytest.warns(UserWarning, match=r"sample 1 of epoch 0.*loader.skipped") as warned:
         found = taken(loader)
-    # Only of the first; the others are counted.
-    assert len(warned) == 1
+    # Only of the first; the others are counted. (Python has a warning of its own about a fork.)
+    assert len([each for each in warned if each.category is UserWarning]) == 1
     assert loader.skipped == loader.state_dict()["skipped"] == 3
     # Batches keep their shape: good samples take the places of bad ones.
     assert found == [[0, 2, 3, 0], [5, 7, 5, 7], [8, 9, 10, 11]]

@@ -1,8 +1,8 @@
 """A state of the optimizer that lives in files computes the same, to the bit, and is a state like any other."""
 
 import ctypes
-import gc
 import errno
+import gc
 import os
 
 import pytest

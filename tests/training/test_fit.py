@@ -366,12 +366,13 @@ def test_ctrl_c_that_is_ignored_stays_ignored():
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("at", [0, 2])
-def test_ctrl_c_returns_what_was_trained(at):
+def test_ctrl_c_returns_what_was_trained(at, capsys):
     before = signal.getsignal(signal.SIGINT)
     step = make()
     state, history = fit(step, interrupting(batches(6), at), steps=6)
     assert signal.getsignal(signal.SIGINT) is before
     assert history.stopped == "interrupt"
+    assert f"fit: ended by SIGINT after step {at + 1}; " in capsys.readouterr().err
     needed, losses = by_hand(make(), batches(6)[: at + 1])
     assert_bitwise(state, needed)
     assert history["loss"] == losses

@@ -24,13 +24,15 @@ MULTIPLE = 16
 
 
 def require_torchao() -> None:
-    """Check that torchao is installed, without importing it.
+    """Check that torchao is installed and can be imported, without importing it.
 
     Raises:
-        FtrainError: when it is not.
+        FtrainError: when it is not, or torch lacks what it imports.
     """
     if importlib.util.find_spec("torchao") is None:
         raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'ftrain[float8]'")
+    if not torch.distributed.is_available():
+        raise FtrainError(f"{NAME}: torchao needs torch.distributed, without which this torch was built; use bf16")
 
 
 def in_float8(loss: Loss) -> Loss:

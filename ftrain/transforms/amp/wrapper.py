@@ -65,7 +65,7 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     Raises:
         OptionError: for another dtype; for `watch` with ``"tf32"``, ``"fp8"`` or ``"auto"``; for ``"fp8"`` when the
             loss has no module with such layers.
-        FtrainError: for ``"fp8"`` without torchao.
+        FtrainError: for ``"fp8"`` without torchao, or without torch.distributed, which torchao imports.
         ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
             it is watched and a pure loss calls no function marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.

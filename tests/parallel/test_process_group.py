@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ftrain._torch import store
 from ftrain.errors import OptionError, RankError
-from ftrain.parallel import join
-from ftrain.parallel.join import name_of_start
+from ftrain.parallel import process_group
+from ftrain.parallel.process_group import name_of_start
 
 SIZE = 3
 
@@ -51,9 +51,9 @@ def test_ranks_that_are_started_again_share_a_name_that_no_earlier_start_had(lau
 
 def test_what_a_failed_collective_left_in_the_store_of_the_launcher_is_gone_after_the_next_start(launcher):
     """A thread of NCCL would end the new ranks when it finds it."""
-    launcher(60.0).set(join.EXCEPTION, "rank 1")
+    launcher(60.0).set(process_group.EXCEPTION, "rank 1")
     start(launcher, range(SIZE))
-    assert not launcher(60.0).check([join.EXCEPTION])
+    assert not launcher(60.0).check([process_group.EXCEPTION])
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_what_a_failed_collective_left_in_the_store_of_the_launcher_is_gone_afte
 )
 def test_a_rank_takes_a_device_of_its_own(monkeypatch, variables, count, taken):
     devices = []
-    monkeypatch.setattr(join.os, "environ", variables)
-    join._take_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
+    monkeypatch.setattr(process_group.os, "environ", variables)
+    process_group._take_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
     assert devices == [taken]
 
 
 def test_more_ranks_than_devices_on_a_node(monkeypatch):
-    monkeypatch.setattr(join.os, "environ", {"RANK": "9", "LOCAL_RANK": "4"})
+    monkeypatch.setattr(process_group.os, "environ", {"RANK": "9", "LOCAL_RANK": "4"})
     module = SimpleNamespace(set_device=pytest.fail, device_count=lambda: 4)
     with pytest.raises(OptionError, match=r"mesh: LOCAL_RANK is 4, and this process sees 4 devices.*per-node=4"):
-        join._take_device(module)
+        process_group._take_device(module)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_more_ranks_than_devices_on_a_node(monkeypatch):
     ],
 )
 def test_one_of_many_processes_without_a_rank_is_warned_that_it_is_alone(monkeypatch, variables, told):
-    monkeypatch.setattr(join.os, "environ", variables)
-    monkeypatch.setattr(join.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_group.os, "environ", variables)
+    monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
     with pytest.warns(UserWarning, match=told) if told else nullcontext():
-        join._initialise(1.0)
+        process_group._initialise(1.0)
 
 
 def test_after_an_error_and_in_a_copy_of_the_process_nothing_is_done_to_groups_at_the_end(monkeypatch):
     registered, called = [], []
-    monkeypatch.setattr(join.atexit, "register", registered.append)
-    join.at_exit(called.append, "first")
+    monkeypatch.setattr(process_group.atexit, "register", registered.append)
+    process_group.at_exit(called.append, "first")
     (end,) = registered
     monkeypatch.setattr(sys, "last_value", OSError(), raising=False)
     end()
     monkeypatch.delattr(sys, "last_value")
-    monkeypatch.setattr(join.os, "getpid", lambda: -1)
+    monkeypatch.setattr(process_group.os, "getpid", lambda: -1)
     end()
     assert called == []
     monkeypatch.undo()
