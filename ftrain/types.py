@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import optree
 from torch import Tensor, nn
@@ -380,19 +380,6 @@ class Optimizer:
     name: str = ""
     by_element: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@runtime_checkable
-class RefusingUpdate(Protocol):
-    """An `Optimizer.update` that takes another argument, `accept`, a 0-d bool tensor.
-
-    If `accept` is false, a donated state stays as it is; or the update returns new tensors, and the caller chooses.
-    """
-
-    @property
-    def can_refuse(self) -> bool:
-        """Whether it may write to the donated state."""
-        ...
 
 
 class Runner(Protocol):

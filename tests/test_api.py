@@ -251,7 +251,6 @@ INNER = {
         "Optimizer",
         "PyTree",
         "RNG",
-        "RefusingUpdate",
         "Runner",
         "STATIC",
         "Schedule",

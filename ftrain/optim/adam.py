@@ -180,20 +180,9 @@ def _adam(
     fixed = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        leaf, grad, mu, nu = part.leaf, part.grad, part.state["mu"], part.state["nu"]
-        largest, counts = part.state["nu_max"] if amsgrad else [], [shared[COUNT]] * len(leaf)
-        kernel(
-            leaf,
-            grad,
-            mu,
-            nu,
-            largest,
-            counts,
-            lr=rate,
-            weight_decay=part.weight_decay,
-            found_inf=found_inf,
-            **fixed,
-        )
+        columns = part.leaf, part.grad, part.state["mu"], part.state["nu"]
+        largest, counts = part.state["nu_max"] if amsgrad else [], [shared[COUNT]] * len(part.leaf)
+        kernel(*columns, largest, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf, **fixed)
 
     return leafwise(
         name,

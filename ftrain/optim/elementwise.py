@@ -102,20 +102,9 @@ def leafwise(
     schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
+    shared, plans = shared or {}, StructureCache(planner.plan)
     family = _Family(
-        name,
-        rule,
-        state,
-        names,
-        shared or {},
-        constants,
-        fused,
-        foreach,
-        alike,
-        storage,
-        decoupled,
-        weight_decay,
-        StructureCache(planner.plan),
+        name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
     )
 
     def init(params: PyTree) -> PyTree:
@@ -150,7 +139,8 @@ def leafwise(
 class _Family:
     """The update of an optimizer: a formula with the options of `leafwise`, and how it is applied.
 
-    `names` are those of the trees in the state, and `plans` the plans of the last trees; it is a `RefusingUpdate`.
+    `names` are those of the trees in the state, and `plans` the plans of the last trees; it is an
+    `ftrain.step.core.RefusingUpdate`.
     """
 
     name: str
@@ -252,17 +242,22 @@ class _Family:
             found_inf = None if accept is None else (~accept).float()
             for part in parts:
                 kernel(part, rate, scalars, found_inf)
-            return
+        else:
+            self._apply_rule(parts, rate, scalars)
+
+    def _apply_rule(self, parts: Iterable[Part], rate: Number, scalars: Mapping[str, Tensor]) -> None:
         constants = (rate,) if self.constants is None else self.constants(rate, scalars)
         if self.decoupled:
             constants = (1 - rate * self.weight_decay, *constants)
-        constants = tuple(map(_number, constants)) if eager else _materialized(constants, rate)
+        constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_number, constants))
         converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
             kind = part.like.dtype, part.like.device
             if kind not in converted:
-                # Kernels for many tensors take constants in their dtype; in a graph 16 bits would round 0.998 to 0.996.
-                dtype = part.like.dtype if eager else torch.promote_types(part.like.dtype, torch.float32)
+                dtype = part.like.dtype
+                if isinstance(rate, Tensor):
+                    # In a graph 16 bits would round 0.998 to 0.996; kernels for many tensors need their own dtype.
+                    dtype = torch.promote_types(dtype, torch.float32)
                 converted[kind] = tuple(_converted(value, dtype, part.like.device) for value in constants)
             values: Sequence[Number] = converted[kind]
             if self.decoupled:

@@ -81,6 +81,8 @@ class _InBackward:
         self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(
             result.total.dtype
         )
+        for leaf in result.params:
+            leaf.grad = None  # A loss that calls `backward` itself has set it.
         # Autograd copies a gradient for `.grad` that something else refers to, such as the cotangent or a saved tensor.
         run_backward(result, self._cotangent_of(result), add=True)
         grads = self._grad.filled(state, result, tuple(leaf.grad for leaf in result.params))

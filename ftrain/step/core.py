@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,11 +28,24 @@ from ftrain.types import (
     Metrics,
     Optimizer,
     PyTree,
-    RefusingUpdate,
     TrainState,
     UpdateFn,
     replace,
 )
+
+
+@runtime_checkable
+class RefusingUpdate(Protocol):
+    """An `Optimizer.update` that takes another argument, `accept`, a 0-d bool tensor.
+
+    If `accept` is false, a donated state stays as it is; or the update returns new tensors, and the caller chooses.
+    """
+
+    @property
+    def can_refuse(self) -> bool:
+        """Whether it may write to the donated state."""
+        ...
+
 
 OnFiniteCheck = Callable[[PyTree, Tensor], PyTree]
 

@@ -377,9 +377,9 @@ def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
     if is_number and not isinstance(value, Tensor):
         value = torch.as_tensor(np.asarray(value), device=tree.HOST)
     if not is_number or value.numel() != 1 or value.is_complex():
-        found = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
+        description = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
         raise LossError(
-            f"{text}: the metric {name!r} is {found}; an evaluation takes the mean of real numbers: 0-d "
+            f"{text}: the metric {name!r} is {description}; an evaluation takes the mean of real numbers: 0-d "
             "tensors or Means"
         )
     if is_weighted:

@@ -284,7 +284,7 @@ def test_a_scheduler_of_torch_is_no_schedule():
 
 
 def test_what_makes_a_schedule_is_none_itself():
-    with pytest.raises(OptionError, match=r"value is the function warmup_cosine itself; needs a call, warmup_cosine\("):
+    with pytest.raises(OptionError, match=r"sgd: lr is the function warmup_cosine itself; needs a call"):
         optim.sgd(ft.schedules.warmup_cosine)
 
 
