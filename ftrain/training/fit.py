@@ -189,17 +189,22 @@ def _train(run: Run) -> None:
 
 
 def _end_by(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *, prints: bool) -> None:
-    """Print what became of the run, if this rank prints, and raise the error that ends the process if it is saved."""
-    if checkpoints is None:
-        # The program goes on, perhaps with another run: without this line, as if the signal had not come.
-        where = f" after step {run.step}; returns what was trained"
-    else:
+    """End the process by an error if the run is saved; else print that it has ended, for the program goes on."""
+    if checkpoints is not None:
+        raise _interrupted(number, checkpoints, run.result, prints=prints)
+    if prints:
+        Display().say(f"fit: ended by {number.name} after step {run.step}; returns what was trained")
+
+
+def _interrupted(
+    number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, prints: bool
+) -> Interrupted:
+    """Print where the run is saved, if this rank prints, and return the error that ends the process."""
+    if prints:
         steps = checkpoints.steps()
         path = checkpoints.path(steps[-1]) if steps else None
-        where = f", saved in {path}; the same call continues from there" if path else ", before any step"
-    if prints:
-        Display().say(f"fit: ended by {number.name}{where}")
-    if checkpoints is not None:
-        error = Interrupted(EXIT_CODE_BASE + number)
-        error.result = run.result
-        raise error
+        where = f"saved in {path}; the same call continues from there" if path else "before any step"
+        Display().say(f"fit: ended by {number.name}, {where}")
+    error = Interrupted(EXIT_CODE_BASE + number)
+    error.result = result
+    return error
