@@ -37,6 +37,7 @@ from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.loss_forms import zero_if_empty
+from ftrain.step.microbatch import with_fewest_examples
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
 from ftrain.types import (
@@ -245,7 +246,9 @@ class _RankStep:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
                 # The wait is outside of the watch, so that the others know of an error before this rank waits for them.
                 waiting = waiting_after(_leaves_ranks_connected)
-                with setting(current_layout, layout), waiting, self._watch, sharding.over(layout.shards):
+                # Wrappers outside of the sum over ranks split rows, too.
+                splitting = with_fewest_examples(rows.fewest)
+                with setting(current_layout, layout), waiting, self._watch, sharding.over(layout.shards), splitting:
                     new, metrics = runner(*args)
                 return self._local_states.put_back(new, state), metrics
 
