@@ -143,8 +143,8 @@ class Group:
 
         def joined() -> list[Tensor]:
             others = exchanged.pop()()
-            before, after = (rows.split_with_sizes(lengths, 1) for rows in (others[: self.rank], others[self.rank :]))
-            return [torch.cat([*rows]) for rows in zip(before, [row[None] for row in tensors], after, strict=True)]
+            lower, higher = (rows.split_with_sizes(lengths, 1) for rows in (others[: self.rank], others[self.rank :]))
+            return [torch.cat([*rows]) for rows in zip(lower, [row[None] for row in tensors], higher, strict=True)]
 
         return joined
 
@@ -161,12 +161,12 @@ class Group:
             return lambda: [*started().split_with_sizes(lengths)]
         others = [rank for rank in range(self.size) if rank != self.rank]
         exchanged = self._start_exchange_with_others(torch.cat([each[rank] for rank in others for each in matrices]))
-        own = torch.cat([each[self.rank] for each in matrices])
+        total = torch.cat([each[self.rank] for each in matrices])
 
         def summed() -> list[Tensor]:
             for row in exchanged():
-                own.add_(row)
-            return [*own.split_with_sizes(lengths)]
+                total.add_(row)
+            return [*total.split_with_sizes(lengths)]
 
         return summed
 

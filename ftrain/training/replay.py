@@ -91,9 +91,9 @@ def _warn_of_difference(records: History, replayed: Sequence[Mapping[str, Any]])
         if repr(value) != repr(known.get(record["step"], {}).get(name, value))
     ]
     if differences and rank_and_size()[0] == 0:
-        step, name, found, recorded = differences[0]
+        step, name, value, recorded = differences[0]
         warn(
-            f"replay: {name} of step {step} is {found}, and {recorded} in the history, so the state that is returned "
+            f"replay: {name} of step {step} is {value}, and {recorded} in the history, so the state that is returned "
             "may not be that of the run. Pass the step and the data of the run, on the same kind of machine. What "
             "fit(adapt=) did to the state after a checkpoint is not done again: save at each evaluation"
         )
