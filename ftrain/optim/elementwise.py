@@ -188,14 +188,16 @@ class _Family:
             )
         plan, (leaves, gradients, *moments) = self.plans(params, grads, *map(opt_state.__getitem__, self.names))
         is_eager = not isinstance(hyper["lr"], Tensor)
-        if donate and plan.writable and (accept is None or (self.can_refuse and plan.refusable and is_eager)):
+        kernel_accepts = accept is None or (self.can_refuse and plan.refusable and is_eager)
+        if donate and plan.writable and kernel_accepts:
             self._write(plan, leaves, gradients, moments, opt_state, hyper, accept)
             return params, opt_state
         leaves, *moments = [[*map(torch.clone, column)] for column in (leaves, *moments)]
         scalars = {key: opt_state[key].clone() for key in self.shared}
-        self._write(plan, leaves, gradients, moments, scalars, hyper)
+        self._write(plan, leaves, gradients, moments, scalars, hyper, accept if kernel_accepts else None)
         trees = map(plan.spec.unflatten, moments)
-        return plan.spec.unflatten(leaves), {**scalars, **dict(zip(self.names, trees, strict=True))}
+        new = plan.spec.unflatten(leaves), {**scalars, **dict(zip(self.names, trees, strict=True))}
+        return new if accept is None or kernel_accepts else tree.where(accept, new, (params, opt_state))
 
     @property
     def can_refuse(self) -> bool:

@@ -36,14 +36,11 @@ from ftrain.types import (
 
 @runtime_checkable
 class RefusingUpdate(Protocol):
-    """An `Optimizer.update` that takes another argument, `accept`, a 0-d bool tensor.
-
-    If `accept` is false, a donated state stays as it is; or the update returns new tensors, and the caller chooses.
-    """
+    """An `Optimizer.update` that takes another argument, `accept`, a 0-d bool tensor: if it is false, nothing changes."""
 
     @property
     def can_refuse(self) -> bool:
-        """Whether it may write to the donated state."""
+        """Whether it may write to a donated state although it may be refused."""
         ...
 
 
@@ -152,14 +149,16 @@ def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck], ref
             accept = finite if accept is None else accept & finite
         if accept is None:
             raise _dropped("accept")
-        if donate and refusing is not None:
-            in_place = _optimizer_update(replace(refusing, update=partial(refusing.update, accept=accept)))
-            new = in_place(state, gradients, hyper, donate=True)
+        old = state
+        if refusing is not None:
+            choosing = _optimizer_update(replace(refusing, update=partial(refusing.update, accept=accept)))
+            new = choosing(state, gradients, hyper, donate=donate)
+            # The optimizer has chosen these itself; `where` returns what is the same object in both.
+            old = replace(state, params=new.params, opt_state=new.opt_state)
         else:
             # Not donated: the old values are needed if the update is refused.
             new = update(state, gradients, hyper, donate=False)
-        # What was written in place is the same object in both.
-        chosen: TrainState = tree.where(accept, new, state)
+        chosen: TrainState = tree.where(accept, new, old)
         if finite is None:
             return chosen
         counted = {name: count(state.slots[name], finite) for name, count in on_finite_check.items()}
