@@ -87,31 +87,19 @@ def has_compiled_gradient(total: Tensor) -> bool:
     return False
 
 
-@functools.cache
-def scaling_apart() -> Any:
-    """Return a pass of Inductor that turns ``a.add(b, alpha=c)`` into ``a.add(b * c)``.
-
-    Where one of the two is a matrix product, Inductor makes `addmm` of it and leaves out `alpha` (torch 2.13).
-    """
+def graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:
+    """Return a pass of Inductor that changes a graph in place; its cache distinguishes passes by `name`."""
     with private_names():
         from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class ScalingApart(CustomGraphPass):
+    class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-                alpha = node.kwargs.get("alpha", 1)
-                if alpha == 1:
-                    continue
-                first, second = node.args
-                with graph.inserting_before(node):
-                    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (second, alpha))
-                scaled.meta = {**second.meta, "val": second.meta["val"] * alpha}
-                node.args, node.kwargs = (first, scaled), {}
+            change(graph)
 
         def uuid(self) -> str:
-            return "ftrain.scaling_apart.1"
+            return name
 
-    return ScalingApart()
+    return Pass()
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:

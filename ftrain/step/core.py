@@ -36,7 +36,7 @@ from ftrain.types import (
 
 @runtime_checkable
 class RefusingUpdate(Protocol):
-    """An `Optimizer.update` that takes another argument, `accept`, a 0-d bool tensor: if it is false, nothing changes."""
+    """An `Optimizer.update` with another argument, `accept`, a 0-d bool tensor: if it is false, nothing changes."""
 
     @property
     def can_refuse(self) -> bool:

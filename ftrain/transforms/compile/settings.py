@@ -120,7 +120,10 @@ class Compiler:
         """Return the options of the settings, and those that Inductor needs on this CPU or to be correct."""
         if backend != capture.INDUCTOR:
             return self.options
-        return {**capture.options_of_cpu(), "post_grad_custom_pre_pass": torch_compile.scaling_apart(), **self.options}
+        # Imported here: it registers an operation.
+        from ftrain.transforms.compile import graph_passes
+
+        return {**capture.options_of_cpu(), **graph_passes.options(), **self.options}
 
     @contextmanager
     def cache(self) -> Iterator[None]:

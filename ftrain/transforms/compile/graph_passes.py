@@ -1,0 +1,66 @@
+"""Changes to the graphs that Inductor compiles, whole steps and parts of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftrain._torch import compile as torch_compile
+from ftrain.backends import onednn
+
+_aten = torch.ops.aten
+
+LEAST_ONEDNN = 1 << 22
+"""The smallest number of multiplications of a product by oneDNN: to find its kernel takes as long as to multiply."""
+
+
+def options() -> dict[str, Any]:
+    """Return the options of Inductor for these changes."""
+    passes = {"post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.scaling_apart.1", scaling_apart)}
+    if onednn.is_faster():
+        onednn.product()  # Registered here, because code from Inductor's cache calls it too.
+        passes["post_grad_custom_post_pass"] = torch_compile.graph_pass(
+            f"ftrain.by_onednn.1.{LEAST_ONEDNN}", products_by_onednn
+        )
+    return passes
+
+
+def scaling_apart(graph: fx.Graph) -> None:
+    """Turn ``a.add(b, alpha=c)`` into ``a.add(b * c)``.
+
+    Where one of the two is a matrix product, Inductor makes `addmm` of it and leaves out `alpha` (torch 2.13).
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha == 1:
+            continue
+        first, second = node.args
+        with graph.inserting_before(node):
+            scaled = graph.call_function(_aten.mul.Tensor, (second, alpha))
+        scaled.meta = {**second.meta, "val": second.meta["val"] * alpha}
+        node.args, node.kwargs = (first, scaled), {}
+
+
+def products_by_onednn(graph: fx.Graph) -> None:
+    """Compute large float32 products of matrices on the CPU by oneDNN."""
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        if _is_large(*node.args):
+            node.target = onednn.product()
+    for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
+        added, *factors = node.args
+        if node.kwargs or not _is_large(*factors):
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(onednn.product(), tuple(factors))
+        product.meta = dict(node.meta)
+        node.target, node.args = _aten.add.Tensor, (product, added)
+
+
+def _is_large(first: fx.Node, second: fx.Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    is_plain = all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b))
+    sizes = [*a.shape, b.shape[1]]
+    return is_plain and all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= LEAST_ONEDNN

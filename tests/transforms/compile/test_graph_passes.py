@@ -1,0 +1,83 @@
+"""Inductor's graphs compute large float32 products with oneDNN on CPUs where MKL is slower."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import ftrain as ft
+from ftrain.backends import onednn
+from ftrain.transforms.compile import graph_passes
+
+PRODUCT = "ftrain::onednn_product"
+
+
+def layouts(rows, columns):
+    """Matrices of one shape in every layout that a graph may have."""
+    return {
+        "rows": torch.randn(rows, columns),
+        "columns": torch.randn(columns, rows).t(),
+        "slice": torch.randn(2 * rows, 2 * columns)[::2, ::2],
+        "offset": torch.randn(rows * columns + 3)[3:].view(rows, columns),
+        "one row": torch.randn(1, columns).expand(rows, columns),
+        "one column": torch.randn(rows, 1).expand(rows, columns),
+    }
+
+
+@pytest.mark.parametrize("sizes", [(32, 48, 16), (1, 64, 64), (64, 1, 64), (64, 64, 1)], ids=str)
+def test_a_product_by_onednn_is_exact_for_every_layout(sizes):
+    torch.manual_seed(0)
+    rows, inner, columns = sizes
+    for first, a in layouts(rows, inner).items():
+        for second, b in layouts(inner, columns).items():
+            product, exact = onednn.product()(a, b), a.double() @ b.double()
+            assert product.is_contiguous(), (first, second)
+            assert torch.allclose(product.double(), exact, rtol=1e-5, atol=1e-4), (first, second)
+
+
+class Net(nn.Module):
+    """Products with a bias, without one, and with a sum that Inductor makes a part of the product."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(x + self.second(F.gelu(self.first(x))))
+
+
+def products(precision):
+    """The products of a compiled step by the operation that computes them, its loss, and its loss when it is eager."""
+    loss = ft.from_module(Net().to(precision), lambda model, batch: model(batch).square().mean())
+    eager = ft.train_step(loss, ft.optim.sgd(0.1))
+    step, batch = ft.compiled()(eager), torch.randn(16, 32, dtype=precision)
+    state = step.init(seed=0)
+    (after, _), (expected, _) = step(state, batch), eager(state, batch)
+    for name, leaf in expected.params.items():
+        torch.testing.assert_close(after.params[name], leaf, rtol=1e-5, atol=1e-6)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step(state, batch)
+    names = [event.name for event in profiled.events()]
+    return names.count(PRODUCT), names.count("aten::mm") + names.count("aten::addmm")
+
+
+def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(onednn, "is_faster", lambda: True)
+    monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 16 * 32 * 32)
+    # Those of the first two layers, without the gradient of the batch; those of the head are small.
+    assert products(torch.float32) == (5, 3)
+    assert products(torch.float64) == (0, 8)
+    monkeypatch.setattr(onednn, "is_faster", lambda: False)
+    assert products(torch.float32) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_faster"), [("AMD EPYC", True), ("AMD Ryzen 7 PRO", True), ("Intel(R) Xeon(R)", False), ("", False)]
+)
+def test_onednn_is_chosen_by_the_maker_of_the_cpu(name, is_faster, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert onednn.is_faster() == is_faster
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not onednn.is_faster()
