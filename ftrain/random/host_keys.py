@@ -1,4 +1,4 @@
-"""Key data on the host, two 32-bit integers per key: folding, the keys of each step, and seeds for generators."""
+"""Keys on the host, two 32-bit integers each (key data): folding, the keys of each step, and seeds for generators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import operator
 from typing import SupportsIndex, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ftrain.errors import ComposeError, OptionError
 from ftrain.random.philox import MASK, philox_host
@@ -25,10 +27,37 @@ _BLOCK = 256
 """Number of steps whose keys are computed at once; a power of two, so that only the lower counter word differs."""
 
 
+def key_data(key: Tensor) -> KeyData:
+    """Return the two 32-bit integers of a key on the host; waits for the device if the key is on one."""
+    first, second = parts_of("key_data", key)[0].tolist()
+    return first, second
+
+
+def wrap_key_data(key_data: KeyData) -> Tensor:
+    """Make a key, on the CPU, from its two 32-bit integers: the inverse of `key_data`."""
+    return torch.tensor(key_data, dtype=torch.int64, device="cpu")
+
+
+def parts_of(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a key without its examples, and the start and length of these; None for a key without examples.
+
+    Raises:
+        OptionError: if it is not a key.
+    """
+    if key.shape == (2,) and key.dtype == torch.int64:
+        return key, None
+    if key.shape == (4,) and key.dtype == torch.int64:
+        return key[:2], key[2:]
+    raise OptionError(
+        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+        "(2,), as ftrain.random.key, split or fold_in make."
+    )
+
+
 def fold_in_key_data(key_data: KeyData, data: int) -> KeyData:
     """`fold_in` for key data on the host: the same numbers in a few microseconds.
 
-    >>> from ftrain.random.keys import fold_in, key, key_data
+    >>> from ftrain.random.keys import fold_in, key
     >>> fold_in_key_data(key_data(key(0)), 3) == key_data(fold_in(key(0), 3))
     True
     """
