@@ -24,11 +24,9 @@ class Counter(Protocol):
 
     def leaves_out(self) -> bool:
         """Return whether to leave out the next collective: its result then has the right shape and arbitrary values."""
-        ...
 
     def has_started(self) -> None:
         """Count a collective that was started; not one that failed because there was no memory for its result."""
-        ...
 
 
 COUNTERS: dict[Any, Counter] = {}

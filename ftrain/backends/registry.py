@@ -30,19 +30,15 @@ class Copier(Protocol):
     @property
     def ahead(self) -> bool:
         """Whether copies run while the device computes."""
-        ...
 
     def out(self, source: Tensor, target: Tensor) -> None:
         """Copy `source` to the host after the work that is queued so far; `target` is complete after `wait`."""
-        ...
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
         """Start a copy to the device; return a function that waits for the copy and returns it."""
-        ...
 
     def wait(self) -> None:
         """Wait for all copies to the host."""
-        ...
 
 
 @dataclass(frozen=True)

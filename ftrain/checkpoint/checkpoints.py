@@ -312,24 +312,21 @@ class Checkpoints:
         self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
     ) -> None:
         with ranks.all_or_none():
-            if ranks.is_first:
-                self._write_and_rotate(step, lambda path: _write_verified(path, content, notes, ranks), first)
-            else:
+            if not ranks.is_first:
                 help_write(self.directory, content, ranks)
-
-    def _write_and_rotate(self, step: int, write: Callable[[Path], Manifest], first: Callable[[], None] | None) -> None:
-        if first is not None:
-            first()
-        path = self._step_path(step)
-        with system_errors(self.directory):
-            write_or_replace(path, step, write)
-        self._note_metric(step)
-        try:
-            self._rotate(step)
-        except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
-            ) from error
+                return
+            if first is not None:
+                first()
+            path = self._step_path(step)
+            with system_errors(self.directory):
+                write_or_replace(path, step, lambda new: _write_verified(new, content, notes, ranks))
+            self._note_metric(step)
+            try:
+                self._rotate(step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
+                ) from error
 
     def _read_metrics(self) -> None:
         self._values = {}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain import tree as trees
 from ftrain._torch.store import rank_and_size
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
@@ -67,24 +68,53 @@ class FileOffset(NamedTuple):
     offset: int
 
 
-def load_tree(path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str]) -> PyTree:
-    """Load a tree; the arguments are those of `ftrain.checkpoint.load`.
+def load(
+    path: str | Path,
+    *,
+    like: PyTree = None,
+    partial: bool = False,
+    rename: Mapping[str, str] | None = None,
+) -> PyTree:
+    """Read a tree that `save` has written, and verify every byte of it.
 
-    Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
+    If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a
+    share of the whole tensors, and an error on one rank is an error on all.
+
+    Args:
+        path: the directory of the checkpoint.
+        like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
+            the devices of those of `like`. Default: the types that were saved, on the CPU.
+        partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
+        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
+
+    Raises:
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out.
+        StructureError: when it differs from `like`; the message lists every path.
+        OptionError: if no path begins with a name in `rename`.
+        RankError: when another rank failed in another way, or did not call this.
     """
-    with _error_names(path):
-        reader = _Reader(path, _read_manifest(path))
-        if like is not None:
-            return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
-        if partial or rename:
-            raise StructureError("load: partial= and rename= need like=, which is missing")
-        return reader.as_saved(reader.manifest.tree)
+    path, results = Path(path), list[PyTree]()
+    ranks = Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like))))
+
+    def read_tree() -> None:
+        with _error_names(path):
+            reader = _Reader(path, _read_manifest(path))
+            if like is not None:
+                results.append(reader.like(reader.manifest.tree, like, partial=partial, rename=rename))
+            elif partial or rename:
+                raise StructureError("load: partial= and rename= need like=, which is missing")
+            else:
+                results.append(reader.as_saved(reader.manifest.tree))
+
+    ranks.together(read_tree)
+    return results[0]
 
 
 def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    With `on_host`, tensors stay on the CPU. Raises as `ftrain.checkpoint.load` does.
+    With `on_host`, tensors stay on the CPU. Raises as `load` does.
     """
     with _error_names(path):
         reader = _Reader(path, _read_manifest(path))

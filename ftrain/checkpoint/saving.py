@@ -72,7 +72,7 @@ WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
 """``(directory, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
 
 
-def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
+def local_tree(flat: FlatTree, rank: int) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
     values = dict(enumerate(leaf.value for leaf in flat.leaves))
     blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
