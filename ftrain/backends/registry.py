@@ -65,8 +65,8 @@ class Backend:
         synchronize: waits until the device has done all queued work.
         memory: returns the bytes in use.
         distributed: name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend implements reduce-scatter directly. One built on all-reduce sends twice
-            as much, so ranks use all-to-all and sum, and gather by all-to-all too.
+        reduce_scatter: whether that backend has a reduce-scatter of its own. If it is made of an all-reduce, it sends
+            twice as much; ranks then use an all-to-all and add, and also gather by all-to-all.
         emulated_dtypes: those of `autocast_dtypes` whose matmuls convert to float32 and back, which is slower than
             float32.
         free: returns the free bytes, including those of the cache; None if the device does not report them.

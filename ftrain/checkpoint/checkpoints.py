@@ -113,7 +113,9 @@ class Checkpoints:
         try:
             self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
-                self._require_shared_directory(self._ranks)
+                with system_errors(self.directory):
+                    expected = self._ranks.first(lambda: published(self._lock) if self._lock is not None else "")
+                    self._ranks.together(lambda: require_locked_by(self.directory, expected))
         except BaseException:
             self._close()
             raise
@@ -132,11 +134,6 @@ class Checkpoints:
                 finish_replacement(self._step_path(step), step)
             self._read_metrics()
         return was_used
-
-    def _require_shared_directory(self, ranks: Ranks) -> None:
-        with system_errors(self.directory):
-            expected = ranks.first(lambda: published(self._lock) if self._lock is not None else "")
-            ranks.together(lambda: require_locked_by(self.directory, expected))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, p
 from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.errors import CheckpointError, DeviceError, StructureError
+from ftrain.errors import CheckpointError, DeviceError, StructureError, listed
 from ftrain.types import PyTree
 
 NUM_READERS = 2
@@ -258,13 +258,13 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
-    listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
+    in_manifest = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
     problems = []
-    if missing := listed - present:
-        problems.append(f"files are missing: {_listed(missing)}")
-    if unlisted := present - listed:
-        problems.append(f"has files that the manifest does not list: {_listed(unlisted)}")
+    if missing := in_manifest - present:
+        problems.append(f"files are missing: {printable(listed(sorted(missing)))}")
+    if unlisted := present - in_manifest:
+        problems.append(f"has files that the manifest does not list: {printable(listed(sorted(unlisted)))}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -279,13 +279,9 @@ def _require_no_run(path: Path) -> None:
     checkpoints = [name for name in files.names(path) if files.exists(path / name / NAME)]
     if checkpoints:
         raise CheckpointError(
-            f"is the directory of a run, with the checkpoints {_listed(checkpoints)}; pass one of them, or "
-            "Checkpoints(directory, every=...).latest().path"
+            f"is the directory of a run, with the checkpoints {printable(listed(checkpoints))}; pass one of "
+            "them, or Checkpoints(directory, every=...).latest().path"
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return f"{printable(', '.join(sorted(names))):.1000}"
 
 
 def _files_below(path: Path, folder: str = "") -> Iterator[str]:

@@ -41,8 +41,7 @@ def wrap_key_data(key_data: KeyData) -> Tensor:
 def parts_of(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return a key without its examples, and the start and length of these; None for a key without examples.
 
-    Raises:
-        OptionError: if it is not a key.
+    Raises an OptionError if it is not a key.
     """
     if key.shape == (2,) and key.dtype == torch.int64:
         return key, None
@@ -102,9 +101,7 @@ def seed_of(key_data: KeyData) -> int:
 def halves(function: str, name: str, value: int) -> tuple[int, int]:
     """Return the lower and the upper 32 bits of an integer.
 
-    Raises:
-        OptionError: when it does not fit in 64 bits.
-        ComposeError: if it is not an integer.
+    Raises an OptionError if it does not fit in 64 bits, and a ComposeError if it is not an integer.
     """
     if not isinstance(value, SupportsIndex):
         raise ComposeError(f"{function}: {name} is {value!r}, needs a whole number")
