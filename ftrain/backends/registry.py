@@ -210,8 +210,6 @@ def resolve(device: torch.device | str) -> torch.device:
             that is not the current one of its type.
     """
     backend = get(str(device).split(":")[0])
-    if str(device) == backend.name:
-        return backend.device
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
