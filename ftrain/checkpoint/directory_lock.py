@@ -75,10 +75,12 @@ def require_held(held: files.Lock) -> None:
             return
     if held.process != os.getpid():
         why = f"it is open for writing in process {held.process}, of which this one is a fork; open it again here"
+    elif not files.exists(directory):
+        why = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
     else:
         why = (
-            f"it or its {LOCK} was removed or replaced while this process wrote to it, so that another process may "
-            "write there now; do not remove them, and resume from the newest checkpoint"
+            f"its {LOCK} was removed or replaced while this process wrote to it, so that another process may write "
+            "there now; do not remove that file, and resume from the newest checkpoint"
         )
     raise CheckpointError(f"Checkpoints.save: {directory}: {why}")
 
