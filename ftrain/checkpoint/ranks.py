@@ -24,7 +24,7 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make as many of these, and call their methods in the same order.
+    Every rank must make the same number of these objects, and call their methods in the same order.
 
     Args:
         name: says in messages and errors what the ranks agree on.

@@ -270,7 +270,7 @@ def _commit(temporary: Path, path: Path) -> None:
         files.rename(temporary, path)
         files.sync_directory(path.parent)
     except OSError:
-        # It may not be on disk, so it must not keep its name; a directory at `path` may also be another process's.
+        # The new name may not be on disk, so it is taken back. If the rename failed, `path` may be another process's.
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise

@@ -19,7 +19,8 @@ KeyData: TypeAlias = tuple[int, int]
 FOLD = 2
 """The third counter word of a fold; draws and splits have others."""
 
-# Numbers that users are unlikely to fold into a key: torch's own modules must not draw the numbers of the loss itself.
+# The keys of torch's own modules and of the optimizer differ from that of the step in these bits, so that neither draws
+# the numbers that the loss draws.
 _STOCK = 0x73746F63, 0x6B5F6B79
 _UPDATE = 0x75706461, 0x74655F6B
 
