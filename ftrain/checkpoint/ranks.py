@@ -73,6 +73,12 @@ class Ranks:
                 raise _error_of(rank, other["error"], other["text"]) from error
         return [other["value"] for other in messages]
 
+    def each(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank, and return its result on this rank, of any type; raises as `together`."""
+        results = list[T]()
+        self.together(lambda: results.append(function()))
+        return results[0]
+
     def first(self, function: Callable[[], T]) -> T:
         """Call a function only on the first rank, and return its result on every rank; raises as `together`."""
         return self.together(lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]

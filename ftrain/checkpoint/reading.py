@@ -94,21 +94,18 @@ def load(
         OptionError: if no path begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
-    path, results = Path(path), list[PyTree]()
-    ranks = Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like))))
+    path = Path(path)
 
-    def read_tree() -> None:
+    def read_tree() -> PyTree:
         with _error_names(path):
             reader = _Reader(path, _read_manifest(path))
             if like is not None:
-                results.append(reader.like(reader.manifest.tree, like, partial=partial, rename=rename))
-            elif partial or rename:
+                return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
+            if partial or rename:
                 raise StructureError("load: partial= and rename= need like=, which is missing")
-            else:
-                results.append(reader.as_saved(reader.manifest.tree))
+            return reader.as_saved(reader.manifest.tree)
 
-    ranks.together(read_tree)
-    return results[0]
+    return Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like)))).each(read_tree)
 
 
 def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
@@ -140,18 +137,17 @@ def load_checkpoint(
 
     Raises a CheckpointError on every rank when it is damaged, of another step, or rejected by `accept`.
     """
-    results = list[LoadedCheckpoint]()
 
-    def load() -> None:
+    def load() -> LoadedCheckpoint:
         manifest, parts = load_parts(path, like, on_host=on_host)
         if manifest.step != step:
             raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
-        results.append(LoadedCheckpoint(step, path, parts, manifest))
+        loaded = LoadedCheckpoint(step, path, parts, manifest)
         if accept is not None and ranks.is_first:
-            accept(results[0])
+            accept(loaded)
+        return loaded
 
-    ranks.together(load)
-    return results[0]
+    return ranks.each(load)
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
