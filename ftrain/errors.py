@@ -155,11 +155,7 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
 
 
 def require_positive(function: str, name: str, value: Any) -> None:
-    """Check that an argument is an integer of at least 1.
-
-    Raises:
-        OptionError: naming the function, the argument and its value.
-    """
+    """Check that an argument is an integer of at least 1; raises an OptionError if not."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")
 
@@ -167,11 +163,7 @@ def require_positive(function: str, name: str, value: Any) -> None:
 def require_range(
     function: str, name: str, value: Any, low: float, high: float = float("inf"), *, closed: bool = False
 ) -> None:
-    """Check that an argument is a number in [low, high), or in [low, high] if `closed`.
-
-    Raises:
-        OptionError: naming the function, the argument, its value and the range.
-    """
+    """Check that an argument is a number in [low, high), or [low, high] if `closed`; raises an OptionError if not."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (value == high and not closed):
         raise OptionError(
@@ -180,20 +172,15 @@ def require_range(
 
 
 def require_positive_number(function: str, name: str, value: Any) -> None:
-    """Check that an argument is a finite number above 0.
-
-    Raises:
-        OptionError: naming the function, the argument and its value.
-    """
+    """Check that an argument is a finite number above 0; raises an OptionError if not."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise OptionError(f"{function}: {name} is {value!r}, needs a positive number")
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that the arguments of a function for a step and a state are not swapped, and the step is not a class.
+    """Check that a step and a state are not swapped, and the step is not a class; raises a ComposeError if not.
 
-    Raises:
-        ComposeError: naming the function, what was found and `needed`, the right call of the function.
+    `needed` is the right call of the function.
     """
     if not callable(step) and callable(state):
         raise ComposeError(f"{function}: the step and the state are swapped; needs {needed}")
@@ -202,11 +189,7 @@ def require_order(function: str, step: Any, state: Any, needed: str) -> None:
 
 
 def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step is callable and not a module, besides the checks of `require_order`.
-
-    Raises:
-        ComposeError: as `require_order`.
-    """
+    """Check as `require_order`, and that a step can be called and is no module; raises a ComposeError if not."""
     require_order(function, step, state, needed)
     if isinstance(step, nn.Module):
         raise ComposeError(

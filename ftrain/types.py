@@ -224,7 +224,6 @@ class LossFn(Protocol):
 
     def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         """Return the loss, further metrics, and the buffers for the next step. `rng` is a key, or None."""
-        ...
 
 
 class Adapters(Protocol):
@@ -232,11 +231,9 @@ class Adapters(Protocol):
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return the trainable and the frozen parameters with adapters added, initialised from `key`."""
-        ...
 
     def slots(self, part: nn.Module) -> Sequence[Any]:
         """Return the `ftrain.step.swap_params.Slot` of each adapter in a submodule."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -338,7 +335,6 @@ class UpdateFn(Protocol):
 
     def __call__(self, state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         """Return the updated state; if `donate`, it may reuse the memory of the tensors of `state`."""
-        ...
 
 
 Core: TypeAlias = Callable[[TrainState, PyTree, Hyper, Tensor | None], tuple[TrainState, Metrics]]

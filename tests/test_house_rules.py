@@ -30,7 +30,7 @@ WAITS = {
     ("parallel/same_blocks.py", "_unused_by_all"),
     ("parallel/same_blocks.py", "require_same_block"),
     ("profiling/anatomy/measured.py", "measure"),
-    ("random/keys.py", "key_data"),
+    ("random/host_keys.py", "key_data"),
     ("step/microbatch.py", "is_combined"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "read_metrics"),

@@ -6,6 +6,7 @@ if the import of its module takes seconds (Inductor).
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,7 @@ def aten_operations(*names: str) -> frozenset[OpOverload]:
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
+@functools.cache
 def is_composite(operation: Any) -> bool:
     """Whether an operation consists of others, which its `decompose` calls."""
     if not isinstance(operation, OpOverload):

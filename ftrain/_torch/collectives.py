@@ -24,11 +24,9 @@ class Counter(Protocol):
 
     def leaves_out(self) -> bool:
         """Return whether to leave out the next collective: its result then has the right shape and arbitrary values."""
-        ...
 
     def has_started(self) -> None:
         """Count a collective that was started; not one that failed because there was no memory for its result."""
-        ...
 
 
 COUNTERS: dict[Any, Counter] = {}
@@ -68,11 +66,11 @@ def _started(start: Callable[[], Tensor], stand_in: Callable[[], Tensor]) -> Ten
 
 @contextmanager
 def waiting_after(is_waited_for: Callable[[Exception], bool]) -> Iterator[None]:
-    """Context that waits, after an error, for the collectives that were started in it; it starts no others.
+    """Context that, after an error, waits for the collectives that were started in it.
 
     Torch keeps the memory of a collective until something waits for it. The other ranks start the same ones, unless
-    they fail: then the wait fails as well, at the latest after the timeout of the process group, and the error of this
-    rank is raised. `is_waited_for` returns whether to wait after an error.
+    they fail too: the wait then fails, at the latest after the timeout of the process group. In both cases the first
+    error is raised. `is_waited_for` returns whether to wait after an error.
     """
     started: dict[int, Tensor] = {}
     token = _unwaited.set(started)

@@ -72,8 +72,8 @@ def compile_with_backend(graph: fx.GraphModule, inputs: Sequence[Tensor], backen
 def has_compiled_gradient(total: Tensor) -> bool:
     """Whether a tensor was computed from the gradient of a function that `torch.compile` has compiled.
 
-    The backward pass of that gradient raises an error, but only if autograd knows a way through it to a leaf that it is
-    asked for; else the gradients lack a part.
+    Torch cannot differentiate such a gradient. It raises an error only where a leaf that is asked for is behind it;
+    elsewhere that part of the gradient is missing without a word.
     """
     nodes, seen = [total.grad_fn], set()
     while nodes:

@@ -31,10 +31,10 @@ _connection = threading.local()
 
 
 def store() -> Any:
-    """Return the store of the process group over the connection of this thread, which other threads may use, too.
+    """Return the store of the process group over a connection that this thread has made; other threads may use it, too.
 
-    Each question and answer has the connection for itself, so do not wait for a key in the store, but look for it. A
-    new connection takes rank 0 a socket, and this rank a question to its name server, which may be slow to answer.
+    A call that waits for a key blocks the calls of other threads, so ask whether the key is there (`check`) instead.
+    The connection is kept, since a new one takes a socket of rank 0 and a look-up of its name, which may be slow.
     """
     default = _default_store()
     if getattr(_connection, "of", lambda: None)() is not default:

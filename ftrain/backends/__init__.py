@@ -8,7 +8,7 @@ imported only when its device is requested by name.
 import torch as _torch
 
 from ftrain.backends import cpu, cuda, host_memory, hpu, mlu, mps, musa, npu, rocm, xla, xpu
-from ftrain.backends.privateuse1 import private_use
+from ftrain.backends.device_module import private_use
 from ftrain.backends.registry import (
     Backend,
     Copier,

@@ -28,8 +28,8 @@ _get_state = methodcaller("get_state")
 LOCK = threading.RLock()
 """Held while the state of a generator is read or set.
 
-Torch holds a lock of its own while it wraps the state, in which Python may collect garbage and change the thread.
-If that one asked for the state too, each would wait for the other: for torch's lock, and for Python's.
+Torch holds a lock of its own while it makes a tensor of the state, and Python may then switch to another thread. If
+that thread read the state too, it would wait for torch's lock and keep Python's, for which the first thread waits.
 """
 
 

@@ -79,8 +79,9 @@ def keep_freed() -> None:
 
     Otherwise glibc returns the memory of a step to the system when the step ends, and the system clears each page again
     for the next one: 1 to 3% of the time of a step with two million parameters, and up to 7% if ranks communicate.
-    glibc keeps twice the bytes of the largest tensor that was freed, but of one up to 32 MiB; such a one is freed here,
-    and its pages are never used. Other C libraries, and a process with ``MALLOC_TRIM_THRESHOLD_``, do not change.
+    When a block of up to 32 MiB is freed, glibc keeps from then on twice the size of the block. So this allocates and
+    frees one such block, whose pages are never used. Other C libraries do not change, and neither does a process with
+    ``MALLOC_TRIM_THRESHOLD_``.
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """
     torch.empty(LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")

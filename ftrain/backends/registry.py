@@ -30,19 +30,15 @@ class Copier(Protocol):
     @property
     def ahead(self) -> bool:
         """Whether copies run while the device computes."""
-        ...
 
     def out(self, source: Tensor, target: Tensor) -> None:
         """Copy `source` to the host after the work that is queued so far; `target` is complete after `wait`."""
-        ...
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
         """Start a copy to the device; return a function that waits for the copy and returns it."""
-        ...
 
     def wait(self) -> None:
         """Wait for all copies to the host."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ class Backend:
         synchronize: waits until the device has done all queued work.
         memory: returns the bytes in use.
         distributed: name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend implements reduce-scatter directly. One built on all-reduce sends twice
-            as much, so ranks use all-to-all and sum, and gather by all-to-all too.
+        reduce_scatter: whether that backend has a reduce-scatter of its own. If it is made of an all-reduce, it sends
+            twice as much; ranks then use an all-to-all and add, and also gather by all-to-all.
         emulated_dtypes: those of `autocast_dtypes` whose matmuls convert to float32 and back, which is slower than
             float32.
         free: returns the free bytes, including those of the cache; None if the device does not report them.
@@ -214,8 +210,6 @@ def resolve(device: torch.device | str) -> torch.device:
             that is not the current one of its type.
     """
     backend = get(str(device).split(":")[0])
-    if str(device) == backend.name:
-        return backend.device
     try:
         resolved = torch.device(device)
     except RuntimeError as error:

@@ -1,9 +1,9 @@
 """Checkpoints: trees on disk as safetensors and a manifest, written atomically and verified."""
 
 from ftrain.checkpoint.checkpoints import Checkpoints as Checkpoints
+from ftrain.checkpoint.reading import load as load
 from ftrain.checkpoint.reading import verify as verify
-from ftrain.checkpoint.trees import load as load
-from ftrain.checkpoint.trees import save as save
+from ftrain.checkpoint.saving_on_ranks import save as save
 
 __all__ = [
     "Checkpoints",

@@ -15,8 +15,8 @@ from torch import Tensor
 from ftrain import tree as trees
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
-from ftrain.checkpoint.journal import Mark, check, parse_mark
-from ftrain.checkpoint.manifest import NAME, Manifest, TensorEntry
+from ftrain.checkpoint.journal import check, mark_of
+from ftrain.checkpoint.manifest import NAME, TensorEntry
 from ftrain.checkpoint.reading import load_items, read_manifest, verify
 from ftrain.checkpoint.treedef import Container, dotted, items_by_path, printable
 from ftrain.errors import CheckpointError
@@ -56,7 +56,8 @@ def _print(*lines: str) -> None:
 def _verify(path: Path) -> int:
     try:
         manifest = verify(path)
-        _require_history(path, manifest)
+        if (mark := mark_of(manifest)) is not None:
+            check(path.parent, mark)
     except CheckpointError as error:
         _print(*f"DAMAGED  {error}".split("\n"))
         return 1
@@ -91,14 +92,6 @@ def inspection(path: Path) -> Iterator[str]:
     total = sum(item.info.bytes for item in manifest.tensors)
     names = ", ".join(sorted({item.file for item in manifest.tensors}))
     yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {names}"
-
-
-def _require_history(path: Path, manifest: Manifest) -> None:
-    """Check the history of a run up to a checkpoint; only checkpoints of `ftrain.fit` have one."""
-    items = items_by_path(manifest.tree, manifest.tensors)
-    fields = {name: items.get(("run", "record", "history", name)) for name in Mark._fields}
-    if (mark := parse_mark(fields)) is not None:
-        check(path.parent, mark)
 
 
 def _differences(one: Path, other: Path) -> Iterator[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
 
-from ftrain._torch.dtensor import is_dtensor
+from ftrain._torch.dtensor import axes_of, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,11 +36,8 @@ def blocks_of_ranks(tensor: DTensor) -> dict[int, Block]:
     Together they are the whole tensor, and no two overlap.
     """
     ranks = tensor.device_mesh.mesh
-    axes = [
-        range(1 if placement.is_replicate() else size)
-        for size, placement in zip(ranks.shape, tensor.placements, strict=True)
-    ]
-    return {int(ranks[index]): _block_at(tensor, index) for index in itertools.product(*axes)}
+    indices = [range(1 if axis is None else size) for size, axis in zip(ranks.shape, axes_of(tensor), strict=True)]
+    return {int(ranks[index]): _block_at(tensor, index) for index in itertools.product(*indices)}
 
 
 def block_of_this_rank(tensor: DTensor) -> Block:
@@ -51,9 +48,8 @@ def block_of_this_rank(tensor: DTensor) -> Block:
 def _block_at(tensor: DTensor, mesh_index: Sequence[int]) -> Block:
     """Return the block of the rank at an index of the mesh: each axis is divided as by `torch.chunk`."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
-    for size, index, placement in zip(tensor.device_mesh.shape, mesh_index, tensor.placements, strict=True):
-        if placement.is_shard():
-            axis = cast(Any, placement).dim
+    for size, index, axis in zip(tensor.device_mesh.shape, mesh_index, axes_of(tensor), strict=True):
+        if axis is not None:
             length = -(-shape[axis] // size)
             start = min(index * length, shape[axis])
             offset[axis], shape[axis] = offset[axis] + start, min(length, shape[axis] - start)

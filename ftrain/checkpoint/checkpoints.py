@@ -113,7 +113,9 @@ class Checkpoints:
         try:
             self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
-                self._require_shared_directory(self._ranks)
+                with system_errors(self.directory):
+                    expected = self._ranks.first(lambda: published(self._lock) if self._lock is not None else "")
+                    self._ranks.together(lambda: require_locked_by(self.directory, expected))
         except BaseException:
             self._close()
             raise
@@ -132,11 +134,6 @@ class Checkpoints:
                 finish_replacement(self._step_path(step), step)
             self._read_metrics()
         return was_used
-
-    def _require_shared_directory(self, ranks: Ranks) -> None:
-        with system_errors(self.directory):
-            expected = ranks.first(lambda: published(self._lock) if self._lock is not None else "")
-            ranks.together(lambda: require_locked_by(self.directory, expected))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock."""
@@ -312,24 +309,21 @@ class Checkpoints:
         self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
     ) -> None:
         with ranks.all_or_none():
-            if ranks.is_first:
-                self._write_and_rotate(step, lambda path: _write_verified(path, content, notes, ranks), first)
-            else:
+            if not ranks.is_first:
                 help_write(self.directory, content, ranks)
-
-    def _write_and_rotate(self, step: int, write: Callable[[Path], Manifest], first: Callable[[], None] | None) -> None:
-        if first is not None:
-            first()
-        path = self._step_path(step)
-        with system_errors(self.directory):
-            write_or_replace(path, step, write)
-        self._note_metric(step)
-        try:
-            self._rotate(step)
-        except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
-            ) from error
+                return
+            if first is not None:
+                first()
+            path = self._step_path(step)
+            with system_errors(self.directory):
+                write_or_replace(path, step, lambda new: _write_verified(new, content, notes, ranks))
+            self._note_metric(step)
+            try:
+                self._rotate(step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
+                ) from error
 
     def _read_metrics(self) -> None:
         self._values = {}

@@ -79,8 +79,8 @@ class Heartbeats:
         Args:
             absent: function that returns the ranks that have not arrived.
             waited: number of seconds that this rank has waited.
-            in_order: whether this rank waits in the thread that makes its steps, so that a rank in a later
-                step does not arrive.
+            in_order: whether this rank waits between its steps. A rank that is in a later step has then passed by,
+                and does not arrive; a thread that writes in the background waits while all ranks make more steps.
         """
         # Before asking who is absent: what a rank writes after it has arrived does not count.
         earlier, self._notes = self._notes, {rank: self._read(rank) for rank in range(self._size)}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.manifest import DIGEST
-from ftrain.checkpoint.treedef import MALFORMED, flatten, unflatten
+from ftrain.checkpoint.manifest import DIGEST, Manifest
+from ftrain.checkpoint.treedef import MALFORMED, flatten, items_by_path, unflatten
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"
@@ -38,6 +38,15 @@ def parse_mark(saved: Any) -> Mark | None:
     mark = Mark(**saved)
     numbers = all(type(value) is int and value >= 0 for value in (mark.records, mark.bytes))
     return mark if numbers and isinstance(mark.sha256, str) and DIGEST.fullmatch(mark.sha256) else None
+
+
+def mark_of(manifest: Manifest) -> Mark | None:
+    """Return how much of the history belongs to a checkpoint.
+
+    None if `fit` did not save it, or saved it in an earlier format: the checkpoint itself then has the records.
+    """
+    items = items_by_path(manifest.tree, manifest.tensors)
+    return parse_mark({name: items.get(("run", "record", "history", name)) for name in Mark._fields})
 
 
 class Journal:

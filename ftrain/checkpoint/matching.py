@@ -16,6 +16,12 @@ from ftrain.errors import OptionError, StructureError
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
+OF_ANOTHER_DTYPE = (
+    "of another dtype: load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True with "
+    "rename={its path: 'unused'}"
+)
+"""What to do about a leaf of another shape or dtype."""
+
 
 def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
     """Return the items of a checkpoint under their new paths, which are written with dots.
@@ -65,20 +71,10 @@ def match_leaves(
         if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
-        text = f"load: {where} does not have the structure of like"
-        lines = f"{text} ({len(problems)} differences; {_advice(has_changed)}):", *map(printable, problems)
-        raise StructureError("\n  ".join(lines))
+        text = f"load: {where} does not have the structure of like ({len(problems)} differences; "
+        advice = OF_ANOTHER_DTYPE if has_changed else "partial=True loads the leaves that it has, rename= maps names"
+        raise StructureError("\n  ".join([f"{text}{advice}):", *map(printable, problems)]))
     return chosen
-
-
-def _advice(has_changed: bool) -> str:
-    """Return what to do about leaves that are missing or not expected, and about those of another shape or dtype."""
-    if not has_changed:
-        return "partial=True loads the leaves that it has, rename= maps names"
-    return (
-        "of another dtype: load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True with "
-        "rename={its path: 'unused'}"
-    )
 
 
 def _agree(item: Any, need: Any) -> bool:

@@ -24,7 +24,7 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make as many of these, and call their methods in the same order.
+    Every rank must make the same number of these objects, and call their methods in the same order.
 
     Args:
         name: says in messages and errors what the ranks agree on.
@@ -72,6 +72,12 @@ class Ranks:
                     raise error
                 raise _error_of(rank, other["error"], other["text"]) from error
         return [other["value"] for other in messages]
+
+    def each(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank, and return its result on this rank, of any type; raises as `together`."""
+        results = list[T]()
+        self.together(lambda: results.append(function()))
+        return results[0]
 
     def first(self, function: Callable[[], T]) -> T:
         """Call a function only on the first rank, and return its result on every rank; raises as `together`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain import tree as trees
 from ftrain._torch.store import rank_and_size
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
@@ -21,7 +22,7 @@ from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, p
 from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.errors import CheckpointError, DeviceError, StructureError
+from ftrain.errors import CheckpointError, DeviceError, StructureError, listed
 from ftrain.types import PyTree
 
 NUM_READERS = 2
@@ -67,24 +68,50 @@ class FileOffset(NamedTuple):
     offset: int
 
 
-def load_tree(path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str]) -> PyTree:
-    """Load a tree; the arguments are those of `ftrain.checkpoint.load`.
+def load(
+    path: str | Path,
+    *,
+    like: PyTree = None,
+    partial: bool = False,
+    rename: Mapping[str, str] | None = None,
+) -> PyTree:
+    """Read a tree that `save` has written, and verify every byte of it.
 
-    Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
+    If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a
+    share of the whole tensors, and an error on one rank is an error on all.
+
+    Args:
+        path: the directory of the checkpoint.
+        like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
+            the devices of those of `like`. Default: the types that were saved, on the CPU.
+        partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
+        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
+
+    Raises:
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out.
+        StructureError: when it differs from `like`; the message lists every path.
+        OptionError: if no path begins with a name in `rename`.
+        RankError: when another rank failed in another way, or did not call this.
     """
-    with _error_names(path):
-        reader = _Reader(path, _read_manifest(path))
-        if like is not None:
-            return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
-        if partial or rename:
-            raise StructureError("load: partial= and rename= need like=, which is missing")
-        return reader.as_saved(reader.manifest.tree)
+    path = Path(path)
+
+    def read_tree() -> PyTree:
+        with _error_names(path):
+            reader = _Reader(path, _read_manifest(path))
+            if like is not None:
+                return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
+            if partial or rename:
+                raise StructureError("load: partial= and rename= need like=, which is missing")
+            return reader.as_saved(reader.manifest.tree)
+
+    return Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like)))).each(read_tree)
 
 
 def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    With `on_host`, tensors stay on the CPU. Raises as `ftrain.checkpoint.load` does.
+    With `on_host`, tensors stay on the CPU. Raises as `load` does.
     """
     with _error_names(path):
         reader = _Reader(path, _read_manifest(path))
@@ -110,18 +137,17 @@ def load_checkpoint(
 
     Raises a CheckpointError on every rank when it is damaged, of another step, or rejected by `accept`.
     """
-    results = list[LoadedCheckpoint]()
 
-    def load() -> None:
+    def load() -> LoadedCheckpoint:
         manifest, parts = load_parts(path, like, on_host=on_host)
         if manifest.step != step:
             raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
-        results.append(LoadedCheckpoint(step, path, parts, manifest))
+        loaded = LoadedCheckpoint(step, path, parts, manifest)
         if accept is not None and ranks.is_first:
-            accept(results[0])
+            accept(loaded)
+        return loaded
 
-    ranks.together(load)
-    return results[0]
+    return ranks.each(load)
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
@@ -228,13 +254,13 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
-    listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
+    in_manifest = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
     problems = []
-    if missing := listed - present:
-        problems.append(f"files are missing: {_listed(missing)}")
-    if unlisted := present - listed:
-        problems.append(f"has files that the manifest does not list: {_listed(unlisted)}")
+    if missing := in_manifest - present:
+        problems.append(f"files are missing: {printable(listed(sorted(missing)))}")
+    if unlisted := present - in_manifest:
+        problems.append(f"has files that the manifest does not list: {printable(listed(sorted(unlisted)))}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -249,13 +275,9 @@ def _require_no_run(path: Path) -> None:
     checkpoints = [name for name in files.names(path) if files.exists(path / name / NAME)]
     if checkpoints:
         raise CheckpointError(
-            f"is the directory of a run, with the checkpoints {_listed(checkpoints)}; pass one of them, or "
-            "Checkpoints(directory, every=...).latest().path"
+            f"is the directory of a run, with the checkpoints {printable(listed(checkpoints))}; pass one of "
+            "them, or Checkpoints(directory, every=...).latest().path"
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return f"{printable(', '.join(sorted(names))):.1000}"
 
 
 def _files_below(path: Path, folder: str = "") -> Iterator[str]:

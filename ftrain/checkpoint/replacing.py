@@ -64,7 +64,7 @@ def finish_replacement(path: Path, step: int) -> None:
         trash = temporary_path(path)
         files.rename(path, trash)
     files.rename(new, path)
-    # Otherwise a power failure could leave the old one with its name, but without some of its files.
+    # Before the old one is removed: else a power failure could give it its name back, without some of its files.
     files.sync_directory(path.parent)
     if trash is not None:
         files.remove(trash)

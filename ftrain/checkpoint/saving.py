@@ -72,7 +72,7 @@ WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
 """``(directory, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
 
 
-def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
+def local_tree(flat: FlatTree, rank: int) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
     values = dict(enumerate(leaf.value for leaf in flat.leaves))
     blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
@@ -270,7 +270,7 @@ def _commit(temporary: Path, path: Path) -> None:
         files.rename(temporary, path)
         files.sync_directory(path.parent)
     except OSError:
-        # It may not be on disk, so it must not keep its name; a directory at `path` may also be another process's.
+        # The new name may not be on disk, so it is taken back. If the rename failed, `path` may be another process's.
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise

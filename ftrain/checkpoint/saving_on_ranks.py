@@ -1,4 +1,4 @@
-"""Write one checkpoint on many ranks: each writes its own blocks into the files that one rank would write.
+"""Save a tree on one rank or on many, of which each writes its own blocks into the files that one rank would write.
 
 Ranks send each other no tensors, only digests of blocks: what a rank has written is compared with what another one
 reads from the disk.
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, contiguous_rows, runs
+from ftrain.checkpoint.blocks import Block, contiguous_rows, has_many_ranks, runs
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
-from ftrain.checkpoint.manifest import Manifest, TensorEntry
+from ftrain.checkpoint.manifest import Manifest, TensorEntry, environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.saving import LocalTree, Notes, write
-from ftrain.checkpoint.treedef import Json
+from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, write
+from ftrain.checkpoint.treedef import Json, flatten
 from ftrain.errors import CheckpointError
+from ftrain.tree import device_off_host
+from ftrain.types import PyTree
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
@@ -39,6 +41,47 @@ class _Target(NamedTuple):
     offset: int
     blocks: Mapping[int, Block]
     local: Tensor | None
+
+
+def save(
+    path: str | Path, tree: PyTree, *, step: int | None = None, run: str = "", texts: Mapping[str, str] | None = None
+) -> None:
+    """Save a tree exactly, as a new directory that is on disk when this returns.
+
+    Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
+    any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
+    the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
+    files are written to a temporary directory next to `path`, which is renamed when all of them are on disk: a save
+    that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
+    bytes.
+
+    A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks into the
+    files that one rank would write. The first rank writes what is not divided, and no rank ever holds
+    a whole leaf. All ranks must see one directory, whose path may differ.
+
+    Args:
+        path: path of the new directory, which must not exist.
+        tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
+        step: number of training steps done, for the manifest.
+        run: id of the run, for the manifest.
+        texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
+
+    Raises:
+        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
+        OptionError: if a name in `texts` is outside the directory or in use, or a text is no str.
+        RankError: when another rank failed in another way, or did not call this.
+    """
+    path, flat = Path(path), flatten(tree)
+    notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
+    ranks = Ranks("save", alone=not any(has_many_ranks(leaf.value) for leaf in flat.leaves))
+    with ranks.all_or_none():
+        content = local_tree(flat, ranks.rank)
+        if ranks.size == 1:
+            write(path, content, notes)
+        elif ranks.is_first:
+            lead_write(path, content, notes, ranks)
+        else:
+            help_write(path.parent, content, ranks)
 
 
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:

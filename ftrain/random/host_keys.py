@@ -1,4 +1,4 @@
-"""Key data on the host, two 32-bit integers per key: folding, the keys of each step, and seeds for generators."""
+"""Keys on the host, two 32-bit integers each (key data): folding, the keys of each step, and seeds for generators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import operator
 from typing import SupportsIndex, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ftrain.errors import ComposeError, OptionError
 from ftrain.random.philox import MASK, philox_host
@@ -17,7 +19,8 @@ KeyData: TypeAlias = tuple[int, int]
 FOLD = 2
 """The third counter word of a fold; draws and splits have others."""
 
-# Numbers that users are unlikely to fold into a key: torch's own modules must not draw the numbers of the loss itself.
+# The keys of torch's own modules and of the optimizer differ from that of the step in these bits, so that neither draws
+# the numbers that the loss draws.
 _STOCK = 0x73746F63, 0x6B5F6B79
 _UPDATE = 0x75706461, 0x74655F6B
 
@@ -25,10 +28,36 @@ _BLOCK = 256
 """Number of steps whose keys are computed at once; a power of two, so that only the lower counter word differs."""
 
 
+def key_data(key: Tensor) -> KeyData:
+    """Return the two 32-bit integers of a key on the host; waits for the device if the key is on one."""
+    first, second = parts_of("key_data", key)[0].tolist()
+    return first, second
+
+
+def wrap_key_data(key_data: KeyData) -> Tensor:
+    """Make a key, on the CPU, from its two 32-bit integers: the inverse of `key_data`."""
+    return torch.tensor(key_data, dtype=torch.int64, device="cpu")
+
+
+def parts_of(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a key without its examples, and the start and length of these; None for a key without examples.
+
+    Raises an OptionError if it is not a key.
+    """
+    if key.shape == (2,) and key.dtype == torch.int64:
+        return key, None
+    if key.shape == (4,) and key.dtype == torch.int64:
+        return key[:2], key[2:]
+    raise OptionError(
+        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+        "(2,), as ftrain.random.key, split or fold_in make."
+    )
+
+
 def fold_in_key_data(key_data: KeyData, data: int) -> KeyData:
     """`fold_in` for key data on the host: the same numbers in a few microseconds.
 
-    >>> from ftrain.random.keys import fold_in, key, key_data
+    >>> from ftrain.random.keys import fold_in, key
     >>> fold_in_key_data(key_data(key(0)), 3) == key_data(fold_in(key(0), 3))
     True
     """
@@ -73,9 +102,7 @@ def seed_of(key_data: KeyData) -> int:
 def halves(function: str, name: str, value: int) -> tuple[int, int]:
     """Return the lower and the upper 32 bits of an integer.
 
-    Raises:
-        OptionError: when it does not fit in 64 bits.
-        ComposeError: if it is not an integer.
+    Raises an OptionError if it does not fit in 64 bits, and a ComposeError if it is not an integer.
     """
     if not isinstance(value, SupportsIndex):
         raise ComposeError(f"{function}: {name} is {value!r}, needs a whole number")

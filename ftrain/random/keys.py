@@ -16,7 +16,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
-from ftrain.random.host_keys import FOLD, KeyData, halves
+from ftrain.random.host_keys import FOLD, halves, parts_of, wrap_key_data
 from ftrain.random.philox import MASK, Words, full, philox
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
@@ -43,7 +43,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
     >>> first, second = split(key(0))
     """
-    key, examples = _split_key("split", key)
+    key, examples = parts_of("split", key)
     keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
     return _join_key(keys, examples)
 
@@ -58,7 +58,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Returns a key on the parent's device; for a tensor with axes one key for each element, of shape (*data.shape, 2).
     Raises `OptionError` for other data.
     """
-    key, examples = _split_key("fold_in", key)
+    key, examples = parts_of("fold_in", key)
     if isinstance(data, Tensor):
         if data.is_floating_point() or data.is_complex():
             raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
@@ -90,22 +90,11 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
     True
     """
-    key, examples = _split_key("for_examples", key)
+    key, examples = parts_of("for_examples", key)
     if (not isinstance(start, Tensor) and start < 0) or length < 1:
         raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
     return torch.cat([key, torch.stack([first, full(key, length)])])
-
-
-def key_data(key: Tensor) -> KeyData:
-    """Return the two 32-bit integers of a key on the host; waits for the device if the key is on one."""
-    first, second = _split_key("key_data", key)[0].tolist()
-    return first, second
-
-
-def wrap_key_data(key_data: KeyData) -> Tensor:
-    """Make a key, on the CPU, from its two 32-bit integers: the inverse of `key_data`."""
-    return torch.tensor(key_data, dtype=torch.int64, device="cpu")
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
@@ -243,7 +232,7 @@ def _draw(
     columns: Callable[[Words], tuple[Tensor, ...]],
 ) -> Tensor:
     """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
-    key, examples = _split_key(function, key)
+    key, examples = parts_of(function, key)
     if any(size < 0 for size in shape):
         raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
     size = math.prod(shape)
@@ -322,18 +311,6 @@ def _digits(function: str, dtype: torch.dtype) -> int:
     if dtype not in _DIGITS:
         raise OptionError(f"{function}: dtype = {dtype}; needed one of {', '.join(map(str, _DIGITS))}.")
     return _DIGITS[dtype]
-
-
-def _split_key(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the key without its examples, and the start and length of these; None for a key without examples."""
-    if key.shape == (2,) and key.dtype == torch.int64:
-        return key, None
-    if key.shape == (4,) and key.dtype == torch.int64:
-        return key[:2], key[2:]
-    raise OptionError(
-        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
-        "(2,), as ftrain.random.key, split or fold_in make."
-    )
 
 
 def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:

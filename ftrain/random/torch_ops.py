@@ -116,7 +116,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
         # A nested tensor decomposes its operations itself.
-        if _is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
+        if _torch.is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
             # Not yet decomposed, which happens only in inference mode; its parts may be random. A mode of functions
             # would call the operation as a whole again.
             with _torch.without_functions(), self:
@@ -193,9 +193,6 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call of an operation draws random numbers."""
     return _is_random(func) and not is_inert(_bind(func, args, kwargs))
-
-
-_is_composite = functools.cache(_torch.is_composite)
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
 from ftrain.step.microbatch import within_piece
 from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backward
-from ftrain.tree.in_turn import slices
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 
@@ -136,7 +135,7 @@ class _AfterBackward:
         elif plain:
             torch._foreach_add_(self._sums, grads)
         else:
-            for part in slices(self._sums):
+            for part in tree.slices(self._sums):
                 torch._foreach_add_(self._sums[part], tree.scale_leaves(grads[part], weight))
         return replace(piece, grads=None)
 

@@ -16,7 +16,6 @@ from ftrain.errors import LossError, listed
 from ftrain.step.forward import ForwardResult
 from ftrain.step.rank_backward import unused_on_rank
 from ftrain.step.reentrant_checkpoint import REMEDY
-from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -54,7 +53,7 @@ class ValueAndGrad:
         grads = self.filled(state, result, run_backward(result, result.cotangent(factor)))
         finite = _finite(result.loss.total, grads) if self.reports_finite else None
         if factor is not None:
-            scale_in_turn(grads, 1.0 / factor)
+            tree.scale_in_turn(grads, 1.0 / factor)
         metrics = result.finish_metrics(result.metrics)
         return Gradients(result.spec.unflatten(grads), result.loss, metrics, result.buffers, finite)
 

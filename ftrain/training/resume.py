@@ -14,7 +14,7 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
+from ftrain.checkpoint.journal import Journal, check, mark_of, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
@@ -176,7 +176,7 @@ class RunCheckpoints:
         last = LastSteps(record.get("checked", step), record["last_evaluation"], record.get("settled", step))
         history = history_of(checkpoint)
         if self._journal is not None:
-            self._journal.continue_after(_mark(checkpoint))
+            self._journal.continue_after(mark_of(checkpoint.manifest))
         self._began = checkpoint.run["began"]
         self._saved = step, last.last_evaluation
         loaded = checkpoint.parts["state"]
@@ -228,22 +228,12 @@ class RunCheckpoints:
 
 def history_of(checkpoint: LoadedCheckpoint) -> History:
     """Return the history of a run up to a checkpoint that `fit` has saved."""
-    mark, packed = _mark(checkpoint), checkpoint.run["record"]["history"]
+    mark, packed = mark_of(checkpoint.manifest), checkpoint.run["record"]["history"]
     return unpack(packed) if mark is None else History(read(checkpoint.path.parent, mark))
 
 
-def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
-    """Return how much of the journal belongs to a checkpoint.
-
-    None if `fit` did not save it, or saved it in an earlier format: the checkpoint itself then has the records.
-    """
-    run = checkpoint.parts.get("run")
-    record = run.get("record") if isinstance(run, dict) else None
-    return parse_mark(record.get("history")) if isinstance(record, dict) else None
-
-
 def _require_history(checkpoint: LoadedCheckpoint) -> None:
-    if (mark := _mark(checkpoint)) is not None:
+    if (mark := mark_of(checkpoint.manifest)) is not None:
         check(checkpoint.path.parent, mark)
 
 

@@ -9,7 +9,6 @@ from ftrain.errors import OptionError, require_positive_number
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 EPSILON = 1e-6
@@ -49,7 +48,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
             else:
                 factor = (norm + EPSILON).reciprocal_()
                 factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
-                scale_in_turn(leaves, factor)
+                tree.scale_in_turn(leaves, factor)
             metrics = report(gradients.metrics, "clip", grad_norm=norm)
             return replace(gradients, grads=spec.unflatten(leaves), metrics=metrics)
 

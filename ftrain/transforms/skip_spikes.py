@@ -12,7 +12,6 @@ from ftrain import tree
 from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number, require_range
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
-from ftrain.tree.in_turn import scale_in_turn
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 NAME = "skip_spikes"
@@ -73,7 +72,7 @@ def skip_spikes(
                 metrics=report(gradients.metrics, NAME, spike=spike),
             )
             if action == "clip":
-                scale_in_turn(leaves, torch.where(spike, limit / norm, 1.0))
+                tree.scale_in_turn(leaves, torch.where(spike, limit / norm, 1.0))
                 return replace(gradients, grads=tree.unflatten(spec, leaves))
             return replace(gradients, accept=~spike if gradients.accept is None else gradients.accept & ~spike)
 

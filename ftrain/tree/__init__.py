@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import builtins
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
+
+LEAST_AT_ONCE, MOST_SLICES = 1 << 20, 64
+"""Number of elements that are computed at once, which is enough to occupy a device, and number of slices of more."""
 
 
 def as_tree(batch: Any) -> PyTree:
@@ -179,7 +183,7 @@ def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
         return []
     if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
         return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
-    if not isinstance(factor, Tensor) and any(map(_torch.foreach_rounds, tensors)):
+    if not isinstance(factor, Tensor) and any(_torch.foreach_rounds(tensor) for tensor in tensors):
         return [tensor * factor for tensor in tensors]
     return list(torch._foreach_mul(tensors, factor))
 
@@ -189,12 +193,37 @@ def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]
     if isinstance(factor, Tensor):
         one_by_one = any(tensor.dtype != factor.dtype for tensor in tensors)
     else:
-        one_by_one = any(map(_torch.foreach_rounds, tensors))
+        one_by_one = any(_torch.foreach_rounds(tensor) for tensor in tensors)
     if one_by_one:
         return [tensor.mul_(factor) for tensor in tensors]
     if tensors:
         torch._foreach_mul_(tensors, factor)
     return tensors
+
+
+def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Replace the tensors of a list by those of `scale_leaves`, a few at a time, to have no second copy of all.
+
+    Those to which nothing else refers are freed meanwhile.
+    """
+    if sum(builtins.map(Tensor.numel, tensors)) <= LEAST_AT_ONCE:
+        tensors[:] = scale_leaves(tensors, factor)
+        return
+    for part in slices(tensors):
+        tensors[part] = scale_leaves(tensors[part], factor)
+
+
+def slices(tensors: list[Tensor]) -> Iterator[slice]:
+    """Yield slices of a list of tensors, to compute a few at a time."""
+    limit = max(LEAST_AT_ONCE, sum(builtins.map(Tensor.numel, tensors)) // MOST_SLICES)
+    start = size = 0
+    for index, tensor in enumerate(tensors):
+        if size and size + tensor.numel() > limit:
+            yield slice(start, index)
+            start, size = index, 0
+        size += tensor.numel()
+    if start < len(tensors):
+        yield slice(start, len(tensors))
 
 
 def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:

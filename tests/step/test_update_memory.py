@@ -6,7 +6,6 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import optim, tree
-from ftrain.tree import in_turn
 from tests.profiling.test_anatomy import LivePeak
 
 WIDTH, LAYERS = 16, 8
@@ -33,7 +32,7 @@ def make(optimizer, *wrappers):
     ids=lambda wrappers: " ".join(wrapper.text for wrapper in wrappers),
 )
 def test_a_donated_step_needs_one_copy_of_the_gradient(wrappers, monkeypatch):
-    monkeypatch.setattr(in_turn, "LEAST_AT_ONCE", WIDTH * WIDTH)
+    monkeypatch.setattr(tree, "LEAST_AT_ONCE", WIDTH * WIDTH)
     step, batch = make(optim.adamw(1e-3), *wrappers, ft.donated()), torch.ones(2, WIDTH)
     state = step.init(seed=0)
     for _ in range(2):

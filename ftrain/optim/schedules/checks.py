@@ -23,11 +23,7 @@ def number(function: str, argument: str, value: object, needed: str = "a finite 
 
 
 def number_that_is(needed: str, is_allowed: Callable[[float], bool]) -> Check:
-    """Return the check of a number that must be, for example, ``"at least 0"``.
-
-    Raises:
-        OptionError: by the check, for other numbers.
-    """
+    """Return the check of a number that must be, for example, ``"at least 0"``. The check raises for others."""
 
     def check(function: str, argument: str, value: object) -> float:
         checked = number(function, argument, value)
@@ -61,11 +57,7 @@ def flag(function: str, argument: str, value: object) -> bool:
 
 
 def one_of(*choices: str) -> Check:
-    """Return the check of a string with a few possible values.
-
-    Raises:
-        OptionError: by the check, for other values.
-    """
+    """Return the check of a string with a few possible values. The check raises for others."""
 
     def check(function: str, argument: str, value: object) -> str:
         if not isinstance(value, str) or value not in choices:

@@ -143,9 +143,8 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         RankError: when another rank does not call it.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
-    ranks, files = _ranks_with("adapters.load", step, state), list[Any]()
-    ranks.together(lambda: files.extend(_read(directory)))
-    content, named, bases = files
+    ranks = _ranks_with("adapters.load", step, state)
+    content, named, bases = ranks.each(lambda: _read(directory))
     params = state.params
     problems = [
         f"{theirs}: found {content.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
