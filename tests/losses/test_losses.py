@@ -410,6 +410,7 @@ class TestErrors:
             (LOGITS, LABELS.new_zeros(5), r"logits have shape \(4, 10\) and labels \(5,\); .* shape \(4,\)"),
             (LOGITS, LABELS.new_zeros(4, 1), r"labels \(4, 1\); labels must have shape \(4,\)"),
             (LOGITS.expand(2, 4, 10), LABELS.expand(2, 4).T, r"must have shape \(2, 4\), because the class axis"),
+            (LOGITS.T.expand(2, 10, 4), LABELS.expand(2, 4), r"pass logits\.movedim\(1, -1\)"),
             (LOGITS, torch.zeros(4), r"labels are float32\[4\]; they must be integer"),
             (LOGITS, torch.zeros(4, 10), r"labels are float32\[4, 10\]; .* argmax\(-1\)"),
             (LOGITS, LABELS.bool(), r"labels are bool\[4\]; they must be integer"),
