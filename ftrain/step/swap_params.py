@@ -173,8 +173,8 @@ def _log_changed_modes(module: nn.Module, was_training: Mapping[nn.Module, bool]
     ]
     if changed:
         log_on_first_rank(
-            "from_module: a training step puts all of %s into training mode, also what was in evaluation mode: %s. If its "
-            "dropout should be off, and its BatchNorm should not change its statistics, call .eval() on it in the criterion",
+            "from_module: a training step puts all of %s into training mode, also what was in evaluation mode: %s. If "
+            "its dropout should be off and its BatchNorm keep its statistics, call .eval() on it in the criterion",
             type(module).__name__,
             listed(changed),
         )

@@ -91,8 +91,8 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
     if left and module is not None and module not in _told:
         _told.add(module)
         log_on_first_rank(
-            "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there before "
-            "the first one. If the next step reads it (as the hidden state of a recurrent net), make it a buffer "
+            "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
+            "before the first one. If the next step reads it (the hidden state of a recurrent net), make it a buffer "
             "(register_buffer); if you read it, return it as a metric; a table that is computed again needs nothing",
             listed(left),
         )
