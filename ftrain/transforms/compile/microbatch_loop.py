@@ -86,14 +86,14 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
         held = _attributes(module)
         yield stream
         left = [
-            name for name, value in _attributes(module).items() if value is not held.get(name) and _has_tensor(value)
+            name for name, value in _attributes(module).items() if value is not held.get(name) and _may_carry(value)
         ]
     if left and module is not None and module not in _told:
         _told.add(module)
         log_on_first_rank(
             "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
             "before the first one. If the next step reads it (the hidden state of a recurrent net), make it a buffer "
-            "(register_buffer); if you read it, return it as a metric; a table that is computed again needs nothing",
+            "(register_buffer); a table that is computed again needs nothing",
             listed(left),
         )
 
@@ -111,9 +111,10 @@ def _attributes(module: nn.Module | None) -> dict[str, Any]:
     }
 
 
-def _has_tensor(value: Any) -> bool:
+def _may_carry(value: Any) -> bool:
+    """Whether a value has tensors for the next step; a part of the loss, or a weight made of others, has a gradient."""
     each = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(item, Tensor) for item in each)
+    return any(isinstance(item, Tensor) and not item.requires_grad for item in each)
 
 
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:
