@@ -45,7 +45,8 @@ def require_indices(function: str, labels: Tensor) -> None:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
             f"{function}: labels are {describe(labels)}; they must be integer class indices. "
-            "Take argmax(-1) of one-hot labels."
+            "Take argmax(-1) of one-hot labels; for probabilities of classes (as of mixup) use "
+            "torch.nn.functional.cross_entropy, which is a mean over examples."
         )
 
 

@@ -412,7 +412,7 @@ class TestErrors:
             (LOGITS.expand(2, 4, 10), LABELS.expand(2, 4).T, r"must have shape \(2, 4\), because the class axis"),
             (LOGITS.T.expand(2, 10, 4), LABELS.expand(2, 4), r"pass logits\.movedim\(1, -1\)"),
             (LOGITS, torch.zeros(4), r"labels are float32\[4\]; they must be integer"),
-            (LOGITS, torch.zeros(4, 10), r"labels are float32\[4, 10\]; .* argmax\(-1\)"),
+            (LOGITS, torch.zeros(4, 10), r"labels are float32\[4, 10\]; .* argmax\(-1\).* probabilities"),
             (LOGITS, LABELS.bool(), r"labels are bool\[4\]; they must be integer"),
             (LOGITS, LABELS.to(torch.complex64), r"labels are complex64"),
             (LOGITS.long(), LABELS, r"logits are int64\[4, 10\]; they must be floating point"),
