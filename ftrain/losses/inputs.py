@@ -32,9 +32,11 @@ def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
         )
     require_indices(function, labels)
     if labels.shape != logits.shape[:-1]:
+        is_second = logits.ndim > 2 and labels.shape == logits.shape[:1] + logits.shape[2:]
         raise LossError(
             f"{function}: logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
             f"labels must have shape {tuple(logits.shape[:-1])}, because the class axis is the last of logits."
+            + (" If it is the second one, as after a convolution, pass logits.movedim(1, -1)." if is_second else "")
         )
 
 
@@ -43,7 +45,8 @@ def require_indices(function: str, labels: Tensor) -> None:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
             f"{function}: labels are {describe(labels)}; they must be integer class indices. "
-            "Take argmax(-1) of one-hot labels."
+            "Take argmax(-1) of one-hot labels; for probabilities of classes (as of mixup) use "
+            "torch.nn.functional.cross_entropy, which is a mean over examples."
         )
 
 

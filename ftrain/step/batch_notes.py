@@ -42,6 +42,9 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str
         yield (
             "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new "
             "leaf in the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
+            if torch.is_grad_enabled()
+            else "an evaluation records no graph: take the gradient of an input under torch.enable_grad(), and that of "
+            "parameters with torch.func.grad; a training step then computes the same as before"
         )
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" not in str(error) and "Byte" not in str(error):

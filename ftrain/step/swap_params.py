@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch
 from ftrain._torch import dtensor
-from ftrain.errors import LossError
+from ftrain.errors import LossError, listed, log_on_first_rank
 
 _is_training = attrgetter("training")
 
@@ -100,6 +100,9 @@ class BorrowedModule:
             tensors for part in self.parts for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))
         ]
         self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
+        # The modes of the parts before the first training step, until its first run ends; then they are checked.
+        self.modes_before: list[bool] | None = None
+        self.are_modes_checked = False
         # The items that the dicts hold outside of all runs; None when they hold them now.
         self._original: list[dict[str, Any]] | None = None
         self.steps = 0
@@ -114,6 +117,9 @@ class BorrowedModule:
             refill(self.dicts, self._original)
 
     def __exit__(self, *error: object) -> None:
+        if self.modes_before is not None:
+            _log_changed_modes(self.module, dict(zip(self.parts, self.modes_before, strict=True)))
+            self.modes_before, self.are_modes_checked = None, True
         outer = self._runs.pop()
         if outer is not None:
             refill(self.dicts, outer)
@@ -154,6 +160,26 @@ def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
         part.__dict__["training"] = mode
 
 
+def _log_changed_modes(module: nn.Module, was_training: Mapping[nn.Module, bool]) -> None:
+    """Log which parts of a module in training mode were in evaluation mode, and are not at the end of a run.
+
+    A whole module in evaluation mode says nothing: ``from_pretrained`` of transformers, for example, leaves it so.
+    """
+    parts = dict(module.named_modules())
+    changed = [
+        name
+        for name, part in parts.items()
+        if part.training and not was_training.get(part, True) and name and was_training[parts[name.rpartition(".")[0]]]
+    ]
+    if changed:
+        log_on_first_rank(
+            "from_module: a training step puts all of %s into training mode, also what was in evaluation mode: %s. If "
+            "its dropout should be off and its BatchNorm keep its statistics, call .eval() on it in the criterion",
+            type(module).__name__,
+            listed(changed),
+        )
+
+
 class DuringStep:
     """Context of a step, in which a module and its children are in training or evaluation mode.
 
@@ -172,6 +198,8 @@ class DuringStep:
         if _threads.setdefault(id(borrowed.module), thread) != thread:
             raise _in_another_thread(borrowed.module)
         self._modes = [*map(_is_training, borrowed.parts)]
+        if self._training and not borrowed.are_modes_checked:
+            borrowed.modes_before = self._modes
         if borrowed.overrides_train:
             borrowed.module.train(self._training)
         elif self._modes.count(self._training) < len(self._modes):

@@ -131,7 +131,7 @@ ARROWS = {"loss": OnLoss, "grad": OnGrad, "update": OnUpdate, "step": OnStep}
 """The four functions of a step in their order, and the record of a wrapper for each."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Wrapper:
     """A transformation of a step. It does not change the functions for which it has None.
 
@@ -182,6 +182,9 @@ class Wrapper:
                     f"Wrapper: {arrow} of {self.name} is a {type(record).__name__}; needs "
                     f"{arrow}=ft.{kind.__name__}(...)"
                 )
+
+    def __repr__(self) -> str:
+        return self.text
 
     @property
     def arrow(self) -> str:

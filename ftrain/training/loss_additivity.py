@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ftrain import tree
+from ftrain import random, tree
 from ftrain.errors import warn
+from ftrain.random.torch_ops import Keyed
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
@@ -14,23 +15,26 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
 
     The loss of the first example together with the second, the middle and the last one is compared with the combined
     losses of each alone, evaluated without dropout or a gradient. They differ if the loss is a sum, a plain mean over
-    tokens whose number differs between examples, or if it compares examples. There is no warning if such an evaluation
+    tokens whose number differs between examples, or if it compares examples. A loss that draws random numbers, as of a
+    diffusion model, draws the same ones for an example alone and in a pair. There is no warning if such an evaluation
     fails. All ranks evaluate, and the first one warns.
     """
     count, step = most_pieces(batch), EvalStep(loss)
     if count < 2:
         return
 
-    def mean_of(examples: slice) -> Mean:
+    def mean_of(examples: slice, place: int = 0) -> Mean:
+        """Return the loss of some examples, of which the first one draws as the example at a place of a batch."""
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
+        with Keyed(random.key(0)) as stream, stream.for_examples(place, most_pieces(part), 0):
+            mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
         return mean
 
     try:
         first = mean_of(slice(1))
         # Always three, so that ranks with different numbers of examples evaluate equally often.
         pairs = [
-            (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
+            (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1), place=1))
             for other in (1, count // 2, count - 1)
         ]
     except Exception:  # Some losses need training mode, or more examples.
@@ -42,6 +46,7 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
                 "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "
                 "weight is their number (use a learning rate for the mean), of a mean over tokens the number of "
-                "tokens. A loss that compares the examples of a batch cannot be split without changing it"
+                "tokens. A loss that compares the examples of a batch cannot be split without changing it; ft.remat() "
+                "saves memory with the whole batch"
             )
             return

@@ -388,6 +388,29 @@ def test_training_and_evaluation_modes():
     assert float(means["loss"]) == float(needed)
 
 
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_the_log_says_once_which_part_a_step_takes_out_of_evaluation_mode(wrappers, caplog):
+    def make_step(criterion):
+        module = nn.ModuleDict({"student": nn.Linear(4, 3), "teacher": nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))})
+        module["teacher"].eval().requires_grad_(False)
+        return step_of(module.double(), criterion)
+
+    def distilled(model, batch):
+        return (model["student"](batch) - model["teacher"](batch)).square().mean()
+
+    def with_a_fixed_teacher(model, batch):
+        model["teacher"].eval()
+        return distilled(model, batch)
+
+    for criterion, is_said in ((distilled, True), (with_a_fixed_teacher, False)):
+        caplog.clear()
+        step = ft.compose(make_step(criterion), *wrappers)
+        state, _ = step(step.init(), floats(8, 4))
+        step(state, floats(8, 4))
+        said = [record.getMessage() for record in caplog.records if "evaluation mode: teacher" in record.getMessage()]
+        assert len(said) == is_said
+
+
 def test_batchnorm_statistics_are_in_the_state_and_not_in_the_module():
     module, batch, criterion = make("net")
     step = step_of(module, criterion)

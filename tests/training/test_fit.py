@@ -1313,6 +1313,22 @@ def test_the_gradient_of_an_input_that_is_no_leaf_says_how_to_take_it(wrapper):
     assert any("x = batch['x'].detach().requires_grad_()" in note for note in raised.value.__notes__)
 
 
+def test_a_gradient_in_an_evaluation_gets_a_note_that_says_how_to_take_it():
+    def slope(w, batch):
+        x = batch["x"].detach().requires_grad_()
+        return torch.autograd.grad((w * x).square().sum(), x, create_graph=True)[0].square().mean()
+
+    def under_enable_grad(w, batch):
+        with torch.enable_grad():
+            return slope(w, batch)
+
+    state, data = ft.train_step(slope, ft.optim.sgd(0.1)).init(torch.ones(2)), [{"x": torch.ones(3, 2)}]
+    with pytest.raises(RuntimeError) as raised:
+        ft.evaluate(ft.eval_step(slope), state, data)
+    assert any("under torch.enable_grad()" in note for note in raised.value.__notes__)
+    assert ft.evaluate(ft.eval_step(under_enable_grad), state, data) == {"loss": 4.0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_errors_of_a_loss_that_have_nothing_to_do_with_its_batch_get_no_note(dtype):
     def loss(params, batch):

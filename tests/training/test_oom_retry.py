@@ -846,7 +846,13 @@ def loud(params, batch):
     return plain(params, batch)[0]
 
 
-@pytest.mark.parametrize("loss", [loss, still, plain, loud])
+def noisy(params, batch):
+    """As of a diffusion model: it draws a time and noise for each example, in evaluation too."""
+    times = torch.randint(1, 9, (len(batch["x"]), 1))
+    return ((batch["x"] + times * torch.randn_like(batch["x"])) @ params["w1"]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [loss, still, plain, loud, noisy])
 def test_a_mean_is_not_warned_of(loss):
     """Warnings are errors here. Dropout makes no difference, nor do batches of one example."""
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import random, tree
+from ftrain.errors import listed, log_on_first_rank
 from ftrain.random.inductor import Fused
 from ftrain.random.torch_ops import Keyed
 from ftrain.step.core import assemble
@@ -81,7 +83,38 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
     """Context for a capture, in which torch's own modules draw from a key; it restores the attributes of the module."""
     draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
     with draw(key) as stream, preserve_attributes(module):
+        held = _attributes(module)
         yield stream
+        left = [
+            name for name, value in _attributes(module).items() if value is not held.get(name) and _may_carry(value)
+        ]
+    if left and module is not None and module not in _told:
+        _told.add(module)
+        log_on_first_rank(
+            "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
+            "before the first one. If the next step reads it (the hidden state of a recurrent net), make it a buffer "
+            "(register_buffer); a table that is computed again needs nothing",
+            listed(left),
+        )
+
+
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _attributes(module: nn.Module | None) -> dict[str, Any]:
+    """Return the public attributes of a module and its children, by dotted names."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, part in ([] if module is None else module.named_modules())
+        for key, value in vars(part).items()
+        if not key.startswith("_")
+    }
+
+
+def _may_carry(value: Any) -> bool:
+    """Whether a value has tensors for the next step; a part of the loss, or a weight made of others, has a gradient."""
+    each = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, Tensor) and not item.requires_grad for item in each)
 
 
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:

@@ -124,3 +124,30 @@ def test_a_cached_graph_is_not_taken_for_one_with_other_constants(tmp_path):
         state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
         assert metrics["loss"].item() == 2 * value
         assert state.params["w"].tolist() == [1 - value] * 2
+
+
+class Recurrent(torch.nn.Module):
+    """Carries its hidden state from step to step, in a buffer or in an attribute, which no compiled step keeps."""
+
+    def __init__(self, in_buffer):
+        super().__init__()
+        self.cell, self.hidden = torch.nn.RNN(2, 3, batch_first=True), None
+        if in_buffer:
+            del self.hidden
+            self.register_buffer("hidden", torch.zeros(1, 4, 3))
+
+    def forward(self, x):
+        output, hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return output.square().mean()
+
+
+@pytest.mark.parametrize(("in_buffer", "wrappers"), [(True, ()), (False, ()), (False, (ft.accumulate(2),))])
+def test_the_log_says_once_which_attribute_a_compiled_step_does_not_keep(in_buffer, wrappers, caplog):
+    loss = ft.from_module(Recurrent(in_buffer), lambda model, batch: model(batch))
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.compiled(backend="eager"))
+    state = step.init()
+    for length in (5, 5, 6):
+        state, _ = step(state, torch.ones(4, length, 2))
+    said = [record.getMessage() for record in caplog.records if "the loss sets hidden" in record.getMessage()]
+    assert len(said) == (not in_buffer)

@@ -138,6 +138,20 @@ def test_a_split_says_where_the_graph_breaks(caplog):
     assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
 
 
+@pytest.mark.parametrize("validate_args", [True, False])
+def test_a_distribution_that_checks_its_arguments_is_said_to_be_the_reason(validate_args):
+    def entropy(params, batch):
+        return torch.distributions.Categorical(logits=params * batch, validate_args=validate_args).entropy().mean()
+
+    step = ft.compose(ft.train_step(entropy, ft.optim.sgd(0.1)), ft.compiled(lowering="whole", backend="eager"))
+    state, batch = step.init(torch.ones(3)), torch.ones(2, 3)
+    if validate_args:
+        with pytest.raises(ft.errors.TraceError, match=r"pass validate_args=False.*test_lowered\.py"):
+            step(state, batch)
+    else:
+        assert int(step(state, batch)[0].step) == 1
+
+
 def test_full_graphs_refuse_to_break():
     step = make(criterion=reading, lowering="split", fullgraph=True)
     with pytest.raises(Exception, match="item"):
