@@ -136,7 +136,7 @@ def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
             memory = "not measured" if peak is None else f"{format_bytes(peak)} measured"
             verdict = "<- computes least" if row.seconds is None else f"<- fastest; {memory}"
             return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
-        measured[index] = dataclasses.replace(row, measured=peak, verdict=f"takes {format_bytes(peak)}, measured")
+        measured[index] = dataclasses.replace(row, measured=peak, verdict=f"too large: {format_bytes(peak)} measured")
     raise _nothing_fits(search, measured)
 
 
