@@ -319,6 +319,25 @@ def test_a_batch_of_which_there_cannot_be_more():
     assert "small batch" not in {hint.name for hint in ft.hints(step, step.init({"w": torch.ones(3)}), torch.ones(()))}
 
 
+def test_twice_the_batch_does_not_run_where_it_is_predicted_not_to_fit(monkeypatch):
+    """A host without memory raises no error: its kernel kills the process."""
+    lengths, step, given = set(), make(), batch(64)
+    state = step.init()
+    peak = ft.anatomy(step, state, given, measure=False).peak
+    noted = ft.Wrapper("noted", grad=ft.OnGrad(lambda grad: lambda state, batch, rng: noting(grad, state, batch, rng)))
+
+    def noting(grad, state, batch, rng):
+        lengths.add(len(batch["x"]))
+        return grad(state, batch, rng)
+
+    for free, ran in ((int(1.5 * peak), {64}), (2 * peak, {64, 128})):
+        cpu = dataclasses.replace(ft.backends.get("cpu"), free=lambda free=free: free)
+        monkeypatch.setitem(ft.backends.registry._records, "cpu", cpu)
+        lengths.clear()
+        ft.hints(noted(step), state, given)
+        assert lengths == ran
+
+
 def test_what_hints_refuse():
     step, given = make(), batch(4)
     with pytest.raises(ComposeError, match="hints: the step is function; needs a Step"):

@@ -56,9 +56,12 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     batch = tree.to(tree.as_tree(batch), original.device)
 
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
-    racers = {"once": original.racer(step, batch)}
-    with suppress(BatchError):  # Its tensors do not agree on a number of examples.
-        racers["twice"] = original.racer(step, double_batch(batch))
+    racers, predicted = {"once": original.racer(step, batch)}, anatomy_for("hints", step, state, batch)
+    free = backends.of(original.device).free()
+    # Predicted: a host that runs out of memory raises no error, its kernel kills the process.
+    if free is None or 2 * predicted.peak <= free:
+        with suppress(BatchError):  # Its tensors do not agree on a number of examples.
+            racers["twice"] = original.racer(step, double_batch(batch))
     times: dict[str, Any] = race(racers, ROUNDS, is_result=lambda name, error: name == "twice")
     tried = {}
     if isinstance(times.get("twice"), list):
