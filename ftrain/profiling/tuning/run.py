@@ -11,7 +11,7 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy_for
-from ftrain.profiling.hints import Hint, facts_of, run_rules
+from ftrain.profiling.hints import Hint, measured_hints
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.mesh_search import mesh_trials
@@ -153,8 +153,7 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
     if search.original is None or best.seconds is None:
         return []
     try:
-        state = search.original.state_for(best.step)
-        return run_rules(facts_of(best.step, state, search.batch, best.seconds.median))
+        return measured_hints(search.original, best.step, search.batch, with_larger_batch=False)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
