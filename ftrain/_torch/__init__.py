@@ -354,6 +354,10 @@ def forget_value(tensor: Tensor) -> None:
 
 
 def fake_like(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a `FakeTensor` with the shape, strides and dtype of a tensor. Default device: that of the tensor."""
+    """Return a `FakeTensor` with the shape, strides and dtype of a tensor. Default device: that of the tensor.
+
+    For a sparse tensor it is a dense one whose elements are all in one place.
+    """
+    strides = tensor.stride() if tensor.layout == torch.strided else (0,) * tensor.ndim
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device or tensor.device)

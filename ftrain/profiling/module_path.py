@@ -19,6 +19,7 @@ class Running:
     def __init__(self, module: nn.Module | None) -> None:
         self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
         self._stack: list[str] = []
+        self.is_followed = False
 
     @property
     def name(self) -> str:
@@ -27,12 +28,16 @@ class Running:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Context in which submodules are followed."""
+        """Context of one call of the module, in which its submodules are followed."""
+        # Without those that another call was stopped in: `remat` ends a recomputation without leaving its modules.
+        self._stack.clear()
+        self.is_followed = True
         entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
         left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
         try:
             yield
         finally:
+            self.is_followed = False
             entered.remove()
             left.remove()
 

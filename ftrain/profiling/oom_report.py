@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from ftrain.errors import FtrainError
-from ftrain.profiling.anatomy import Anatomy, anatomy
+from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.step.step import Step, compose
@@ -21,15 +21,16 @@ WORTHWHILE = 0.995
 
 def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
     """Return lines that say what uses the memory of a step, and what would use less."""
-    lines, original = [], _predict(step, state, batch)
-    if original is not None:
-        lines += ["", str(original), "", "What would need less, by prediction:"]
-        for name, variant in _variants(step):
-            with suppress(FtrainError):
-                outline = None if state is None else Original(step, state).outline(variant)
-                smaller = _predict(variant, outline, batch)
-                if smaller is not None and smaller.peak < WORTHWHILE * original.peak:
-                    lines.append(f"  {name:<34} {smaller.peak / original.peak - 1:+.0%}")
+    lines, peak = [], 0
+    for name, variant in _variants(step):
+        # That memory ran out matters more than any error in a prediction.
+        with suppress(Exception):
+            outline = None if state is None else Original(step, state).outline(variant)
+            predicted = anatomy(variant, outline, batch, measure=False)
+            if variant is step:
+                lines, peak = ["", str(predicted), "", "What would need less, by prediction:"], predicted.peak
+            elif predicted.peak < WORTHWHILE * peak:
+                lines.append(f"  {name:<34} {predicted.peak / peak - 1:+.0%}")
     return [
         *lines,
         "  shorter sequences, ft.losses.linear_cross_entropy for large vocabularies",
@@ -38,15 +39,8 @@ def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
     ]
 
 
-def _predict(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
-    """Return the predicted anatomy; None if that fails, since the error that memory ran out matters more."""
-    try:
-        return anatomy(step, state, batch, measure=False)
-    except Exception:
-        return None
-
-
 def _variants(step: Step) -> Iterator[tuple[str, Step]]:
+    yield "", step
     wrappers = {"ft.donated()": donated(), "ft.remat()": remat(), 'ft.with_amp("bf16")': with_amp("bf16")}
     for names in (*((name,) for name in wrappers), tuple(wrappers)[1:]):
         with suppress(FtrainError):

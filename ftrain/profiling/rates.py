@@ -38,13 +38,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
         edge *= 2
 
 
-def matmul_seconds(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """Return the seconds of a matmul ``(rows, inner) @ (inner, columns)`` with axes of at most `LARGEST_EDGE`."""
-    rows, inner, columns = (min(length, LARGEST_EDGE) for length in (rows, inner, columns))
-    left, right = (random_matrix(*shape, device, dtype) for shape in ((rows, inner), (inner, columns)))
-    return fastest(partial(torch.mm, left, right), device)
-
-
 def random_matrix(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return a matrix of random numbers: equal ones take less power, and GPUs multiply them faster than any others.
 

@@ -10,12 +10,22 @@ import torch
 from ftrain import optim, tree
 from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.step.across_ranks import ranks_of
-from ftrain.step.microbatch import most_pieces
+from ftrain.step.microbatch import most_pieces, repeat_examples
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.accumulate import NAME as ACCUMULATE
 from ftrain.transforms.accumulate import accumulate
 from ftrain.types import PyTree
+
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
+"""Layout of a sparse tensor -> its methods that return the dense tensors in it."""
 
 
 def require_step(function: str, step: Any, state: Any) -> None:
@@ -94,14 +104,7 @@ def with_microbatches(step: Step, microbatches: int, batch: PyTree) -> Step:
 
 def double_batch(batch: PyTree) -> PyTree:
     """Return a batch that has each example twice; raises as `length_of`."""
-    length, (leaves, spec) = length_of(batch), tree.flatten(batch)
-    doubled = [torch.cat([leaf, leaf]) if tree.is_tensor(leaf) and leaf.ndim else leaf for leaf in leaves]
-    return tree.unflatten(spec, doubled) if length else batch
-
-
-def first_examples(batch: PyTree, length: int) -> PyTree:
-    """Return the first examples of a batch."""
-    return tree.map(lambda leaf: leaf[:length] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
+    return repeat_examples(batch, 2) if length_of(batch) else batch
 
 
 def length_of(batch: PyTree) -> int:
@@ -114,7 +117,12 @@ def length_of(batch: PyTree) -> int:
 
 def nbytes(values: PyTree) -> int:
     """Return the bytes of the tensors of a tree."""
-    return sum(leaf.nbytes for leaf in tree.leaves(values) if tree.is_tensor(leaf))
+    return sum(map(_nbytes, filter(tree.is_tensor, tree.leaves(values))))
+
+
+def _nbytes(leaf: torch.Tensor) -> int:
+    parts = SPARSE_PARTS.get(leaf.layout)
+    return leaf.nbytes if parts is None else sum(getattr(leaf, part)().nbytes for part in parts)
 
 
 def smaller_optimizers(step: Step) -> dict[str, Step]:

@@ -179,7 +179,7 @@ class Loading(NamedTuple):
 
 
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
-    """Time a source of data, and a step that trains on it; the position of the data is restored.
+    """Time a source of data, and a step that trains on it; the position of the data is restored, and torch's generator.
 
     Nothing else may use the state. Raises a DataError if the data can be iterated only once, or has fewer than two
     batches.
@@ -189,7 +189,8 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
             f"hints, ladder: data is {type(data).__name__}; needs batches that can be iterated several times, such as "
             "those of ft.data.loader"
         )
-    position = sources.position(data)
+    # Torch's `DataLoader` draws a seed, and its shuffle another, for each pass.
+    position, restore_generator = sources.position(data), backends.of(tree.HOST).generators()
 
     def batches(count: int) -> Iterator[PyTree]:
         if position is not None:
@@ -216,6 +217,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
                 return Loading(*(statistics.median(column) / timed for column in zip(*passes, strict=True)))
         raise DataError("hints, ladder: data has fewer than two batches; needs two or more")
     finally:
+        restore_generator()
         if position is not None:
             sources.seek(data, position)
 

@@ -65,6 +65,20 @@ def take_examples(batch: PyTree, examples: slice) -> PyTree:
     return tree.unflatten(spec, of_examples)
 
 
+def repeat_examples(batch: PyTree, times: int) -> PyTree:
+    """Return a batch that has each example several times; what `split_batch` does not split is returned as it is."""
+    leaves, spec = _flatten_examples(batch)
+    return tree.unflatten(spec, [_repeated(leaf, times) for leaf in leaves])
+
+
+def _repeated(leaf: Any, times: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.cat([leaf] * times) if leaf.ndim else leaf
+    if isinstance(leaf, np.ndarray):
+        return np.concatenate([leaf] * times) if leaf.ndim else leaf
+    return leaf * times if isinstance(leaf, list | tuple) else leaf
+
+
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
     leaves = tree.leaves(batch)

@@ -154,6 +154,9 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     assert model.config.use_cache is True
     (line,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert line.startswith("remat: LlamaForCausalLM runs without its cache of keys and values (use_cache=False)")
+    again = ft.remat()(plain)
+    again(again.init(), batch)
+    assert len([record for record in caplog.records if record.name == "ftrain"]) == 1
 
 
 FAST = ["gpt2", "resnet", "patch tst", "mamba", "whisper"]

@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
-from ftrain.errors import ComposeError, OptionError, TraceError
+from ftrain.errors import ComposeError, LossError, OptionError, TraceError
 from ftrain.transforms.remat import budget
 from ftrain.transforms.remat.budget import PolicyCost, choose
 from tests.laws.test_pipelines import assert_equal
@@ -188,3 +189,24 @@ def test_products_are_kept_where_that_saves_more_than_it_costs(width, better, mo
     ft.anatomy(step, step.init({"w": torch.ones(width, width)}), torch.ones(width, width), measure=False)
     work = {price.policy: price.work for price in seen[0]}
     assert (work["dots"] < work["full"]) == better
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_checkpoint_of_the_model_is_refused_since_it_runs_blocks_in_another_order():
+    step = ft.train_step(ft.from_module(Checkpointed(), lambda model, x: model(x).square().mean()), ft.optim.sgd(0.1))
+    given = torch.randn(2, 4)
+    limited = ft.remat(budget=0.5)(step)
+    with pytest.raises(LossError, match=r"^remat: the loss recomputes a block by a checkpoint of its own"):
+        limited(limited.init(), given)
+    whole = ft.remat(budget=1.0)(step)
+    whole(whole.init(), given)

@@ -17,6 +17,7 @@ from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
+from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
@@ -369,6 +370,51 @@ def test_remat_keeps_the_inputs_of_blocks_alone():
         assert plain.activations[f"blocks.{number}"] > 8 * inside
     assert some.most["activations"] < plain.most["activations"] / 2
     assert some.flops["tensor contractions"] > plain.flops["tensor contractions"]
+
+
+def test_what_runs_after_a_recomputed_block_is_no_part_of_it():
+    step, batch = build("gpt", "remat")
+    step = ft.accumulate(2)(step)
+    found = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
+    assert {each.module for each in found if each.phase == "update"} == {""}
+
+
+class Distilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = nn.Linear(64, 512).requires_grad_(False), nn.Linear(64, 512)
+
+    def forward(self, x):
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return F.mse_loss(self.student(x), taught)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["whole", "in microbatches"])
+def test_what_a_loss_computes_without_a_gradient_is_no_gradient(wrappers):
+    step = ft.train_step(ft.from_module(Distilled(), lambda model, batch: model(batch)), optim.sgd(0.1))
+    step = ft.compose(step, *wrappers)
+    found = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
+    assert found.bytes_per_parameter["gradients"] == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_takes_the_memory_of_its_parts(layout):
+    edges, given = getattr(torch.eye(1000), layout)(), torch.randn(1000, 4)
+    loss = ft.from_module(nn.Linear(4, 4), lambda model, batch: (batch["edges"] @ model(batch["x"])).square().mean())
+    step, batch = ft.train_step(loss, optim.sgd(0.1)), {"edges": edges, "x": given}
+    found = ft.anatomy(step, step.init(), batch, measure=False)
+    indices = 8 * (2 * 1000 if edges.layout == torch.sparse_coo else 1001 + 1000)
+    assert found.at_rest["batch"] == nbytes(batch) == given.nbytes + 4 * 1000 + indices
+
+
+def test_a_nested_tensor_cannot_be_predicted():
+    rows = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    loss = ft.from_module(nn.Linear(4, 4), lambda model, batch: model(batch).values().square().mean())
+    step = ft.train_step(loss, optim.sgd(0.1))
+    with pytest.raises(TraceError, match=r"^hints: runs the step on fake tensors, and a nested tensor has none"):
+        ft.hints(step, step.init(), rows)
 
 
 def init(built):

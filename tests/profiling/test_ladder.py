@@ -214,6 +214,16 @@ def test_batches_that_cannot_be_halved(timed, given, note):
     assert found["batch /2"].seconds is None
 
 
+def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed):
+    def weighed(model, batch):
+        assert len(batch["weights"]) == len(batch["names"]) == len(batch["x"])
+        return squares(model, batch)
+
+    given = {**batch(8), "weights": [1.0] * 8, "names": ("a",) * 8}
+    found = timed(make(criterion=weighed), given, techniques=["batch size"], measured=True)
+    assert [row.measured is not None for row in found.rows] == [True] * 3
+
+
 def broken(case):
     raise ComposeError("does not go\nat all")
 

@@ -159,6 +159,14 @@ def test_a_source_of_data_is_left_where_it_was():
     assert min(found) > 0
 
 
+def test_shuffled_data_of_torch_takes_no_random_number_of_the_program():
+    rows = batch(64)
+    data = torch.utils.data.DataLoader(torch.utils.data.StackDataset(**rows), 8, shuffle=True)
+    step, before = make(), torch.get_rng_state()
+    loading(step, step.init(), data, HOST)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_source_of_data_is_left_where_it_was_when_a_step_fails():
     data = ft.data.loader(ft.data.arrays(batch(64)), 8, seed=0)
     data.load_state_dict({**data.state_dict(), "batch": 3})

@@ -197,6 +197,8 @@ def test_a_model_without_blocks_is_cut_alone(timed):
     step, given = ft.train_step(loss, ft.optim.sgd(0.1)), batch(LENGTH, WIDTH)
     found = timed(step, given, memory=int(0.9 * peak(step, given)))
     assert verdicts(found)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
+    # Which is said once, and not for each policy.
+    assert {row.policy for row in found.rows} == {"none", "full"}
     assert wrappers(found.step) == ["accumulate"]
 
 
@@ -225,7 +227,7 @@ def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
     monkeypatch.setattr(run, "_measured_peak", pretending)
     found = timed(step, given, {"accumulate": 2.0}, memory="100MB")
     assert wrappers(found.step) == ["accumulate"]
-    assert verdicts(found)[1, "none"] == "takes 953.7 MiB, measured"
+    assert verdicts(found)[1, "none"] == "too large: 953.7 MiB measured"
 
 
 def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predicted(timed, monkeypatch):

@@ -15,6 +15,7 @@ from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import FtrainError, TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
 from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
+from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
@@ -61,7 +62,8 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
 def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """Run a step eagerly on fake tensors, even if it is compiled, and return what it allocates and computes.
 
-    If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks.
+    If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks. Raises a TraceError for a
+    nested tensor, and as `fake_run`.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
@@ -69,6 +71,9 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
     is_offloaded = _is_offloaded(state)
     # While the step uses them, offloaded tensors have device memory.
     state = replace(state, opt_state=tree.map(_materialized, state.opt_state))
+    given = _tensors((state.buffers, batch))
+    if any(leaf.is_nested for leaf in given):
+        raise TraceError(f"{function}: runs the step on fake tensors, and a nested tensor has none; pass a padded one")
     state, batch = tree.map(lambda leaf: _fake(mode, leaf), (state, batch))
     tensors_by_kind = {
         PARAMETERS: _tensors(state.params),
@@ -78,13 +83,16 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
         BATCH: _tensors(batch),
     }
     recorder = AllocationRecorder(tensors_by_kind, step.base.module)
-    recorder.leave_out(
-        [leaf for leaf, is_outside in zip(_tensors(state.opt_state), is_offloaded, strict=True) if is_outside]
-    )
+    for leaf, is_outside in zip(_tensors(state.opt_state), is_offloaded, strict=True):
+        if is_outside:
+            recorder.set_size(leaf, 0)
+    for leaf, real in zip(_tensors((state.buffers, batch)), given, strict=True):
+        if real.layout != torch.strided:
+            recorder.set_size(leaf, nbytes(real))
 
     run = _RecordedRun(step, recorder)
     on_ranks = next((each.step.on_ranks for each in step.wrappers if each.step and each.step.on_ranks), None)
-    with fake_run(function, step, mode), recorder, recorder.running.followed():
+    with fake_run(function, step, mode), recorder:
         if on_ranks is None:
             run(state, batch, hyper, (0, 0))
         else:
@@ -113,7 +121,8 @@ class _RecordedRun(Eager):
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             timeline = self._recorder.timeline
             timeline.losses.append((len(timeline.operations), len(timeline.collectives)))
-            return loss(params, batch, rng=rng, buffers=buffers)
+            with self._recorder.running.followed():
+                return loss(params, batch, rng=rng, buffers=buffers)
 
         return counted
 

@@ -106,10 +106,9 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int) -> None:
         self._live.pop(key).end = len(self.timeline.operations)
 
-    def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Count no bytes for tensors that are outside the memory of the device."""
-        for tensor in tensors:
-            self._live[storage_id(tensor)].size = 0
+    def set_size(self, tensor: Tensor, size: int) -> None:
+        """Set the bytes of a tensor that does not take those of its storage."""
+        self._live[storage_id(tensor)].size = size
 
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
         """Set the kind of the memory of tensors, unless it is known already."""
@@ -123,7 +122,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:
             return args[0].device  # A shortcut for half of all calls.
         kwargs = kwargs or {}
-        name, phase = func.overloadpacket.__name__, current_phase()
+        name, phase = func.overloadpacket.__name__, self._phase()
         is_collective = func.namespace == "_c10d_functional"
         if is_collective and name == "wait_tensor":
             return args[0]  # As the real operation does; the one for fake tensors returns a new tensor.
@@ -151,15 +150,15 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
 
+    def _phase(self) -> str:
+        """Return the phase of the step that the calling thread runs."""
+        # The autograd engine has a task while it computes gradients, rematerialisation included.
+        if in_backward():
+            return BACKWARD
+        # A loss may compute something without gradients, such as the output of a teacher.
+        return FORWARD if torch.is_grad_enabled() or self.running.is_followed else UPDATE
+
     def _source(self, args: Any) -> Allocation | None:
         """Return the allocation of the first tensor among the arguments."""
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
         return self._live.get(storage_id(first))
-
-
-def current_phase() -> str:
-    """Return the phase of the step that the calling thread runs."""
-    # The autograd engine has a task while it computes gradients, rematerialisation included.
-    if in_backward():
-        return BACKWARD
-    return FORWARD if torch.is_grad_enabled() else UPDATE

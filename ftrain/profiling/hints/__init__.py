@@ -6,3 +6,4 @@ from ftrain.profiling.hints.rules import Remedy as Remedy
 from ftrain.profiling.hints.rules import run_rules as run_rules
 from ftrain.profiling.hints.run import facts_of as facts_of
 from ftrain.profiling.hints.run import hints as hints
+from ftrain.profiling.hints.run import measured_hints as measured_hints

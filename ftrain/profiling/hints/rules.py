@@ -20,10 +20,10 @@ WORTHWHILE_SHARE = 0.01
 """The smallest share of the FLOPs of all matmuls that is worth a hint."""
 
 MOSTLY = 0.5
-"""The smallest share of the matmuls in float32 for a hint to use another dtype."""
+"""The smallest share of the matmuls in float32 for a hint to use TF32."""
 
-FASTER_MATMULS, FASTER_STEP = 1.5, 1.1
-"""The smallest speedup of matmuls, and of a step, that is worth a hint."""
+FASTER = 1.1
+"""The smallest speedup of a step that is worth a hint."""
 
 LAUNCHING = 0.2
 """The smallest share of the time of a step for a hint about launches."""
@@ -91,10 +91,8 @@ class Facts:
     """``dtype -> number`` that lengths of axes should be multiples of."""
     tf32: bool
     """Whether the device has TF32."""
-    rates: Mapping[torch.dtype, float]
-    """Floating-point operations per second of a large matmul."""
-    gain: float
-    """Time of the largest matmul of the step in float32, divided by its time in bfloat16."""
+    rate: float
+    """Floating-point operations per second of a large matmul, in the dtype of the largest one of the step."""
     launch: float
     """Seconds to launch an operation."""
     seconds: float
@@ -152,7 +150,7 @@ def _dimensions(facts: Facts) -> Iterator[Hint]:
 
 
 def _tf32(facts: Facts) -> Iterator[Hint]:
-    share = _share(facts, lambda matmul: matmul.exact)
+    share = _share(facts, lambda matmul: matmul.exact and matmul.dtype == torch.float32)
     if facts.tf32 and share >= MOSTLY:
         yield Hint(
             "TF32 off",
@@ -162,19 +160,9 @@ def _tf32(facts: Facts) -> Iterator[Hint]:
 
 
 def _narrow(facts: Facts) -> Iterator[Hint]:
-    share = _share(facts, lambda matmul: matmul.exact)
-    if (
-        not facts.mixed
-        and share >= MOSTLY
-        and facts.gain >= FASTER_MATMULS
-        and _speedup(facts) >= FASTER_STEP
-        and not _does_not_help(facts, Remedy.BFLOAT16)
-    ):
-        yield Hint(
-            "float32",
-            f"{share:.0%} of the matmuls are in float32, the largest {facts.gain:.1f} times as fast in bfloat16",
-            'Use ft.with_amp("bf16")',
-        )
+    narrow = facts.tried.get(Remedy.BFLOAT16)
+    if not facts.mixed and narrow is not None and narrow.low > FASTER:
+        yield Hint("float32", f"the step is {narrow.median:.2f} times as fast in bfloat16", 'Use ft.with_amp("bf16")')
 
 
 def _emulated(facts: Facts) -> Iterator[Hint]:
@@ -187,17 +175,6 @@ def _emulated(facts: Facts) -> Iterator[Hint]:
                 "slower than float32",
                 'Use ft.with_amp("auto"), or compute in float32',
             )
-
-
-def _speedup(facts: Facts) -> float:
-    """Return the speedup of a step if only its matmuls become faster (Amdahl 1967)."""
-    matmuls = min(facts.flops / facts.rates.get(torch.float32, float("inf")) / facts.seconds, 1.0)
-    return 1 / (1 - matmuls + matmuls / facts.gain)
-
-
-def _does_not_help(facts: Facts, remedy: Remedy) -> bool:
-    """Whether a remedy was measured, and its confidence interval does not show that it is faster."""
-    return remedy in facts.tried and facts.tried[remedy].low <= 1
 
 
 def _share(facts: Facts, condition: Callable[[Matmul], bool]) -> float:
@@ -219,9 +196,11 @@ def _attention(facts: Facts) -> Iterator[Hint]:
 
 
 def _launches(facts: Facts) -> Iterator[Hint]:
-    launching, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
+    launching, computing = facts.operations * facts.launch, facts.flops / facts.rate
     is_launch_bound = launching > max(computing, LAUNCHING * facts.seconds)
-    if not facts.compiled and is_launch_bound and not _does_not_help(facts, Remedy.COMPILE):
+    compiled = facts.tried.get(Remedy.COMPILE)
+    helps = compiled is None or compiled.low > 1
+    if not facts.compiled and is_launch_bound and helps:
         yield Hint(
             "launches",
             f"{facts.operations:,} operations take at least {launching * 1e3:.1f} ms to launch "
@@ -232,7 +211,7 @@ def _launches(facts: Facts) -> Iterator[Hint]:
 
 def _batch(facts: Facts) -> Iterator[Hint]:
     doubled = facts.tried.get(Remedy.LARGER_BATCH)
-    if doubled is not None and doubled.low > FASTER_STEP:
+    if doubled is not None and doubled.low > FASTER:
         yield Hint(
             "small batch",
             f"twice the batch makes {doubled.median:.2f} times the examples per second",

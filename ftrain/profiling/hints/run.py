@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ftrain import backends, tree
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, ComposeError
 from ftrain.profiling import rates
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.hints.rules import Facts, Hint, Matmul, Remedy, run_rules
+from ftrain.profiling.hints.rules import Facts, Hint, Remedy, run_rules
 from ftrain.profiling.step_variants import double_batch, require_one_rank, require_step
-from ftrain.profiling.timing import Interval, Loading, interval, loading, race
+from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
 from ftrain.step.flops import CONTRACTION
-from ftrain.step.step import Step
+from ftrain.step.step import Step, compose
 from ftrain.transforms.amp.loss_scale import NAME as WITH_AMP
+from ftrain.transforms.amp.wrapper import with_amp
 from ftrain.types import PyTree, TrainState
 
-WIDE_AND_NARROW = torch.float32, torch.bfloat16
 ROUNDS = 7
 
 
@@ -30,11 +30,11 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     """Return what makes a step slow on this machine, and what to do about it.
 
     The rules look for: data that the device waits for; operations that take longer to launch than the matmuls take; a
-    batch too small to fill the device; matmuls in a dtype that the device emulates; matmuls in float32 while bfloat16
-    is native and faster, or TF32 is off; axes of matmuls whose lengths are not multiples of what the device needs
+    batch too small to fill the device; matmuls in a dtype that the device emulates; a step that is faster in bfloat16
+    where that is native; TF32 that is off; axes of matmuls whose lengths are not multiples of what the device needs
     (8 for 16-bit dtypes on NVIDIA GPUs, and 64 from compute capability 8.0 on, by NVIDIA's guide to matrix
-    multiplication); and arguments of attention that force a slower kernel. Takes seconds: the step runs on copies of
-    the state, with the batch and with twice the batch.
+    multiplication); and arguments of attention that force a slower kernel. Takes seconds, or minutes if the step is
+    compiled: it runs on copies of the state, in bfloat16 too, and with twice the batch if that is predicted to fit.
 
     Args:
         step: the step.
@@ -54,18 +54,33 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     step.require(state)
     original = Original(step, state)
     batch = tree.to(tree.as_tree(batch), original.device)
-
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
-    racers = {"once": original.racer(step, batch)}
-    with suppress(BatchError):  # Its tensors do not agree on a number of examples.
-        racers["twice"] = original.racer(step, double_batch(batch))
-    times: dict[str, Any] = race(racers, ROUNDS, is_result=lambda name, error: name == "twice")
+    return measured_hints(original, step, batch, loading=data_times, with_larger_batch=True)
+
+
+def measured_hints(
+    original: Original, step: Step, batch: PyTree, *, with_larger_batch: bool, loading: Loading | None = None
+) -> list[Hint]:
+    """Return hints for a step, or a variant of it, after timing it beside the remedies that take no time to compile."""
+    racers: dict[Remedy | None, Racer] = {None: original.racer(step, batch)}
+    state = original.outline(step)
+    record, peak = backends.of(original.device), anatomy_for("hints", step, state, batch).peak
+    free = record.free()
+    # Predicted: a host that runs out of memory raises no error, its kernel kills the process.
+    if with_larger_batch and (free is None or 2 * peak <= free):
+        with suppress(BatchError):  # Its tensors do not agree on a number of examples.
+            racers[Remedy.LARGER_BATCH] = original.racer(step, double_batch(batch))
+    if torch.bfloat16 in record.native_dtypes:
+        with suppress(ComposeError):  # It has another precision.
+            racers[Remedy.BFLOAT16] = original.racer(compose(step, with_amp("bf16")), batch)
+    times: dict[Any, Any] = race(racers, ROUNDS, is_result=lambda remedy, error: remedy is not None)
     tried = {}
-    if isinstance(times.get("twice"), list):
-        speeds = [2 * once / twice for once, twice in zip(times["once"], times["twice"], strict=True)]
-        tried[Remedy.LARGER_BATCH] = interval(speeds)
-    seconds = interval(times["once"]).median
-    return run_rules(facts_of(step, state, batch, seconds, loading=data_times, tried=tried))
+    for remedy, other in times.items():
+        if remedy is not None and isinstance(other, list):
+            size = 2 if remedy is Remedy.LARGER_BATCH else 1
+            tried[remedy] = interval([size * base / time for base, time in zip(times[None], other, strict=True)])
+    seconds = interval(times[None]).median
+    return run_rules(facts_of(step, state, batch, seconds, loading=loading, tried=tried))
 
 
 def facts_of(
@@ -82,6 +97,7 @@ def facts_of(
     record = backends.of(device)
     predicted = anatomy_for("hints", step, state, batch)
     matmuls, attentions = record_calls(step, state, batch)
+    largest = max(matmuls, key=lambda matmul: matmul.flops, default=None)
     return Facts(
         matmuls,
         attentions,
@@ -91,25 +107,10 @@ def facts_of(
         flops=predicted.flops.get(CONTRACTION, 0),
         multiple=record.multiple,
         tf32=record.tf32() is not None,
-        rates={
-            dtype: rates.matmul_rate(device, dtype)
-            for dtype in WIDE_AND_NARROW
-            if dtype in (torch.float32, *record.native_dtypes)
-        },
-        gain=_gain(device, matmuls) if torch.bfloat16 in record.native_dtypes else 1.0,
+        rate=rates.matmul_rate(device, torch.float32 if largest is None else largest.dtype),
         launch=rates.launch_seconds(device),
         seconds=seconds,
         emulated=record.emulated_dtypes(),
         loading=loading,
         tried=tried or {},
     )
-
-
-def _gain(device: torch.device, matmuls: Sequence[Matmul]) -> float:
-    """Return the time of the largest matmul in float32, divided by its time in bfloat16."""
-    largest = max(matmuls, key=lambda matmul: matmul.flops, default=None)
-    if largest is None:
-        return 1.0
-    sizes = largest.rows, largest.inner, largest.columns
-    wide, narrow = (rates.matmul_seconds(device, dtype, *sizes) for dtype in WIDE_AND_NARROW)
-    return wide / narrow

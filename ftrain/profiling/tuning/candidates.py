@@ -8,13 +8,13 @@ from ftrain.errors import ComposeError
 from ftrain.profiling.anatomy import Anatomy
 from ftrain.profiling.step_variants import (
     add_wrapper,
-    first_examples,
     length_of,
     microbatches_of,
     remove_wrapper,
     with_microbatches,
 )
 from ftrain.profiling.tuning.record import UNCHANGED, Remat
+from ftrain.step.microbatch import take_examples
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import PyTree
@@ -48,7 +48,7 @@ def candidate(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> St
 def with_at_most_two(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> tuple[Step, PyTree]:
     """Return a candidate with at most two of its microbatches, and their batch: more do not take more memory."""
     if microbatches > 2:
-        batch = first_examples(batch, 2 * (length_of(batch) // microbatches))
+        batch = take_examples(batch, slice(2 * (length_of(batch) // microbatches)))
     return candidate(step, min(microbatches, 2), choice, batch), batch
 
 

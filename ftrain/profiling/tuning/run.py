@@ -11,7 +11,7 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy_for
-from ftrain.profiling.hints import Hint, facts_of, run_rules
+from ftrain.profiling.hints import Hint, measured_hints
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.mesh_search import mesh_trials
@@ -136,7 +136,7 @@ def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
             memory = "not measured" if peak is None else f"{format_bytes(peak)} measured"
             verdict = "<- computes least" if row.seconds is None else f"<- fastest; {memory}"
             return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
-        measured[index] = dataclasses.replace(row, measured=peak, verdict=f"takes {format_bytes(peak)}, measured")
+        measured[index] = dataclasses.replace(row, measured=peak, verdict=f"too large: {format_bytes(peak)} measured")
     raise _nothing_fits(search, measured)
 
 
@@ -153,8 +153,7 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
     if search.original is None or best.seconds is None:
         return []
     try:
-        state = search.original.state_for(best.step)
-        return run_rules(facts_of(best.step, state, search.batch, best.seconds.median))
+        return measured_hints(search.original, best.step, search.batch, with_larger_batch=False)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -64,7 +64,7 @@ class Search:
                 continue
             full = self._predict(microbatches, FULL)
             rows.append(full)
-            if full.predicted is None or full.fits:
+            if full.fits:
                 rows += [self._predict(microbatches, choice) for choice in (DOTS, *BUDGETS)]
         return rows
 

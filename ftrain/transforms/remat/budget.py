@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
-from ftrain.errors import TraceError
+from ftrain.errors import LossError, TraceError
 from ftrain.step.blocks import within
 from ftrain.step.flops import flops
 from ftrain.step.swap_params import Slot, preserve_attributes
@@ -25,6 +25,11 @@ MAX_SUMS = 2000
 BYTE, LOOKUP = 16, 1_000_000
 """In floating-point operations: the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32, on CPUs
 and GPUs), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
+
+CHECKPOINTED = (
+    "remat: the loss recomputes a block by a checkpoint of its own, beside which a budget cannot choose; turn that off "
+    "(of transformers: model.gradient_checkpointing_disable()), or leave out budget="
+)
 
 log = logging.getLogger("ftrain")
 
@@ -49,6 +54,7 @@ class Budget:
         self._loss, self._share = loss, share
         self._policies: dict[Hashable, list[str]] = {}
         self._remaining: Iterator[str] = iter(())
+        self._recomputes = False
 
     def begin(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> None:
         """Prepare for one run of the loss on a batch.
@@ -64,10 +70,16 @@ class Budget:
             costs = self._costs(params, batch, rng, buffers)
             self._policies[shapes] = choose(costs, self._share)
             log.info("remat: a budget of %s is %s blocks", self._share, dict(Counter(self._policies[shapes])))
-        self._remaining = iter(self._policies[shapes])
+        self._remaining, self._recomputes = iter(self._policies[shapes]), set(self._policies[shapes]) != {NONE}
 
     def next_policy(self) -> str:
-        """Return the policy of the block that runs next."""
+        """Return the policy of the block that runs next.
+
+        Raises:
+            LossError: when another checkpoint runs a block again, which then must have the policy of its first run.
+        """
+        if self._recomputes and _torch.in_backward():
+            raise LossError(CHECKPOINTED)
         return next(self._remaining, NONE)
 
     def _costs(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[PolicyCost]]:

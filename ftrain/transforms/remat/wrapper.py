@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ IN_TRANSFORM = (
     "remat: a block that runs within a transform of torch.func (grad, vmap, jvp ...) keeps its activations, since they "
     "cannot be recomputed there; for a gradient by torch.autograd.grad(..., create_graph=True) they can"
 )
+_LOGGED = WeakSet[nn.Module]()
+"""The modules of which the log says that they run without their cache."""
+
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -65,7 +69,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             such block.
         ComposeError: from the step, when the loss ran no block.
         LossError: from the step, when an argument of a block or a tensor that it keeps was overwritten before the block
-            was recomputed, or when the block needed other tensors when it was recomputed.
+            was recomputed, when the block needed other tensors when it was recomputed, or when with a budget a
+            checkpoint of the loss recomputes it.
         TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
     require_policy(policy)
@@ -261,14 +266,12 @@ def _without_cache(module: nn.Module | None) -> Context:
     """
     modules = module.modules() if module is not None else ()
     configs: list[Any] = [getattr(each, "config", None) for each in modules]
-    is_logged = False
 
     @contextmanager
     def context() -> Iterator[None]:
-        nonlocal is_logged
         caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-        if caching and not is_logged:
-            is_logged = True
+        if module is not None and caching and module not in _LOGGED:
+            _LOGGED.add(module)
             log_on_first_rank(
                 "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is "
                 "recomputed would fill twice",
