@@ -97,7 +97,9 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         _require_unchanged(borrowed, slots)
         return module_state(module)
 
-    return Loss(loss, text, scope=partial(DuringStep, borrowed), module=module, initial=initial, needs_rng=needs_rng)
+    kept = partial(borrowed.kept_from, slots=slots)
+    scope = partial(DuringStep, borrowed)
+    return Loss(loss, text, scope, module=module, initial=initial, needs_rng=needs_rng, on_compiled=kept)
 
 
 def _require_module(module: Any, criterion: Any) -> None:
