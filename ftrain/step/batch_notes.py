@@ -39,10 +39,16 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str
                 "the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1"
             )
     if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
-        yield (
-            "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new "
-            "leaf in the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
-        )
+        if torch.is_grad_enabled():
+            yield (
+                "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a "
+                "new leaf in the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
+            )
+        else:
+            yield (
+                "an evaluation records no graph: compute what has a gradient, and this gradient, in a context of "
+                "torch.enable_grad()"
+            )
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" not in str(error) and "Byte" not in str(error):
         return

@@ -1313,6 +1313,24 @@ def test_the_gradient_of_an_input_that_is_no_leaf_says_how_to_take_it(wrapper):
     assert any("x = batch['x'].detach().requires_grad_()" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_an_evaluation_of_a_loss_with_a_gradient_of_its_input(is_told):
+    def penalty(params, batch):
+        with torch.set_grad_enabled(is_told):
+            x = batch["x"].detach().requires_grad_()
+            (grad,) = torch.autograd.grad((x @ params["w"]).sum(), x)
+        return grad.square().mean()
+
+    step, batch = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1)), {"x": torch.ones(2, 3)}
+    state = step.init({"w": torch.ones(3)})
+    if is_told:
+        assert ft.evaluate(ft.eval_step(penalty), state, [batch]) == {"loss": 1.0}
+        return
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        ft.evaluate(ft.eval_step(penalty), state, [batch])
+    assert "torch.enable_grad()" in raised.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_errors_of_a_loss_that_have_nothing_to_do_with_its_batch_get_no_note(dtype):
     def loss(params, batch):
