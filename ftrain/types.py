@@ -276,6 +276,8 @@ class Loss:
         matmul_precision: the text of the wrapper that sets the precision of its float32 matrix products; "" if none.
         wrapper_texts: the texts of its wrappers, the innermost first.
         ranks: the ranks that evaluate it together; None if every rank evaluates it on all examples.
+        on_compiled: ``fn -> fn`` for a loss that `torch.compile` has compiled: its module keeps the tensors of a run
+            until the end of `scope`, as after a run that is not compiled.
     """
 
     fn: LossFn
@@ -289,6 +291,7 @@ class Loss:
     matmul_precision: str = ""
     wrapper_texts: tuple[str, ...] = ()
     ranks: LossRanks | None = None
+    on_compiled: Callable[[LossFn], LossFn] = lambda fn: fn
 
     @functools.cached_property
     def text(self) -> str:

@@ -46,6 +46,8 @@ class _InBackward:
     _factor: Tensor | None
     _cotangent: Tensor
     _spec: optree.PyTreeSpec
+    _unused: list[Tensor]
+    _filled: Callable[[tuple[Any, ...]], list[Tensor]]
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
         self._grad, self._pieces, self._plain = grad, pieces, True
@@ -68,6 +70,7 @@ class _InBackward:
             if self._factor is not None and not result.loss.plain:
                 self._enlarge(result.loss.weight * self._pieces, self._factor)
             run_backward(result, self._cotangent_of(result), add=True)
+        self._separate_new()
         finite = torch.isfinite(result.loss.total) if self._grad.reports_finite else None
         return Gradients(None, result.loss, result.finish_metrics(result.metrics), result.buffers, finite)
 
@@ -84,15 +87,23 @@ class _InBackward:
             leaf.grad = None  # A loss that calls `backward` itself has set it.
         # Autograd copies a gradient for `.grad` that something else refers to, such as the cotangent or a saved tensor.
         run_backward(result, self._cotangent_of(result), add=True)
-        grads = self._grad.filled(state, result, tuple(leaf.grad for leaf in result.params))
-        for leaf, grad in zip(result.params, _in_own_memory(grads, result.params), strict=True):
+        self._params, self._unused, self._spec = result.params, result.params, result.spec
+        # A parameter is unused if no microbatch uses it, which is known at the end. The graph is not kept until then.
+        without_graph = replace(result, total=result.loss.total, combined=None)
+        self._filled = functools.partial(self._grad.filled, state, without_graph)
+
+    def _separate_new(self) -> None:
+        """Give the gradients that a microbatch is the first to compute memory of their own."""
+        new = [leaf for leaf in self._unused if leaf.grad is not None and not leaf.grad.is_sparse]
+        grads: list[Any] = [leaf.grad for leaf in new]
+        for leaf, grad in zip(new, _in_own_memory(grads, new), strict=True):
             leaf.grad = grad
-        self._params, self._spec = result.params, result.spec
+        self._unused = [leaf for leaf in self._unused if leaf.grad is None]
 
     def _enlarge(self, unit: Tensor, factor: Tensor) -> None:
         # In float16, the gradient of a microbatch with much more weight than the first one would overflow.
         larger = torch.maximum(self._unit, unit)
-        tree.scale_leaves_(self._grads, self._unit / larger)
+        tree.scale_leaves_([each for each in self._grads if each is not None], self._unit / larger)
         self._unit, self._cotangent = larger, (factor / larger).to(self._cotangent.dtype)
 
     @property
@@ -107,7 +118,7 @@ class _InBackward:
 
     def mean(self, total: Gradients) -> Gradients:
         """Return the gradient of the whole batch; `total` is the sum of the results of `add`."""
-        grads = self._grads
+        grads = self._filled(tuple(self._grads))
         for leaf in self._params or ():
             leaf.grad = None  # Other references to the leaf must not keep the gradient alive.
         finite = None if total.finite is None else total.finite & tree.all_finite(grads)

@@ -177,7 +177,7 @@ def run_loss(
     new_versions = versions(leaves)
     if new_versions != old_versions:
         raise _written_in_place(name, _first_difference(old_versions, new_versions), spec)
-    if not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
+    if output[2] is not buffers and not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
         _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
     return output
 

@@ -87,7 +87,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         with preserve_dicts(borrowed.dicts) if is_dynamo_compiling() else borrowed:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
-            new_buffers = {slot.name: slot.tensors[slot.key] for slot in buffer_slots}
+            new_buffers = {slot.name: slot.tensors[slot.key] for slot in buffer_slots} if buffer_slots else {}
             if shared and not is_dynamo_compiling():
                 _require_unwritten(shared, slots, values, new_buffers, text)
         mean, metrics, _ = normalise(returned, None, text)
@@ -97,7 +97,9 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         _require_unchanged(borrowed, slots)
         return module_state(module)
 
-    return Loss(loss, text, scope=partial(DuringStep, borrowed), module=module, initial=initial, needs_rng=needs_rng)
+    kept = partial(borrowed.kept_from, slots=slots)
+    scope = partial(DuringStep, borrowed)
+    return Loss(loss, text, scope, module=module, initial=initial, needs_rng=needs_rng, on_compiled=kept)
 
 
 def _require_module(module: Any, criterion: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ftrain import _torch
 from ftrain._torch import dtensor
 from ftrain.errors import LossError, listed, log_on_first_rank
+from ftrain.types import LossFn, LossOutput, PyTree
 
 _is_training = attrgetter("training")
 
@@ -87,22 +88,15 @@ def refill(dicts: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> N
     deque(map(dict.update, dicts, held), maxlen=0)
 
 
-class BorrowedModule:
-    """Context of a run in which the parameter and buffer dicts of a module may hold other tensors.
+class Borrowed:
+    """Context of a run in which the dicts of a module may hold other tensors.
 
-    After a run within a step (`DuringStep`) the tensors stay there until the step ends or the next run begins, because
-    models that use `torch.utils.checkpoint` run parts of themselves again in the backward pass.
+    After a run within a step they stay there until the step ends (`steps` is 0, and `restore` is called) or the next
+    run begins, because models that use `torch.utils.checkpoint` run parts of themselves again in the backward pass.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.parts = module, list(module.modules())
-        self.dicts: list[dict[str, Any]] = [
-            tensors for part in self.parts for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))
-        ]
-        self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
-        # The modes of the parts before the first training step, until its first run ends; then they are checked.
-        self.modes_before: list[bool] | None = None
-        self.are_modes_checked = False
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        self.dicts = dicts
         # The items that the dicts hold outside of all runs; None when they hold them now.
         self._original: list[dict[str, Any]] | None = None
         self.steps = 0
@@ -117,9 +111,6 @@ class BorrowedModule:
             refill(self.dicts, self._original)
 
     def __exit__(self, *error: object) -> None:
-        if self.modes_before is not None:
-            _log_changed_modes(self.module, dict(zip(self.parts, self.modes_before, strict=True)))
-            self.modes_before, self.are_modes_checked = None, True
         outer = self._runs.pop()
         if outer is not None:
             refill(self.dicts, outer)
@@ -131,6 +122,42 @@ class BorrowedModule:
         if self._original is not None:
             refill(self.dicts, self._original)
             self._original = None
+
+    def kept_from(self, compiled: LossFn, slots: Sequence[Slot]) -> LossFn:
+        """Return a loss of `torch.compile`, whose tensors then stay in the dicts too, in these slots.
+
+        A compiled run restores the dicts at its end. But where Dynamo breaks its graph within `torch.utils.checkpoint`,
+        this runs again in the backward pass.
+        """
+
+        def run(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            with self:
+                mean, metrics, new_buffers = compiled(params, batch, rng=rng, buffers=buffers)
+                named = {**new_buffers, **params}
+                put(slots, [named[slot.name] for slot in slots])
+            return mean, metrics, new_buffers
+
+        return run
+
+
+class BorrowedModule(Borrowed):
+    """As `Borrowed`, for the parameters and buffers of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.parts = module, list(module.modules())
+        super().__init__(
+            [tensors for part in self.parts for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))]
+        )
+        self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
+        # The modes of the parts before the first training step, until its first run ends; then they are checked.
+        self.modes_before: list[bool] | None = None
+        self.are_modes_checked = False
+
+    def __exit__(self, *error: object) -> None:
+        if self.modes_before is not None:
+            _log_changed_modes(self.module, dict(zip(self.parts, self.modes_before, strict=True)))
+            self.modes_before, self.are_modes_checked = None, True
+        super().__exit__(*error)
 
 
 _threads: dict[int, int] = {}
@@ -227,7 +254,7 @@ def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
     attributes = [] if module is None else [vars(part) for part in module.modules()]
     containers = [
         *attributes,
-        *(each for of_part in attributes for each in of_part.values() if type(each) in (dict, list)),
+        *(each for of_part in attributes for each in of_part.values() if type(each) in (dict, list, OrderedDict)),
     ]
     copies = [container.copy() for container in containers]
     try:

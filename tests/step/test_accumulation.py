@@ -122,6 +122,23 @@ def test_a_parameter_that_the_loss_does_not_use():
     assert torch.equal(step(step.init(params), batch)[0].params["b"], params["b"])
 
 
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="aot_eager"),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
+    """An expert, say. The first gradients of two are one tensor, which must not become the memory of both sums."""
+    params = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+
+    def loss(params, batch):
+        is_last = len(batch["x"]) == 1  # Of three pieces of 2, 2 and 1 examples.
+        total = (params["a"] * batch["x"]).sum() + ((params["b"] + params["c"]).sum() if is_last else 0.0)
+        return ft.Mean(total, torch.tensor(float(len(batch["x"])))) if weighted else total / len(batch["x"])
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(1.0)), ft.accumulate(3), *wrappers)
+    state, _ = step(step.init(params), {"x": torch.ones(5, 2)})
+    needed = {"a": torch.zeros(2), "b": torch.full((2,), 0.8), "c": torch.full((2,), 0.8)}
+    torch.testing.assert_close(state.params, needed)
+
+
 def test_one_compiled_loss_serves_all_pieces():
     """Leaves that have a gradient already are of the same kind for Dynamo as those that have none."""
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())

@@ -823,6 +823,42 @@ def test_a_model_that_recomputes_a_part_of_itself_does_so_on_the_state(wrappers,
         assert torch.equal(found[name], leaf), name
 
 
+class CountingBlock(nn.Module):
+    """Counts its calls, at which Dynamo breaks the graph of a part that is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.inner(x)) + self.offset
+
+
+class RecomputingBlocks(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo itself
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),), (ft.lora(2, targets=["*.inner"]),)], ids=len)
+def test_what_dynamo_leaves_to_torch_to_recompute_is_recomputed_on_the_state(wrappers):
+    def train(*lowering):
+        torch.manual_seed(0)
+        model = RecomputingBlocks(CountingBlock(), CountingBlock())
+        loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.5)), *wrappers, *lowering)
+        state = step.init()
+        for index in range(3):
+            state, _ = step(state, {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(index))})
+        return state.params
+
+    torch.testing.assert_close(train(ft.compiled(lowering="split", backend="aot_eager")), train())
+
+
 def test_a_whole_graph_is_not_told_what_a_model_drew_before():
     whole = ft.compiled(lowering="whole", backend="aot_eager")
     found, needed = (trained(whole, recomputes=flag) for flag in (True, False))
@@ -873,6 +909,30 @@ def test_what_a_model_registers_as_it_runs_does_not_stay(wrappers):
     state, _ = step(step.init(), {"x": torch.randn(4, 4)})
     assert list(model.named_buffers()) == []
     assert not state.buffers
+
+
+class Hooking(nn.Module):
+    """Hooks itself when it first runs, as models of transformers do to record hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.is_hooked, self.recorded = nn.Linear(4, 4), False, []
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.inner.register_forward_hook(lambda module, args, output: self.recorded.append(len(args)))
+            self.is_hooked = True
+        self.recorded.clear()
+        return self.inner(x) * len(self.recorded)
+
+
+def test_a_hook_of_a_captured_run_does_not_stay_without_what_the_model_knows_of_it():
+    model = Hooking()
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.compiled(lowering="whole", backend="aot_eager"))
+    step(step.init(), {"x": torch.randn(2, 4)})
+    model(torch.randn(2, 4))
+    assert len(model.recorded) == 1
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(blocks=["1"]),)], ids=len)

@@ -199,7 +199,7 @@ class _Compiled:
 
             return updating
 
-        run = Eager(step, self._compiler.compile_loss, around_update)
+        run = Eager(step, lambda loss: step.loss.on_compiled(self._compiler.compile_loss(loss)), around_update)
 
         def split(
             state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.lora.config import Config
@@ -67,6 +68,9 @@ def lora(
             with loss.scope(training), adapters.installed():
                 yield
 
-        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrapper_texts=texts, adapters=adapters)
+        around, kept = adapters.around(loss), partial(adapters.on_compiled, loss)
+        return dataclasses.replace(
+            loss, fn=around, scope=scope, wrapper_texts=texts, adapters=adapters, on_compiled=kept
+        )
 
     return Wrapper(NAME, options.text(), loss=OnLoss(model, order=0))

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ftrain import tree
 from ftrain.errors import LossError, StructureError, warn
 from ftrain.step.blocks import forwarding
-from ftrain.step.swap_params import Slot, bound
+from ftrain.step.swap_params import Borrowed, Slot, preserve_dicts, put
 from ftrain.transforms.lora.config import Config, keys_of, missing
 from ftrain.transforms.lora.targets import Target, find_targets
 from ftrain.transforms.lora.weights import norms
@@ -35,6 +36,7 @@ class ModuleAdapters:
         ]
         self._slots = {id(target.part): target.slots(dora=config.dora) for target in self.targets}
         self._all_slots = [slot for slots in self._slots.values() for slot in slots]
+        self._borrowed = Borrowed([target.tensors for target in self.targets])
         self.names = {slot.name for slot in self._all_slots}
         # In evaluation, torch's fused layers read the weights of their submodules without calling them.
         fused = nn.TransformerEncoder, nn.TransformerEncoderLayer
@@ -71,16 +73,22 @@ class ModuleAdapters:
             except KeyError as error:
                 raise LossError(missing(loss.text, error.args[0])) from None
             base = {name: leaf for name, leaf in params.items() if name not in self.names}
-            with bound(self._all_slots, values):
+            with preserve_dicts(self._borrowed.dicts) if is_dynamo_compiling() else self._borrowed:
+                put(self._all_slots, values)
                 return loss.fn(base, batch, rng=rng, buffers=buffers)
 
         return fn
+
+    def on_compiled(self, loss: Loss, compiled: LossFn) -> LossFn:
+        """Return what `Loss.on_compiled` returns, for a loss of the base with its adapters."""
+        return self._borrowed.kept_from(loss.on_compiled(compiled), self._all_slots)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the target modules run with their adapters."""
         fuses = self._may_fuse and torch.backends.mha.get_fastpath_enabled()
         with forwarding(self._forwards):
+            self._borrowed.steps += 1
             try:
                 if fuses:
                     torch.backends.mha.set_fastpath_enabled(False)
@@ -88,6 +96,9 @@ class ModuleAdapters:
             finally:
                 if fuses:
                     torch.backends.mha.set_fastpath_enabled(True)
+                self._borrowed.steps -= 1
+                if self._borrowed.steps == 0:
+                    self._borrowed.restore()
 
 
 def _warn_of_tie(target: Target) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from tests.exhaustive import choose
@@ -117,6 +118,19 @@ CAPTURED = ft.compiled(lowering="whole", backend="eager")
 def test_rematerialised_blocks_see_the_same_adapters_and_masks(policy, around):
     plain, _ = train(build((), 0, *around, **KINDS["dora"])[1])
     again, _ = train(build((), 0, ft.remat(policy), *around, **KINDS["dora"])[1])
+    assert_equal(again, plain)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),), (CAPTURED,)], ids=["plain", "accumulate", "captured"])
+def test_what_torch_recomputes_has_the_same_adapters(wrappers):
+    def recomputing(model, batch):
+        x = model.embed(batch["tokens"])
+        for block in model.blocks:
+            x = checkpoint(block, x, None, use_reentrant=False)
+        return ft.losses.cross_entropy(model.head(x), batch["labels"])
+
+    plain, _ = train(build((), 0, *wrappers, p=0.0, dora=True)[1])
+    again, _ = train(build((), 0, *wrappers, criterion=recomputing, p=0.0, dora=True)[1])
     assert_equal(again, plain)
 
 
