@@ -97,12 +97,11 @@ def test_on_one_rank_it_is_batch_norm_to_the_bit():
 
 def test_one_value_per_channel_on_all_ranks_is_an_error_on_each():
     """Its variance would make the running one NaN. Torch raises a ValueError on one rank."""
-    loss_fn = ft.from_module(nn.Sequential(nn.BatchNorm1d(2)), lambda model, batch: model(batch).square().mean())
 
     def rank(_):
-        step = ft.compose(
-            ft.train_step(loss_fn, ft.optim.sgd(0.1)), ft.sync_batch_norm(), ft.sharded(ft.parallel.mesh())
-        )
+        loss_fn = ft.from_module(nn.Sequential(nn.BatchNorm1d(2)), lambda model, batch: model(batch).square().mean())
+        step = ft.train_step(loss_fn, ft.optim.sgd(0.1))
+        step = ft.compose(step, ft.sync_batch_norm(), ft.sharded(ft.parallel.mesh()))
         with pytest.raises(LossError, match=r"BatchNorm1d\(2.*\) gets one value per channel"):
             step(step.init(), torch.ones(1, 2))
 
