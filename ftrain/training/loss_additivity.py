@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from ftrain import tree
 from ftrain.errors import warn
+from ftrain.step.across_ranks import Share, evaluation_state
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
@@ -15,24 +18,25 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
     The loss of the first example together with the second, the middle and the last one is compared with the combined
     losses of each alone, evaluated without dropout or a gradient. They differ if the loss is a sum, a plain mean over
     tokens whose number differs between examples, or if it compares examples. There is no warning if such an evaluation
-    fails. All ranks evaluate, and the first one warns.
+    fails. All ranks evaluate, each these examples by itself, and the first one warns.
     """
     count, step = most_pieces(batch), EvalStep(loss)
     if count < 2:
         return
+    whole, gathering = evaluation_state(loss, state, function)
 
     def mean_of(examples: slice) -> Mean:
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
-        return mean
+        return step.of_rank(whole, Share(tree.to(part, tree.device_of(state.params)), True))["loss"]
 
     try:
-        first = mean_of(slice(1))
-        # Always three, so that ranks with different numbers of examples evaluate equally often.
-        pairs = [
-            (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
-            for other in (1, count // 2, count - 1)
-        ]
+        with gathering or nullcontext():
+            first = mean_of(slice(1))
+            # Always three, so that ranks with different numbers of examples evaluate equally often.
+            pairs = [
+                (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
+                for other in (1, count // 2, count - 1)
+            ]
     except Exception:  # Some losses need training mode, or more examples.
         return
     for pair, other in pairs:

@@ -49,6 +49,22 @@ def test_a_run_on_ranks_equals_one_on_one_rank(size, level):
     assert_same(fitted(size, level, **options), reference)
 
 
+@pytest.mark.parametrize("wrappers", [[], [ft.accumulate(2)]])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wrappers):
+    def summed(model, batch):
+        return (model(batch["x"]) - batch["y"]).square().sum()
+
+    def rank(_):
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=summed)
+        ft.fit(step, step.init(seed=5), list(models.batches()), progress=False)
+
+    function = "accumulate" if wrappers else "sharded"
+    with pytest.warns(UserWarning, match=f"^{function}: the loss of two examples is .*Return ft\\.Mean") as caught:
+        run(2, rank)
+    assert len(caught) == 1
+
+
 def test_the_first_rank_shows_and_logs(tmp_path, capsys):
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
