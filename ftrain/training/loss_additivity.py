@@ -25,22 +25,24 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
         return
     whole, gathering = evaluation_state(loss, state, function)
 
-    def mean_of(examples: slice) -> Mean:
+    def mean_of(examples: slice) -> Mean | None:
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        return step.of_rank(whole, Share(tree.to(part, tree.device_of(state.params)), True))["loss"]
+        try:
+            return step.of_rank(whole, Share(tree.to(part, tree.device_of(state.params)), True))["loss"]
+        except Exception:  # Some losses need training mode, or more examples.
+            return None
 
-    try:
-        with gathering or nullcontext():
-            first = mean_of(slice(1))
-            # Always three, so that ranks with different numbers of examples evaluate equally often.
-            pairs = [
-                (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
-                for other in (1, count // 2, count - 1)
-            ]
-    except Exception:  # Some losses need training mode, or more examples.
-        return
+    with gathering or nullcontext():
+        first = mean_of(slice(1))
+        # Always three, so that ranks evaluate equally often, whatever their examples are.
+        pairs = [
+            (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
+            for other in (1, count // 2, count - 1)
+        ]
     for pair, other in pairs:
-        if is_first and not is_combined(loss, state.params, pair, (first, other)):
+        if not is_first or first is None or pair is None or other is None:
+            continue
+        if not is_combined(loss, state.params, pair, (first, other)):
             together, separate = float(pair), combined((first, other))
             warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "

@@ -65,6 +65,21 @@ def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wra
     assert len(caught) == 1
 
 
+def test_a_loss_that_fails_on_one_rank_when_it_is_tested_leaves_no_rank_waiting():
+    def loud(model, batch):
+        if not torch.is_grad_enabled() and batch["x"].max() > 100:
+            raise ValueError("in training only")
+        return models.plain_loss(model, batch)
+
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3, batches="rows"), criterion=loud)
+        batch = next(models.batches())
+        state, _ = ft.fit(step, step.init(seed=5), [{**batch, "x": batch["x"] + 200 * number}], progress=False)
+        return int(state.step)
+
+    assert run(2, rank) == [1, 1]
+
+
 def test_the_first_rank_shows_and_logs(tmp_path, capsys):
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
