@@ -15,6 +15,7 @@ from ftrain._torch import collectives
 from ftrain.backends.generators import LOCK
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
+from ftrain.step.microbatch import first_example
 from ftrain.types import TrainState
 
 T = TypeVar("T")
@@ -59,6 +60,8 @@ class StockDraws:
         key_data = random.fold_in_key_data(random.key_data(state.rng), int(state.step))
         key = random.wrap_key_data(random.stock_key_data(key_data))
         with torch_ops.Keyed(key, on_host=device == tree.HOST) as stream:
+            # The examples are counted by `Rows`, from the first one of a microbatch on.
+            stream.examples = first_example(), 1
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)

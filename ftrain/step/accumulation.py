@@ -199,7 +199,7 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
         first, start = start, start + length
         key = random.for_examples(rng, first, length) if rng is not None else None
         drawing = stream.for_examples(first, length, offset) if stream is not None else nullcontext()
-        with drawing, within_piece(len(pieces)):
+        with drawing, within_piece(len(pieces), first):
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
     total = functools.reduce(_merged, results[1:], _first(results[0]))

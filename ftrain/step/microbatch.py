@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -47,10 +47,20 @@ with_fewest_examples = functools.partial(setting, _fewest)
 example each: the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal."""
 
 
-def within_piece(pieces: int) -> AbstractContextManager[None]:
-    """Return the context of the computation on one of so many pieces, which may split it again."""
+_first_example: ContextVar[int] = ContextVar("ftrain_first_example", default=0)
+
+
+first_example = _first_example.get
+"""``() -> int``: the number in the whole batch of the first example of the piece that is computed on."""
+
+
+@contextmanager
+def within_piece(pieces: int, first: int) -> Iterator[None]:
+    """Context of the computation on one of so many pieces, which may split it again; `first` is its first example."""
     fewest = _fewest.get()
-    return with_fewest_examples(None if fewest is None else fewest // pieces)
+    of_piece = with_fewest_examples(None if fewest is None else fewest // pieces)
+    with of_piece, setting(_first_example, _first_example.get() + first):
+        yield
 
 
 def pieces_of_fewest(pieces: int, fewest: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from ftrain import random, tree
 from ftrain.errors import warn
 from ftrain.random.torch_ops import Keyed
+from ftrain.step.across_ranks import Share, evaluation_state
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
@@ -17,30 +20,34 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
     losses of each alone, evaluated without dropout or a gradient. They differ if the loss is a sum, a plain mean over
     tokens whose number differs between examples, or if it compares examples. A loss that draws random numbers, as of a
     diffusion model, draws the same ones for an example alone and in a pair. There is no warning if such an evaluation
-    fails. All ranks evaluate, and the first one warns.
+    fails. All ranks evaluate, each these examples by itself, and the first one warns.
     """
     count, step = most_pieces(batch), EvalStep(loss)
     if count < 2:
         return
+    whole, gathering = evaluation_state(loss, state, function)
 
-    def mean_of(examples: slice, place: int = 0) -> Mean:
+    def mean_of(examples: slice, place: int = 0) -> Mean | None:
         """Return the loss of some examples, of which the first one draws as the example at a place of a batch."""
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        with Keyed(random.key(0)) as stream, stream.for_examples(place, most_pieces(part), 0):
-            mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
-        return mean
+        share = Share(tree.to(part, tree.device_of(state.params)), True)
+        try:
+            with Keyed(random.key(0)) as stream, stream.for_examples(place, most_pieces(part), 0):
+                return step.of_rank(whole, share)["loss"]
+        except Exception:  # Some losses need training mode, or more examples.
+            return None
 
-    try:
+    with gathering or nullcontext():
         first = mean_of(slice(1))
-        # Always three, so that ranks with different numbers of examples evaluate equally often.
+        # Always three, so that ranks evaluate equally often, whatever their examples are.
         pairs = [
             (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1), place=1))
             for other in (1, count // 2, count - 1)
         ]
-    except Exception:  # Some losses need training mode, or more examples.
-        return
     for pair, other in pairs:
-        if is_first and not is_combined(loss, state.params, pair, (first, other)):
+        if not is_first or first is None or pair is None or other is None:
+            continue
+        if not is_combined(loss, state.params, pair, (first, other)):
             together, separate = float(pair), combined((first, other))
             warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "

@@ -82,7 +82,7 @@ class Run:
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = None if options.checkpoints is None else options.checkpoints.best
-        self._accumulates = isinstance(step, Step) and step.microbatches > 1
+        self._splits = "accumulate" if isinstance(step, Step) and step.microbatches > 1 else "sharded" if ranks else ""
         self._tracks_position = checkpoints.enabled and is_compiled(step)
         self._continue_from(point)
 
@@ -274,12 +274,11 @@ class Run:
         return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
 
     def _warn_if_not_additive(self) -> None:
-        """Check, once in a run that accumulates, whether splitting a batch changes its loss."""
-        if self._accumulates and self._newest.batch is not None:
-            self._accumulates, newest = False, self._newest
-            warn_if_not_additive(
-                "accumulate", self._step.loss, newest.state, newest.batch, is_first=self._agreement.is_first
-            )
+        """Check, once in a run that splits its batches, whether this changes their losses."""
+        if self._splits and self._newest.batch is not None:
+            function, self._splits, newest = self._splits, "", self._newest
+            is_first = self._agreement.is_first
+            warn_if_not_additive(function, self._step.loss, newest.state, newest.batch, is_first=is_first)
 
     def _evaluate_and_adapt(self, records: Records | None) -> None:
         """Call `evaluate`, `stop` and `adapt`, if it is time to."""

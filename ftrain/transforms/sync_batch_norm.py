@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ftrain.errors import ComposeError
+from ftrain.errors import ComposeError, LossError
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.rows import current
 from ftrain.step.across_ranks import ranks_of
@@ -36,6 +36,7 @@ def sync_batch_norm() -> Wrapper:
     Raises:
         ComposeError: from the step, for a loss without a module or without BatchNorm, or for a subclass of BatchNorm
             with its own forward.
+        LossError: from the step, on every rank, for one value per channel in the whole batch, as torch raises it.
     """
 
     def wrap(loss: Loss) -> Loss:
@@ -78,6 +79,11 @@ def _forward(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tens
     rows = current()
     if rows is None or rows.ranks is None or rows.ranks.size == 1 or not layer.training:
         return forward(x)
+    if rows.total == 1 and x.numel() == x.shape[1]:
+        raise LossError(
+            f"{NAME}: {layer} gets one value per channel, from the one example of all ranks, and the variance of one "
+            "value is unknown; leave out the last, smaller batch (drop_last=True), or use fewer microbatches"
+        )
     y, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
         rows.ranks, rows.length > 0, layer.eps, x, layer.weight, layer.bias
     )

@@ -144,7 +144,7 @@ def test_each_rank_computes_on_its_examples():
 
 
 def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
-    """In an evaluation, and in a step of `fit`."""
+    """In an evaluation, and in a step of `fit`, which also tests the loss once, of one and two examples."""
     copied, to = [], ft.tree.to
 
     def recording(value, device):
@@ -160,7 +160,7 @@ def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
         ft.fit(step, step.init(), models.batches(2), progress=False)
 
     run(4, rank)
-    assert copied == [3] * 4
+    assert [length for length in copied if length > 2] == [3] * 4
     batch = next(models.batches())
     of_rank = rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
     assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}

@@ -49,6 +49,37 @@ def test_a_run_on_ranks_equals_one_on_one_rank(size, level):
     assert_same(fitted(size, level, **options), reference)
 
 
+@pytest.mark.parametrize("wrappers", [[], [ft.accumulate(2)]])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wrappers):
+    def summed(model, batch):
+        return (model(batch["x"]) - batch["y"]).square().sum()
+
+    def rank(_):
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=summed)
+        ft.fit(step, step.init(seed=5), list(models.batches()), progress=False)
+
+    function = "accumulate" if wrappers else "sharded"
+    with pytest.warns(UserWarning, match=f"^{function}: the loss of two examples is .*Return ft\\.Mean") as caught:
+        run(2, rank)
+    assert len(caught) == 1
+
+
+def test_a_loss_that_fails_on_one_rank_when_it_is_tested_leaves_no_rank_waiting():
+    def loud(model, batch):
+        if not torch.is_grad_enabled() and batch["x"].max() > 100:
+            raise ValueError("in training only")
+        return models.plain_loss(model, batch)
+
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3, batches="rows"), criterion=loud)
+        batch = next(models.batches())
+        state, _ = ft.fit(step, step.init(seed=5), [{**batch, "x": batch["x"] + 200 * number}], progress=False)
+        return int(state.step)
+
+    assert run(2, rank) == [1, 1]
+
+
 def test_the_first_rank_shows_and_logs(tmp_path, capsys):
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))

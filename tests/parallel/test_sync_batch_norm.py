@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import ComposeError
+from ftrain.errors import ComposeError, LossError
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -93,6 +93,19 @@ def test_between_copies_of_a_state():
 def test_on_one_rank_it_is_batch_norm_to_the_bit():
     (plain, _), (synced, _) = trained(1, 3, synced=False)[0], trained(1, 3)[0]
     assert all(map(torch.equal, ft.tree.leaves(plain), ft.tree.leaves(synced)))
+
+
+def test_one_value_per_channel_on_all_ranks_is_an_error_on_each():
+    """Its variance would make the running one NaN. Torch raises a ValueError on one rank."""
+
+    def rank(_):
+        loss_fn = ft.from_module(nn.Sequential(nn.BatchNorm1d(2)), lambda model, batch: model(batch).square().mean())
+        step = ft.train_step(loss_fn, ft.optim.sgd(0.1))
+        step = ft.compose(step, ft.sync_batch_norm(), ft.sharded(ft.parallel.mesh()))
+        with pytest.raises(LossError, match=r"BatchNorm1d\(2.*\) gets one value per channel"):
+            step(step.init(), torch.ones(1, 2))
+
+    run(2, rank)
 
 
 def test_an_evaluation_normalises_by_the_running_statistics():
