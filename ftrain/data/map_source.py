@@ -11,6 +11,9 @@ from ftrain.data.fetched_batch import FetchedBatch, Position
 from ftrain.data.permutation import ORDERS
 from ftrain.data.worker_pool import WorkerPool
 
+LENGTHS = "lengths"
+"""The option with the checksum of all lengths, which positions of earlier versions do not have."""
+
 
 class MapSource:
     """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it."""
@@ -21,7 +24,7 @@ class MapSource:
         self.optional_keys: tuple[str, ...] = ()
         """Further keys that a position may have."""
         # Positions of version 1 do not contain their version.
-        self.fingerprint = {**options, "order": plan.order_version} if plan.order_version > 1 else options
+        self.fingerprint = {**options, **({"order": plan.order_version} if plan.order_version > 1 else {})}
         """The options on which the order of batches depends. A saved position is valid only for equal ones."""
         self._options = options
         self._plan, self._workers = plan, workers
@@ -41,7 +44,10 @@ class MapSource:
         version = state.get("order", 1)
         if version not in ORDERS:
             return self
-        return MapSource(replace(self._plan, order_version=version), self._workers, self._options)
+        source = MapSource(replace(self._plan, order_version=version), self._workers, self._options)
+        if LENGTHS not in state:
+            source.fingerprint.pop(LENGTHS, None)
+        return source
 
     @property
     def num_windows(self) -> int | None:
