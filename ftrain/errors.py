@@ -129,13 +129,19 @@ def log_on_first_rank(message: str, *args: object, logger: str = "ftrain") -> No
         logging.getLogger(logger).warning(message, *args)
 
 
-MAX_LISTED = 8
-"""The number of names that a message lists at most."""
+MAX_LISTED, MAX_LINES = 8, 20
+"""The number of names that a message lists at most, and of the leaves of a checkpoint."""
 
 
 def listed(names: Sequence[str]) -> str:
     """Join names for a message; ``...`` stands for those after the first `MAX_LISTED`."""
     return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])])
+
+
+def first_lines(lines: Sequence[str], most: int = MAX_LISTED) -> str:
+    """Join lines for a message, each after a line break; the last one counts those after the first `most`."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def add_note(error: BaseException, text: str) -> None:

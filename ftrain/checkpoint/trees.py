@@ -80,7 +80,7 @@ def load(
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
-        StructureError: when it differs from `like`; the message lists every path.
+        StructureError: when it differs from `like`; the message lists the paths, at most 20.
         OptionError: if no path begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """

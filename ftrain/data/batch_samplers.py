@@ -6,7 +6,6 @@ Every rank gets the same number of batches, so that no rank waits for another th
 from __future__ import annotations
 
 import bisect
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -150,11 +149,6 @@ def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples:
         return lambda indices: _checked([_length(lengths, int(index)) for index in indices], len(indices))
     table = _checked(lengths, num_samples)
     return lambda indices: table[indices]
-
-
-def checksum(lengths: Sequence[int]) -> int:
-    """Return a checksum of the lengths of all samples, on which batches depend."""
-    return zlib.crc32(np.asarray(lengths).astype("<i8").tobytes())
 
 
 def _length(lengths: Callable[[int], int], index: int) -> int:

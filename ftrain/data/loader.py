@@ -12,18 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ftrain.data.array_dataset import arrays
 from ftrain.data.batch_dataset import BatchDataset, Collate
-from ftrain.data.batch_samplers import (
-    BatchSampler,
-    by_length,
-    by_packing,
-    by_tokens,
-    checksum,
-    in_order,
-    lengths_function,
-)
+from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order, lengths_function
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
-from ftrain.data.map_source import LENGTHS, MapSource
+from ftrain.data.map_source import MapSource, options_of_lengths
 from ftrain.data.packing import packed
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import (
@@ -301,8 +293,7 @@ def loader(
         "drop_last": bool(drop_last),
         "num_ranks": index(num_ranks),
         **{name: index(size) for name, size in sizes.items() if size is not None},
-        **({} if lengths is None else {"window_size": index(batch_sampler.window_size)}),
-        **({} if lengths is None or callable(lengths) else {LENGTHS: checksum(lengths)}),
+        **options_of_lengths(lengths, batch_sampler.window_size),
     }
     return Loader(MapSource(plan, WorkerPool(batches, worker_options), fingerprint), num_ranks)
 

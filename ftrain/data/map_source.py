@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
+
+import numpy as np
 
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import FetchedBatch, Position
@@ -13,6 +17,14 @@ from ftrain.data.worker_pool import WorkerPool
 
 LENGTHS = "lengths"
 """The option with the checksum of all lengths, which positions of earlier versions do not have."""
+
+
+def options_of_lengths(lengths: Sequence[int] | Callable[[int], int] | None, window_size: int) -> dict[str, int]:
+    """Return the options that depend on lengths; those of a function are not compared, which would call it for each."""
+    if lengths is None:
+        return {}
+    checksum = {} if callable(lengths) else {LENGTHS: zlib.crc32(np.asarray(lengths).astype("<i8").tobytes())}
+    return {"window_size": index(window_size), **checksum}
 
 
 class MapSource:

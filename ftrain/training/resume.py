@@ -285,8 +285,9 @@ def _num_batches(data: Iterable[PyTree]) -> int | None:
 
     Not of an iterable dataset, whose length is a guess that torch warns of once it was asked for.
     """
-    is_known = isinstance(data, Sequence | DataLoader) and not has_position(data)
-    if not is_known or isinstance(getattr(data, "dataset", None), IterableDataset):
+    if has_position(data) or isinstance(getattr(data, "dataset", None), IterableDataset):
+        return None
+    if not isinstance(data, Sequence | DataLoader):
         return None
     with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
         return len(data)
