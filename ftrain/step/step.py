@@ -292,6 +292,15 @@ class Step:
 
     def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
         """Return the scheduled values of a step, and the data of its key."""
+        key_data = random.step_key_data(random.key_data(state.rng), int(state.step))
+        return self.scheduled_values(state), key_data
+
+    def scheduled_values(self, state: TrainState) -> dict[str, float]:
+        """Return the values of the schedules in the step that a state is to make, by name.
+
+        Raises:
+            OptionError: when one is not finite.
+        """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
@@ -299,7 +308,7 @@ class Step:
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        return hyper, random.step_key_data(random.key_data(state.rng), count)
+        return hyper
 
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:

@@ -55,7 +55,7 @@ def _folded(function: str, name: str, first: S, advance: Callable[[S, float], S]
             value: Any = record.get(name, 0.0)
             if not isinstance(value, SupportsFloat):
                 raise OptionError(f"{function}: {name!r} is {value!r:.100}; needs one number, which evaluate= returns")
-            count, result = count + 1, advance(result, value) if name in record else result
+            count, result = count + 1, advance(result, float(value)) if name in record else result
         return result
 
     return fold
