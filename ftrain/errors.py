@@ -104,6 +104,10 @@ class CheckpointError(FtrainError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit the state."""
 
 
+class UnreachableError(CheckpointError):
+    """A checkpoint that may be intact cannot be read now, as for lack of a permission; nothing is done in its place."""
+
+
 class RankError(FtrainError, RuntimeError):
     """Another rank of the run failed, died or hangs; the message names it."""
 
@@ -158,6 +162,17 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
     """Warn if less of a metric is to be better, by whose name more is."""
     if mode == "min" and not LARGER_IS_BETTER.isdisjoint(str(metric).lower().split("_")):
         warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
+
+
+def as_path(function: str, name: str, value: Any) -> Path:
+    """Return the path of a file or directory.
+
+    Raises:
+        OptionError: naming the function, the argument and its value, if that is no path, or one with a null character.
+    """
+    if not isinstance(value, str | os.PathLike) or "\0" in str(value):
+        raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
+    return Path(value)
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, p
 from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.errors import CheckpointError, DeviceError, StructureError
+from ftrain.errors import CheckpointError, DeviceError, StructureError, UnreachableError, as_path
 from ftrain.types import PyTree
 
 NUM_READERS = 2
@@ -192,8 +192,9 @@ def verify(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
+        OptionError: when it is no path.
     """
-    path = Path(path)
+    path = as_path("verify", "path", path)
     with _error_names(path):
         manifest = _read_manifest(path)
         with _open_tensor_files(path, manifest) as offsets:
@@ -214,7 +215,10 @@ def _error_names(path: Path) -> Iterator[None]:
                 f"{path}: memory ran out while it was read ({type(error).__name__}: {error}); the checkpoint may be "
                 "intact. Free memory, or raise the limit of the process (ulimit -v)"
             ) from error
-        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        text = f"{path}: cannot be read: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in files.UNREACHABLE:
+            raise UnreachableError(f"{text}; it may be intact: let this process read it, or try again") from error
+        raise CheckpointError(text) from error
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -21,6 +21,7 @@ from ftrain.checkpoint.blocks import Block, contiguous_rows, runs
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry
 from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.saving import LocalTree, Notes, write
 from ftrain.checkpoint.treedef import Json
 from ftrain.errors import CheckpointError
@@ -49,6 +50,14 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
         return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
 
     return write(path, tree, notes, write_on_ranks)
+
+
+def write_verified(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+    """Write and verify a checkpoint as a new directory, on the first rank of one or many."""
+    if ranks.size > 1:
+        return lead_write(path, tree, notes, ranks)
+    write(path, tree, notes)
+    return verify(path)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:

@@ -10,9 +10,10 @@ from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import load_tree
-from ftrain.checkpoint.saving import Notes, local_tree, write
+from ftrain.checkpoint.saving import Notes, local_tree, texts_by_name, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
+from ftrain.errors import OptionError, as_path
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -42,20 +43,24 @@ def save(
 
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: if a name in `texts` is outside the directory or in use, or a text is no str.
+        OptionError: if an argument is not as above, or a name in `texts` is outside the directory or in use.
         RankError: when another rank failed in another way, or did not call this.
     """
+    path = as_path("save", "path", path)
+    if (step is not None and (type(step) is not int or step < 0)) or not isinstance(run, str):
+        raise OptionError(f"save: step is {step!r} and run {run!r}; needs a whole number of at least 0, and a str")
     flat = flatten(tree)
-    notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
+    device = device_off_host(leaf.value for leaf in flat.leaves)
+    notes = Notes(step, run, {}, environment(device), texts_by_name("save", texts))
     ranks = Ranks("save", alone=not _has_many_ranks(tree))
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
         if ranks.size == 1:
-            write(Path(path), content, notes)
+            write(path, content, notes)
         elif ranks.is_first:
-            lead_write(Path(path), content, notes, ranks)
+            lead_write(path, content, notes, ranks)
         else:
-            help_write(Path(path).parent, content, ranks)
+            help_write(path.parent, content, ranks)
 
 
 def load(
@@ -81,11 +86,12 @@ def load(
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists the paths, at most 20.
-        OptionError: if no path begins with a name in `rename`.
+        OptionError: if `path` is no path, or no path in the tree begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
+    path = as_path("load", "path", path)
     ranks, results = Ranks("load", alone=not _has_many_ranks(like)), list[PyTree]()
-    ranks.together(lambda: results.append(load_tree(Path(path), like=like, partial=partial, rename=rename or {})))
+    ranks.together(lambda: results.append(load_tree(path, like=like, partial=partial, rename=rename or {})))
     return results[0]
 
 
