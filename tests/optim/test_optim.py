@@ -197,6 +197,20 @@ def test_state_of_adamw():
     assert all(not leaf.any() for leaf in tree.leaves(state))
 
 
+def test_a_number_that_is_0_in_the_dtype_of_the_parameters_is_warned_of():
+    params = {"w": torch.ones(2).half(), "b": torch.ones(2)}
+    for make in (optim.adam, optim.adamw, optim.rmsprop, optim.adagrad, optim.nadam, optim.radam):
+        with pytest.warns(
+            UserWarning, match=r": there are parameters in float16, in which eps=1e-[0-9]+ is 0, and so is"
+        ):
+            make(0.1).init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adamw(0.1, eps=1e-4).init(params)
+        adamw(0.1, state_dtype="fp32").init(params)
+        adamw(0.1).init({"w": params["b"].bfloat16()})
+
+
 def test_adamw_counts_updates_and_not_steps():
     """A skipped step leaves the count, and so the bias correction, where it was."""
     step = ft.skip_nonfinite()(ft.train_step(lambda p, b: (p["w"] * b).sum(), adamw(0.1)))
