@@ -263,8 +263,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _files_below(path: Path, folder: str = "") -> Iterator[str]:
-    """Yield the files in a directory and its folders."""
+    """Yield the files in a directory and its folders, but not hidden ones: other programs put these everywhere."""
     for name in files.names(path / folder):
+        if name.startswith("."):
+            continue
         if files.is_directory(path / folder / name):
             yield from _files_below(path, f"{folder}{name}/")
         else:

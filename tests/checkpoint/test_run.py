@@ -188,6 +188,15 @@ def test_damage_is_passed_over_aloud_and_put_aside(tmp_path):
         checkpoints.latest()
 
 
+def test_hidden_files_of_other_programs_are_no_damage(tmp_path):
+    path = fill(tmp_path, [1]).path(1)
+    (path / ".DS_Store").write_bytes(b"\0")
+    (path / ".ipynb_checkpoints").mkdir()
+    (path / ".ipynb_checkpoints" / "MANIFEST-checkpoint.json").write_text("{}")
+    checkpoint.verify(path)
+    assert fill(tmp_path, [1, 2], keep=1).steps() == [2]
+
+
 def test_damaged_ones_do_not_push_out_those_that_are_whole(tmp_path):
     checkpoints = fill(tmp_path, [1, 2, 3, 4], keep=4)
     damage(checkpoints.path(3))
