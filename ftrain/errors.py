@@ -32,6 +32,7 @@ __all__ = [
     "RankError",
     "StructureError",
     "TraceError",
+    "UnreachableError",
     "VersionError",
 ]
 
