@@ -32,6 +32,7 @@ __all__ = [
     "RankError",
     "StructureError",
     "TraceError",
+    "UnreachableError",
     "VersionError",
 ]
 
@@ -104,6 +105,10 @@ class CheckpointError(FtrainError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit the state."""
 
 
+class UnreachableError(CheckpointError):
+    """A checkpoint that may be intact cannot be read now, as for lack of a permission; nothing is done in its place."""
+
+
 class RankError(FtrainError, RuntimeError):
     """Another rank of the run failed, died or hangs; the message names it."""
 
@@ -129,13 +134,19 @@ def log_on_first_rank(message: str, *args: object, logger: str = "ftrain") -> No
         logging.getLogger(logger).warning(message, *args)
 
 
-MAX_LISTED = 8
-"""The number of names that a message lists at most."""
+MAX_LISTED, MAX_LINES = 8, 20
+"""The number of names that a message lists at most, and of the leaves of a checkpoint."""
 
 
 def listed(names: Sequence[str]) -> str:
     """Join names for a message; ``...`` stands for those after the first `MAX_LISTED`."""
     return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])])
+
+
+def first_lines(lines: Sequence[str], most: int = MAX_LISTED) -> str:
+    """Join lines for a message, each after a line break; the last one counts those after the first `most`."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -152,6 +163,17 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
     """Warn if less of a metric is to be better, by whose name more is."""
     if mode == "min" and not LARGER_IS_BETTER.isdisjoint(str(metric).lower().split("_")):
         warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
+
+
+def as_path(function: str, name: str, value: Any) -> Path:
+    """Return the path of a file or directory.
+
+    Raises:
+        OptionError: naming the function, the argument and its value, if that is no path, or one with a null character.
+    """
+    if not isinstance(value, str | os.PathLike) or "\0" in str(value):
+        raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
+    return Path(value)
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

@@ -124,6 +124,7 @@ MODULES = {
         "RankError",
         "StructureError",
         "TraceError",
+        "UnreachableError",
         "VersionError",
     ],
     "loggers": ["Logger", "Record", "jsonl", "rewind"],

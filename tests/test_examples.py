@@ -2,6 +2,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+import ftrain as ft
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,19 @@ def accuracy(printed: str) -> float:
     found = re.search(r"test accuracy (\d+\.\d+)%", printed)
     assert found, printed
     return float(found[1])
+
+
+@pytest.mark.parametrize(("name", "first"), [("plan.py", "trials"), ("ladder.py", "anatomy")])
+def test_ctrl_c_ends_an_example_without_a_traceback(name, first, monkeypatch, tmp_path):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ft, first, interrupted)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=r"ended by Ctrl-C"):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 @pytest.mark.parametrize(("name", "least"), [("digits.py", 98.5), ("pure.py", 94.0)])

@@ -303,6 +303,7 @@ def test_errors_are_of_their_builtin_kind_and_ours():
         "NonFiniteError": ArithmeticError,
         "TraceError": RuntimeError,
         "CheckpointError": RuntimeError,
+        "UnreachableError": RuntimeError,
         "VersionError": ImportError,
     }
     found = {name: kind for name, kind in vars(ft.errors).items() if inspect.isclass(kind) and name.endswith("Error")}

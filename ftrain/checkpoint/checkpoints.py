@@ -22,14 +22,30 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
-from ftrain.checkpoint.manifest import Manifest, environment
+from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest, verify
+from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
-from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
+from ftrain.checkpoint.saving import (
+    LocalTree,
+    Notes,
+    copied_to_host,
+    local_tree,
+    remove_abandoned,
+    texts_by_name,
+)
+from ftrain.checkpoint.saving_on_ranks import help_write, write_verified
 from ftrain.checkpoint.treedef import flatten
-from ftrain.errors import CheckpointError, OptionError, StructureError, require_positive, warn, warn_of_mode
+from ftrain.errors import (
+    CheckpointError,
+    OptionError,
+    StructureError,
+    UnreachableError,
+    as_path,
+    require_positive,
+    warn,
+    warn_of_mode,
+)
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -62,7 +78,7 @@ class Checkpoints:
             directory ``params``.
 
     Raises:
-        OptionError: when `every` or `keep` is not positive, or the mode is unknown.
+        OptionError: when an argument is not as above.
     """
 
     def __init__(
@@ -78,11 +94,13 @@ class Checkpoints:
     ) -> None:
         require_positive("Checkpoints", "every", every)
         require_positive("Checkpoints", "keep", keep)
-        if mode not in MODES:
+        if not isinstance(best, str | None):
+            raise OptionError(f"Checkpoints: best is {best!r}, needs the name of a metric, such as 'eval_loss'")
+        if mode not in [*MODES]:
             raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
         warn_of_mode("Checkpoints(best=)", best or "", mode)
-        self.directory, self.every, self.keep = Path(directory), every, keep
-        self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
+        self.directory, self.every, self.keep = as_path("Checkpoints", "directory", directory), every, keep
+        self.best, self.mode, self.async_, self.texts = best, mode, async_, texts_by_name("Checkpoints", texts)
         self.was_used = False
         """Whether a run used the directory before this context, even if it saved nothing."""
         self._lock: files.Lock | None = None
@@ -271,7 +289,7 @@ class Checkpoints:
                 the first one calls it.
 
         Raises:
-            CheckpointError: when all checkpoints are damaged, or none has a finite value of the metric of `best`.
+            CheckpointError: when one may not be read, all are damaged, or none has a finite metric of `best`.
             OptionError: for ``best=True`` without ``Checkpoints(best=)``.
             StructureError: when the checkpoint differs from `like`, or `like` is no dict.
         """
@@ -283,6 +301,8 @@ class Checkpoints:
         for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:
                 loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
+            except UnreachableError:
+                raise
             except CheckpointError as error:
                 errors.append(str(error))
                 continue
@@ -316,7 +336,7 @@ class Checkpoints:
                 first()
             path = self._step_path(step)
             with system_errors(self.directory):
-                write_or_replace(path, step, lambda new: _write_verified(new, content, notes, ranks))
+                write_or_replace(path, step, lambda new: write_verified(new, content, notes, ranks))
             self._note_metric(step)
             try:
                 self._rotate(step)
@@ -348,6 +368,8 @@ class Checkpoints:
             return
         try:
             value = read_manifest(self.path(step)).metrics.get(self.best)
+        except UnreachableError:
+            raise
         except CheckpointError:
             return
         if isinstance(value, int | float) and abs(value) < float("inf"):
@@ -367,10 +389,3 @@ class Checkpoints:
 
     def _pin_path(self, step: int) -> Path:
         return self.directory / f"{self._step_path(step).name}{PINNED}"
-
-
-def _write_verified(path: Path, content: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
-    if ranks.size > 1:
-        return lead_write(path, content, notes, ranks)
-    write(path, content, notes)
-    return verify(path)

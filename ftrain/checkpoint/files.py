@@ -34,6 +34,8 @@ UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
 UNSYNCABLE = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY}
 """Errors of a file system that cannot sync directories, or has no `FULL_SYNC`, as some that machines share."""
+UNREACHABLE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors that say nothing of what is in a file."""
 MAX_READ = 2**30
 """The largest number of bytes to read in one call: macOS refuses 2 GiB."""
 

@@ -1,4 +1,4 @@
-"""Match a checkpoint to the tree given as like=, and list all differences in one error."""
+"""Match a checkpoint to the tree given as like=, and list the differences in one error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
@@ -50,7 +50,7 @@ def match_leaves(
 ) -> dict[tuple[Any, ...], Any]:
     """Return the saved item for each leaf of `like`.
 
-    Raises a StructureError that lists all differences; with ``partial`` only those in shape and dtype.
+    Raises a StructureError that lists the differences; with ``partial`` only those in shape and dtype.
     """
     by_name = any(isinstance(key, str) for key in saved)
     containers_may_differ = partial or by_name
@@ -73,7 +73,7 @@ def match_leaves(
     if problems:
         text = f"load: {where} does not have the structure of like ({len(problems)} differences; "
         advice = OF_ANOTHER_DTYPE if has_changed else "partial=True loads the leaves that it has, rename= maps names"
-        raise StructureError("\n  ".join([f"{text}{advice}):", *map(printable, problems)]))
+        raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
     return chosen
 
 

@@ -22,7 +22,7 @@ from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, p
 from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.errors import CheckpointError, DeviceError, StructureError, listed
+from ftrain.errors import CheckpointError, DeviceError, StructureError, UnreachableError, as_path, listed
 from ftrain.types import PyTree
 
 NUM_READERS = 2
@@ -90,11 +90,11 @@ def load(
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
-        StructureError: when it differs from `like`; the message lists every path.
-        OptionError: if no path begins with a name in `rename`.
+        StructureError: when it differs from `like`; the message lists the paths, at most 20.
+        OptionError: if `path` is no path, or no path in the tree begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
-    path = Path(path)
+    path = as_path("load", "path", path)
 
     def read_tree() -> PyTree:
         with _error_names(path):
@@ -218,8 +218,9 @@ def verify(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
+        OptionError: when it is no path.
     """
-    path = Path(path)
+    path = as_path("verify", "path", path)
     with _error_names(path):
         manifest = _read_manifest(path)
         with _open_tensor_files(path, manifest) as offsets:
@@ -240,7 +241,10 @@ def _error_names(path: Path) -> Iterator[None]:
                 f"{path}: memory ran out while it was read ({type(error).__name__}: {error}); the checkpoint may be "
                 "intact. Free memory, or raise the limit of the process (ulimit -v)"
             ) from error
-        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        text = f"{path}: cannot be read: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in files.UNREACHABLE:
+            raise UnreachableError(f"{text}; it may be intact: let this process read it, or try again") from error
+        raise CheckpointError(text) from error
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -281,8 +285,10 @@ def _require_no_run(path: Path) -> None:
 
 
 def _files_below(path: Path, folder: str = "") -> Iterator[str]:
-    """Yield the files in a directory and its folders."""
+    """Yield the files in a directory and its folders, but not hidden ones: other programs put these everywhere."""
     for name in files.names(path / folder):
+        if name.startswith("."):
+            continue
         if files.is_directory(path / folder / name):
             yield from _files_below(path, f"{folder}{name}/")
         else:

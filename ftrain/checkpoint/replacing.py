@@ -11,7 +11,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import Manifest, dump
 from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.saving import temporary_path
-from ftrain.errors import CheckpointError
+from ftrain.errors import CheckpointError, UnreachableError
 
 NEW = ".new"
 """Suffix of a complete checkpoint that is about to replace another."""
@@ -82,9 +82,14 @@ def _replacement_path(path: Path) -> Path:
 
 
 def _intact_manifest(path: Path, step: int) -> Manifest | None:
-    """Return the manifest of a checkpoint if it is intact and of this step; else None."""
+    """Return the manifest of a checkpoint if it is intact and of this step; else None.
+
+    Raises an UnreachableError when it cannot be known.
+    """
     try:
         manifest = verify(path)
+    except UnreachableError:
+        raise
     except CheckpointError:
         return None
     return manifest if manifest.step == step else None

@@ -126,6 +126,13 @@ def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves =
     return manifest
 
 
+def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of the additional files. Raises an OptionError if they are not texts by name."""
+    if not isinstance(texts, Mapping | None):
+        raise OptionError(f"{function}: texts is {texts!r:.60}; needs texts by name, such as {{'config.json': '...'}}")
+    return dict(texts or {})
+
+
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
     """Check everything in a save that does not depend on the disk, without reading a tensor.
 
@@ -137,7 +144,8 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
 def _require_free_names(texts: Mapping[str, str], entries: Sequence[TensorEntry]) -> None:
     for name in texts:
-        if not FILE_NAME.fullmatch(name) or name == NAME or name in {entry.file for entry in entries}:
+        is_name = isinstance(name, str) and FILE_NAME.fullmatch(name)
+        if not is_name or name == NAME or name in {entry.file for entry in entries}:
             raise OptionError(
                 f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
             )

@@ -21,9 +21,10 @@ from ftrain.checkpoint.blocks import Block, contiguous_rows, has_many_ranks, run
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry, environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, write
+from ftrain.checkpoint.reading import verify
+from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, texts_by_name, write
 from ftrain.checkpoint.treedef import Json, flatten
-from ftrain.errors import CheckpointError
+from ftrain.errors import CheckpointError, OptionError, as_path
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -68,11 +69,15 @@ def save(
 
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: if a name in `texts` is outside the directory or in use, or a text is no str.
+        OptionError: if an argument is not as above, or a name in `texts` is outside the directory or in use.
         RankError: when another rank failed in another way, or did not call this.
     """
-    path, flat = Path(path), flatten(tree)
-    notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
+    path = as_path("save", "path", path)
+    if (step is not None and (type(step) is not int or step < 0)) or not isinstance(run, str):
+        raise OptionError(f"save: step is {step!r} and run {run!r}; needs a whole number of at least 0, and a str")
+    flat = flatten(tree)
+    device = device_off_host(leaf.value for leaf in flat.leaves)
+    notes = Notes(step, run, {}, environment(device), texts_by_name("save", texts))
     ranks = Ranks("save", alone=not any(has_many_ranks(leaf.value) for leaf in flat.leaves))
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
@@ -92,6 +97,14 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
         return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
 
     return write(path, tree, notes, write_on_ranks)
+
+
+def write_verified(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+    """Write and verify a checkpoint as a new directory, on the first rank of one or many."""
+    if ranks.size > 1:
+        return lead_write(path, tree, notes, ranks)
+    write(path, tree, notes)
+    return verify(path)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ftrain._torch.dtensor import is_dtensor, local_part
 from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import MAX_LINES, CheckpointError, StructureError, first_lines
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, tree_tag
 
@@ -57,12 +57,13 @@ class Container(NamedTuple):
 def flatten(tree: PyTree) -> FlatTree:
     """Split a tree into its structure as JSON and its tensors.
 
-    Raises a CheckpointError that names all leaves, keys and containers that JSON cannot hold exactly.
+    Raises a CheckpointError that names the leaves, keys and containers that JSON cannot hold exactly.
     """
     flattener = _Flattener()
     treedef = flattener.node((), tree)
     if flattener.problems:
-        raise CheckpointError("save: the tree cannot be saved exactly:\n  " + "\n  ".join(flattener.problems))
+        problems = first_lines(flattener.problems, MAX_LINES)
+        raise CheckpointError(f"save: the tree cannot be saved exactly:{problems}")
     return FlatTree(treedef, flattener.leaves)
 
 

@@ -15,7 +15,7 @@ from ftrain.data.batch_dataset import BatchDataset, Collate
 from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order, lengths_function
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
-from ftrain.data.map_source import MapSource
+from ftrain.data.map_source import MapSource, options_of_lengths
 from ftrain.data.packing import packed
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import (
@@ -293,7 +293,7 @@ def loader(
         "drop_last": bool(drop_last),
         "num_ranks": index(num_ranks),
         **{name: index(size) for name, size in sizes.items() if size is not None},
-        **({} if lengths is None else {"window_size": index(batch_sampler.window_size)}),
+        **options_of_lengths(lengths, batch_sampler.window_size),
     }
     return Loader(MapSource(plan, WorkerPool(batches, worker_options), fingerprint), num_ranks)
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
+
+import numpy as np
 
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import FetchedBatch, Position
 from ftrain.data.permutation import ORDERS
 from ftrain.data.worker_pool import WorkerPool
+
+LENGTHS = "lengths"
+"""The option with the checksum of all lengths, which positions of earlier versions do not have."""
+
+
+def options_of_lengths(lengths: Sequence[int] | Callable[[int], int] | None, window_size: int) -> dict[str, int]:
+    """Return the options that depend on lengths; those of a function are not compared, which would call it for each."""
+    if lengths is None:
+        return {}
+    checksum = {} if callable(lengths) else {LENGTHS: zlib.crc32(np.asarray(lengths).astype("<i8").tobytes())}
+    return {"window_size": index(window_size), **checksum}
 
 
 class MapSource:
@@ -21,7 +36,7 @@ class MapSource:
         self.optional_keys: tuple[str, ...] = ()
         """Further keys that a position may have."""
         # Positions of version 1 do not contain their version.
-        self.fingerprint = {**options, "order": plan.order_version} if plan.order_version > 1 else options
+        self.fingerprint = {**options, **({"order": plan.order_version} if plan.order_version > 1 else {})}
         """The options on which the order of batches depends. A saved position is valid only for equal ones."""
         self._options = options
         self._plan, self._workers = plan, workers
@@ -41,7 +56,10 @@ class MapSource:
         version = state.get("order", 1)
         if version not in ORDERS:
             return self
-        return MapSource(replace(self._plan, order_version=version), self._workers, self._options)
+        source = MapSource(replace(self._plan, order_version=version), self._workers, self._options)
+        if LENGTHS not in state:
+            source.fingerprint.pop(LENGTHS, None)
+        return source
 
     @property
     def num_windows(self) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, OptionError, StructureError, require_range
+from ftrain.errors import DeviceError, OptionError, StructureError, require_range, warn
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -31,6 +31,9 @@ Number: TypeAlias = Tensor | float
 
 COUNT, ZERO_COUNT = "count", torch.zeros((), dtype=torch.float32, device=tree.HOST)
 """Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
+
+LEAST_FLOAT16 = 2.0**-25
+"""Smaller numbers are 0 in float16."""
 
 REDUCED = 16
 """Number of elements of a reduction that Inductor does not unroll."""
@@ -107,8 +110,12 @@ def leafwise(
         name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
     )
 
+    eps = (options or {}).get("eps", 0.0)
+
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
+        if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
+            _warn_of_float16(name, eps, params)
         return family.init(params)
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
@@ -133,6 +140,16 @@ def leafwise(
         options={**shown, **(options or {})},
     )
     return whole
+
+
+def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:
+    """Warn if there are parameters in whose dtype a number to divide by is 0."""
+    if any(leaf.dtype == torch.float16 and not leaf.is_meta for leaf in tree.leaves(params)):
+        warn(
+            f"{name}: there are parameters in float16, in which eps={eps:g} is 0, and so is the square of a gradient "
+            "below 2e-4: a step may divide by 0, as that of torch.optim. Keep parameters in float32, with "
+            "ft.with_amp('fp16'), or pass eps=1e-4"
+        )
 
 
 @dataclass(frozen=True, eq=False)

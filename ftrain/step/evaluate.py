@@ -74,7 +74,9 @@ class EvalStep:
             loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             values = detach({"loss": loss, **metrics})
             plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
-            length = _length(share.batch, self.loss.text, plain) if plain else 1
+            # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
+            warns = _warns(self) or not (self.loss.ranks and self.loss.ranks.whole_batches)
+            length = _length(share.batch, self.loss.text, plain, warns=warns) if plain else 1
             means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
         return means if share.counts else tree.map(torch.zeros_like, means)
 
@@ -346,14 +348,15 @@ SINGLE = str, bytes, int, float, complex, Tensor, np.generic, np.ndarray
 """What a batch may hold beside tensors and arrays with a first axis; it has no examples to count."""
 
 
-def _length(batch: PyTree, text: str, plain: list[str]) -> int:
+def _length(batch: PyTree, text: str, plain: list[str], *, warns: bool) -> int:
     """Return the number of examples in a batch, the weight of plain numbers; warn if it is not known."""
+    tell = warn if warns else lambda message: None
     leaves = tree.leaves(batch)
     lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
     counted = [index for index, length in enumerate(lengths) if length is not None]
     if not counted:
         for name in dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)):
-            warn(
+            tell(
                 f"{text}: the number of examples in a {name} is not known; an evaluation weights each batch equally "
                 f"for results that are not a Mean ({', '.join(plain)}): return ft.Mean(total, weight), or give batches "
                 "of tensors in dicts, lists, tuples or registered classes"
@@ -362,7 +365,7 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
     first = counted[0]
     if other := next((index for index in counted if lengths[index] != lengths[first]), None):
         names = tree.leaf_names(batch)
-        warn(
+        tell(
             f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
             f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights results that are not a Mean "
             f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)"

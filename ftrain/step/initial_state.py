@@ -15,7 +15,7 @@ from torch import nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
-from ftrain.errors import MAX_LISTED, StructureError, listed
+from ftrain.errors import StructureError, first_lines, listed
 from ftrain.step.initialise import initialised
 from ftrain.step.state_checks import mismatches, require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
@@ -167,8 +167,7 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
 
 
 def _misfit(what: str, module: nn.Module, problems: Sequence[str]) -> str:
-    more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
-    return "\n  ".join([f"Step.init: {what} {type(module).__name__}:", *problems[:MAX_LISTED], *more])
+    return f"Step.init: {what} {type(module).__name__}:{first_lines(problems)}"
 
 
 def _spellings(module: nn.Module, names: Sequence[str]) -> list[str]:

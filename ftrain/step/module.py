@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ftrain import _torch, tree
 from ftrain._torch import dtensor
-from ftrain.errors import LossError, StructureError, listed, log_on_first_rank
+from ftrain.errors import LossError, StructureError, first_lines, listed, log_on_first_rank
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
@@ -238,10 +238,10 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     unexpected = [f"{name}: unexpected" for name in tensors if name not in wanted]
     if problems := mismatches(tensors, wanted) + unexpected:
         if any("lora_" in name for name in tensors):
-            problems.append(
-                "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
+            problems.insert(
+                0, "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
             )
-        raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
+        raise StructureError(f"to_module: the state does not fit {type(module).__name__}:{first_lines(problems)}")
     require_to_gather("to_module", tensors)
     fill(own_module, tensors)
     return module

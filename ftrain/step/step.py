@@ -249,6 +249,8 @@ class Step:
         if getattr(argument, "_origin", None) is not self._origin:
             # The argument, because the local part of a divided state does not have the shapes of the whole leaves.
             self.require(argument)
+        elif _torch.any_autocast():
+            _warn_of_autocast(argument.params)
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
@@ -292,6 +294,15 @@ class Step:
 
     def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
         """Return the scheduled values of a step, and the data of its key."""
+        key_data = random.step_key_data(random.key_data(state.rng), int(state.step))
+        return self.scheduled_values(state), key_data
+
+    def scheduled_values(self, state: TrainState) -> dict[str, float]:
+        """Return the values of the schedules in the step that a state is to make, by name.
+
+        Raises:
+            OptionError: when one is not finite.
+        """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
@@ -299,7 +310,7 @@ class Step:
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        return hyper, random.step_key_data(random.key_data(state.rng), count)
+        return hyper
 
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:
@@ -336,12 +347,7 @@ class Step:
         """
         require_state("Step", state)
         require_params(state.params)
-        device_type = tree.device_of(state.params).type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            warn(
-                "Step: it is called within torch.autocast, which changes what it computes, and a graph that is captured"
-                " now keeps it; leave autocast out, and use ft.with_amp"
-            )
+        _warn_of_autocast(state.params)
         if self._on_ranks is None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
             raise StructureError(
                 "Step: the state is divided over ranks, but the step has no ft.sharded(mesh): add it to the step, or "
@@ -377,3 +383,13 @@ class Step:
             for arrow, text in sent.items():
                 lines[arrow] += [f"[{text}]"] if text else []
         return "\n".join(f"{arrow:<7} {' '.join(line)}" for arrow, line in lines.items())
+
+
+def _warn_of_autocast(params: PyTree) -> None:
+    """Warn if the caller has turned on autocast for the device of the parameters."""
+    device_type = tree.device_of(params).type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        warn(
+            "Step: it is called within torch.autocast, which changes what it computes, and a graph that is captured"
+            " now keeps it; leave autocast out, and use ft.with_amp"
+        )

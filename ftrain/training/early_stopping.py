@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, SupportsFloat, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
 from ftrain.errors import ComposeError, OptionError, require_positive, warn_of_mode
 from ftrain.optim import adjust
 from ftrain.optim.schedules.plateau import Plateau
 from ftrain.training.history import History
 from ftrain.tree.name_patterns import near
-from ftrain.types import TrainState
 
 Stop: TypeAlias = Callable[[History], str]
 """``history -> reason to stop, or ""``."""
 
 Adapt: TypeAlias = Callable[[Any, History], Any]
 """``(state, history) -> state``, the same one when there is nothing to change."""
+
+
+S = TypeVar("S")
 
 
 def column(function: str, name: str, history: History) -> list[Any]:
@@ -35,16 +37,28 @@ def column(function: str, name: str, history: History) -> list[Any]:
     return values
 
 
-def _numbers(function: str, name: str, history: History) -> list[float]:
-    """Return the values of a metric, one for each record that has it.
+def _folded(function: str, name: str, first: S, advance: Callable[[S, float], S]) -> Callable[[History], S]:
+    """Return ``history -> advance(... advance(first, value) ..., value)`` over the values of a metric.
 
-    Raises an OptionError in the name of `function` when one is no number, or as `column`.
+    A history that has grown since the last call is read from there on: a run calls it after each evaluation.
+    It raises an OptionError in the name of `function` when a value is no number, or as `column`.
     """
-    values = column(function, name, history)
-    for value in values:
-        if not isinstance(value, SupportsFloat):
-            raise OptionError(f"{function}: {name!r} is {value!r:.100}; needs one number, which evaluate= returns")
-    return values
+    seen: History | None = None
+    count, result = 0, first
+
+    def fold(history: History) -> S:
+        nonlocal seen, count, result
+        if history is not seen or not 0 < count <= len(history):
+            column(function, name, history)
+            seen, count, result = history, 0, first
+        for record in history[count:]:
+            value: Any = record.get(name, 0.0)
+            if not isinstance(value, SupportsFloat):
+                raise OptionError(f"{function}: {name!r} is {value!r:.100}; needs one number, which evaluate= returns")
+            count, result = count + 1, advance(result, float(value)) if name in record else result
+        return result
+
+    return fold
 
 
 def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> Stop:
@@ -68,16 +82,12 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
     warn_of_mode("patience", name, mode)
     sign = 1.0 if mode == "min" else -1.0
 
-    def stop(history: History) -> str:
-        best, without_improvement = float("inf"), 0
-        for value in _numbers("patience", name, history):
-            if sign * value < best - min_delta:
-                best, without_improvement = sign * value, 0
-            else:
-                without_improvement += 1
-        return f"patience({name})" if without_improvement >= count else ""
+    def advance(before: tuple[float, int], value: float) -> tuple[float, int]:
+        best, without_improvement = before
+        return (sign * value, 0) if sign * value < best - min_delta else (best, without_improvement + 1)
 
-    return stop
+    fold = _folded("patience", name, (float("inf"), 0), advance)
+    return lambda history: f"patience({name})" if fold(history)[1] >= count else ""
 
 
 def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
@@ -99,10 +109,5 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")
     warn_of_mode("plateau", name, rule.mode)
 
-    def adapt(state: TrainState, history: History) -> TrainState:
-        current = rule
-        for value in _numbers("plateau", name, history):
-            current = current.after(value)
-        return adjust(state, {factors: current.value})
-
-    return adapt
+    fold = _folded("plateau", name, rule, Plateau.after)
+    return lambda state, history: adjust(state, {factors: fold(history).value})

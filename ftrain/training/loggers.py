@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ftrain.errors import as_path
+
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
 """It may have a method ``rewind(step, count)``, called when a run resumes: this removes the records of later steps, and
@@ -21,8 +23,11 @@ def jsonl(path: str | Path) -> Logger:
     types become their text. Each line is written
     at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
     its lines of later steps, which it makes again; those of earlier runs in the file stay.
+
+    Raises:
+        OptionError: when `path` is no path.
     """
-    path = Path(path)
+    path = as_path("jsonl", "path", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return _Lines(path)
 

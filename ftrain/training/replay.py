@@ -61,6 +61,8 @@ def replay(
         nonlocal count
         count += 1
         if count == at:
+            # This step is not made, but its rate shows what `adapt` did right before it.
+            replayed.append({"step": count, **(step.scheduled_values(state) if isinstance(step, Step) else {})})
             return state, {}
         state, metrics = step_at(count)(state, batch)
         replayed.append({"step": count, **{name: metrics[name] for name in compared & metrics.keys()}})

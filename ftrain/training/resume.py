@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import data as sources
 from ftrain import tree
@@ -19,6 +20,7 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
+from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
@@ -78,6 +80,7 @@ class RunCheckpoints:
         """Whether anything is saved."""
         self._pipeline, self._is_first = _pipeline_texts(step), is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
+        self._num_batches = _num_batches(data)
         self._began: dict[str, Any] = {}
         self._saved = -1, -1
 
@@ -120,6 +123,7 @@ class RunCheckpoints:
                 _warn_of_environment(checkpoint, device_of_state(state))
                 _warn_of_pipeline(checkpoint, self._pipeline)
                 _warn_of_unused_steps(checkpoint, step)
+                self._warn_of_other_data(checkpoint)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
@@ -135,6 +139,16 @@ class RunCheckpoints:
             warn(
                 f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make a new "
                 "loader for each run, so that equal runs get equal batches"
+            )
+
+    def _warn_of_other_data(self, checkpoint: LoadedCheckpoint) -> None:
+        """Warn if a pass over data that keeps no position has another number of batches than when it was saved."""
+        saved, now = checkpoint.run["record"].get("batches"), self._num_batches
+        # `iterate` warns of data that is too short to continue from.
+        if saved and now and saved != now >= checkpoint.run["position"]["batch"]:
+            warn(
+                f"fit: the data has {now} batches, and had {saved} when {checkpoint.path} was saved: the run goes on "
+                "with other batches, or in another order. Pass the same data for the same run"
             )
 
     def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
@@ -214,7 +228,8 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        record = {"history": history, "pipeline": self._pipeline, **point.last._asdict()}
+        told = {"pipeline": self._pipeline, "batches": self._num_batches}
+        record = {"history": history, **told, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,
@@ -253,6 +268,20 @@ def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
 def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
     """Return the shapes of the unsent compressed gradients, by path; () for an item without a shape."""
     return {path: tuple(getattr(item, "shape", ())) for path, item in items.items() if path[1:3] == ("slots", SLOT)}
+
+
+def _num_batches(data: Iterable[PyTree]) -> int | None:
+    """Return the number of batches in a pass over data that keeps no position; None if it is not known.
+
+    Not of an iterable dataset, whose length is a guess that torch warns of once it was asked for.
+    """
+    if has_position(data) or isinstance(getattr(data, "dataset", None), IterableDataset):
+        return None
+    if not isinstance(data, Sequence | DataLoader):
+        return None
+    with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
+        return len(data)
+    return None
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:

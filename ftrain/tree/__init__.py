@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
-from ftrain.errors import MAX_LISTED, StructureError
+from ftrain.errors import MAX_LISTED, StructureError, first_lines
 from ftrain.tree import sharding
 from ftrain.types import NAMESPACE, PyTree
 
@@ -326,9 +326,8 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
     changed = [f"{'.'.join(path)}: found {has[path]}, needs {wants[path]}" for path in both if has[path] != wants[path]]
     problems = missing + extra + changed
     if problems:
-        more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
-        listed = "\n  ".join(problems[:MAX_LISTED] + more)
-        raise StructureError(f"{function}: {what} does not have the structure this step works on:\n  {listed}")
+        text = f"{function}: {what} does not have the structure this step works on:"
+        raise StructureError(text + first_lines(problems))
 
 
 def device_of(tree: PyTree) -> torch.device:

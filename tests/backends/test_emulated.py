@@ -136,6 +136,7 @@ def test_a_split_step_is_compiled_with_what_auto_took(emulating):
         assert_bitwise(*ends)
 
 
+@pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 def test_auto_refuses_float16_parameters_only_where_it_computes_in_bf16(emulating):
     half = {name: leaf.half() for name, leaf in params().items()}
     emulating(BF16, FP16)

@@ -267,6 +267,13 @@ def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_pa
         checkpoint.load(tmp_path / "a", like={"head": {"w": torch.ones(2)}})
 
 
+def test_the_first_differences_are_listed_and_the_others_counted(tmp_path):
+    checkpoint.save(tmp_path / "a", {f"w{number}": torch.ones(1) for number in range(300)})
+    with pytest.raises(StructureError, match=r"\(300 differences; ") as caught:
+        checkpoint.load(tmp_path / "a", like={f"w{number}": torch.ones(2) for number in range(300)})
+    assert str(caught.value).splitlines()[-2:] == ["  w19: found float32[1], needs float32[2]", "  and 280 more"]
+
+
 def test_nothing_is_pickled(tmp_path):
     checkpoint.save(tmp_path / "a", trained())
     names = sorted(str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*") if path.is_file())

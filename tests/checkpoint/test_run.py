@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import threading
 
@@ -10,8 +11,8 @@ import torch
 
 import ftrain as ft
 from ftrain import checkpoint
-from ftrain.checkpoint import checkpoints as saving_runs
 from ftrain.checkpoint import files
+from ftrain.checkpoint import saving_on_ranks as saving_runs
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 
@@ -187,6 +188,15 @@ def test_damage_is_passed_over_aloud_and_put_aside(tmp_path):
         checkpoints.latest()
 
 
+def test_hidden_files_of_other_programs_are_no_damage(tmp_path):
+    path = fill(tmp_path, [1]).path(1)
+    (path / ".DS_Store").write_bytes(b"\0")
+    (path / ".ipynb_checkpoints").mkdir()
+    (path / ".ipynb_checkpoints" / "MANIFEST-checkpoint.json").write_text("{}")
+    checkpoint.verify(path)
+    assert fill(tmp_path, [1, 2], keep=1).steps() == [2]
+
+
 def test_damaged_ones_do_not_push_out_those_that_are_whole(tmp_path):
     checkpoints = fill(tmp_path, [1, 2, 3, 4], keep=4)
     damage(checkpoints.path(3))
@@ -284,10 +294,53 @@ def test_the_run_keeps_its_name(tmp_path):
     assert names != {""}
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "keep": 0}, {"every": 1, "mode": "least"}], ids=str)
-def test_options(options, tmp_path):
-    with pytest.raises(OptionError, match="Checkpoints"):
-        ft.Checkpoints(tmp_path, **options)
+WRONG = [("every", 0), ("keep", 0), ("mode", "least"), ("best", 3), ("texts", "abc"), ("directory", None)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG, ("directory", "a\0b")])
+def test_options(name, value, tmp_path):
+    with pytest.raises(OptionError, match=re.escape(f"Checkpoints: {name} is {value!r}")):
+        ft.Checkpoints(**{"directory": tmp_path, "every": 1, name: value})
+
+
+@pytest.mark.parametrize("call", [checkpoint.load, checkpoint.verify, lambda path: checkpoint.save(path, {})])
+def test_a_path_that_is_none_is_named(call):
+    for path in (None, "a\0b", b"a"):
+        with pytest.raises(OptionError, match=r": path is .*, needs a path as a str or pathlib\.Path"):
+            call(path)
+
+
+def test_a_step_that_could_not_be_loaded_is_not_saved(tmp_path):
+    for step in (-1, "3", True):
+        with pytest.raises(OptionError, match="save: step is"):
+            checkpoint.save(tmp_path / "a", tree(1), step=step)
+    with pytest.raises(OptionError, match="save: texts has the name 1;"):
+        checkpoint.save(tmp_path / "a", tree(1), texts={1: "text"})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda directory: ft.Checkpoints(directory, every=1).latest(),
+        lambda directory: ft.Checkpoints(directory, every=1, best="loss").latest(best=True),
+        lambda directory: fill(directory, [2]),
+    ],
+    ids=["latest", "best", "save"],
+)
+def test_what_may_not_be_read_is_not_taken_for_damaged(call, tmp_path, monkeypatch):
+    checkpoints, opened = fill(tmp_path, [1, 2]), os.open
+
+    def refuse(path, *rest):
+        if str(path).endswith("step-000000000002/MANIFEST.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"step-000000000002: cannot be read: .*; it may be intact: let this"):
+        call(tmp_path)
+    assert not [*tmp_path.glob("damaged-*")]
+    monkeypatch.undo()
+    assert checkpoints.latest().step == 2
 
 
 def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_path):

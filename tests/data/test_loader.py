@@ -262,6 +262,20 @@ def test_a_position_of_another_loader(options, words):
         data.loader(**chosen).load_state_dict(data.loader(Augmented(), 4).state_dict())
 
 
+def test_a_position_does_not_fit_other_lengths_of_as_many_samples():
+    def made(lengths):
+        return data.loader(Augmented(), 4, lengths=lengths)
+
+    state = made(LENGTHS).state_dict()
+    made([*map(int, LENGTHS)]).load_state_dict(state)
+    with pytest.raises(DataError, match=r"lengths: found [0-9]+, this loader has"):
+        made(LENGTHS[::-1]).load_state_dict(state)
+    # Positions of earlier versions do not tell.
+    loader = made(LENGTHS)
+    loader.load_state_dict({name: value for name, value in state.items() if name != "lengths"})
+    loader.load_state_dict(state)
+
+
 @pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS}], ids=["in order", "by length"])
 def test_a_position_fits_another_number_of_ranks_with_as_many_samples_in_a_batch_of_all(options):
     def ranks(num_ranks):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.checkpoint import load, save
+from ftrain.checkpoint import load, matching, save
 from ftrain.checkpoint.reading import load_parts
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.training.replay import replay
@@ -174,7 +174,8 @@ def listed(error):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path):
+def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(matching, "MAX_LINES", 10_000)
     draw = random.Random(name)
     with tally(f"structure: {name}") as tries:
         for number in range(times(40, 6)):

@@ -3,6 +3,7 @@ import inspect
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -195,6 +196,18 @@ def test_state_of_adamw():
         "nu.w": "float64[2, 3]",
     }
     assert all(not leaf.any() for leaf in tree.leaves(state))
+
+
+def test_a_number_that_is_0_in_the_dtype_of_the_parameters_is_warned_of():
+    params = {"w": torch.ones(2).half(), "b": torch.ones(2)}
+    for name in ("adam", "adamw", "rmsprop", "adagrad", "nadam", "radam"):
+        with pytest.warns(UserWarning, match=rf"{name}: .* in float16, in which eps=1e-[0-9]+ is 0, and so is"):
+            getattr(ft.optim, name)(0.1).init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adamw(0.1, eps=1e-4).init(params)
+        adamw(0.1, state_dtype="fp32").init(params)
+        adamw(0.1).init({"w": params["b"].bfloat16()})
 
 
 def test_adamw_counts_updates_and_not_steps():

@@ -205,7 +205,9 @@ def test_ranks_may_have_the_directory_under_different_paths(tmp_path, monkeypatc
     def rank(number):
         mine = tmp_path / ("mounted" if number else "disk")
         step, batches = sharded_step(), list(models.batches())
-        ft.fit(step, step.init(seed=5), batches[:2], checkpoints=Checkpoints(mine / "run", every=1), progress=False)
+        ft.fit(
+            step, step.init(seed=5), batches, checkpoints=Checkpoints(mine / "run", every=1), progress=False, steps=2
+        )
         checkpoints = Checkpoints(mine / "run", every=1)
         state, _ = ft.fit(step, step.init(), batches, checkpoints=checkpoints, resume="must", progress=False, steps=3)
         ft.checkpoint.save(mine / "alone", state)

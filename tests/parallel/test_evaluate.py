@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 import weakref
 
 import pytest
@@ -322,3 +323,19 @@ def test_the_first_rank_warns_of_an_evaluation_in_which_nothing_counts(level):
     with pytest.warns(UserWarning, match="evaluate: the mean of loss is NaN") as caught:
         assert all(math.isnan(found) for found in run(2, rank))
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("batches", "count"), [("whole", 1), ("rows", 2)])
+def test_the_first_rank_warns_of_rows_of_a_common_batch_that_do_not_match(batches, count):
+    def loss(params, batch):
+        return (params["w"] * batch["x"]).mean() + batch["y"].mean()
+
+    def rank(_):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), batches=batches))
+        state = step.init({"w": torch.ones(())})
+        return ft.eval_step(step.loss)(state, {"x": torch.ones(4), "y": torch.ones(2)})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, rank)
+    assert [("rows and" in str(each.message)) for each in caught] == [True] * count

@@ -185,6 +185,7 @@ def test_float32_is_close_to_torch(family, case, path, pretend):
         ("adamw", "decay", torch.float16),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 def test_fused_equals_torchs_fused_bitwise(family, case, dtype):
     """The same kernels: so in a narrow dtype, too, the bits are torch's."""
 
@@ -211,6 +212,7 @@ def test_fused_equals_torchs_fused_bitwise(family, case, dtype):
 @pytest.mark.parametrize(
     ("family", "case"), [("sgd", "plain"), ("sgd", "momentum-decay"), ("sgd", "nesterov"), ("adamw", "decay")]
 )
+@pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 def test_one_step_in_half_precision(family, case, dtype, path, pretend):
     """Against the same step in float64, for torch 2.13's own fused SGD is wrong here (pytorch #191763)."""
     pretend(path)

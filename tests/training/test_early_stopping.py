@@ -125,6 +125,27 @@ def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():
     assert history["lr"] == [0.5] * 3 + [0.5 * 0.5**2] * 3 + [0.5 * 0.5**5] * 3
 
 
+def test_a_history_that_grows_is_read_once_and_another_one_from_its_start():
+    reads = []
+
+    class Record(dict):
+        def get(self, *arguments):
+            reads.append(arguments)
+            return super().get(*arguments)
+
+    stop, losses = ft.patience("loss", 2), [3.0, 2.0, 4.0, 1.0, 1.5, 1.25]
+    history, found = History(), []
+    for loss in losses:
+        history.extend([Record(loss=loss), Record(other=0.0)])
+        found.append(stop(history))
+    assert found == [""] * 5 + ["patience(loss)"]
+    assert len(reads) == len(history)
+    assert stop(History(history[:4])) == ""
+    assert stop(history) == "patience(loss)"
+    del history[8:]
+    assert stop(history) == ""
+
+
 def test_a_state_that_was_sent_takes_over_and_keeps_what_others_have_apart():
     """What an `adapt` puts in may be its own; what it leaves is not copied; the state that it got is consumed."""
     kept, seen = torch.full((2,), 7.0), []

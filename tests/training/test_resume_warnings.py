@@ -1,9 +1,11 @@
 """What `fit` warns of when it continues from a checkpoint."""
 
+import re
 import warnings
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import ftrain as ft
 from ftrain.errors import DataError
@@ -55,6 +57,23 @@ def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
     run(tmp_path, 5, ft.optim.sgd(0.1))
     with pytest.warns(UserWarning, match="the data has 4 batches, and the run that is resumed had read 5 in this pass"):
         run(tmp_path, 6, ft.optim.sgd(0.1), data=[torch.ones(4, 2)] * 4)
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_data_with_another_number_of_batches_is_warned_of(tmp_path, as_loader):
+    def data(count):
+        batches = [torch.ones(4, 2)] * count
+        return DataLoader(batches, batch_size=None) if as_loader else batches
+
+    def messages(steps, count):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(tmp_path, steps, ft.optim.sgd(0.1), data=data(count))
+        return [str(each.message) for each in caught if "no position to save" not in str(each.message)]
+
+    assert messages(6, 8) == messages(7, 8) == []
+    (message,) = messages(8, 9)
+    assert re.search(r"the data has 9 batches, and had 8 when .*step-000000000007 was saved", message)
 
 
 def test_data_without_a_position_does_not_continue_data_that_had_one(tmp_path):

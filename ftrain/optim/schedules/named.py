@@ -93,9 +93,13 @@ def _cosine_warmup_with_min_lr(
     warmup_lr_rate: float | None = None,
 ) -> Schedule:
     end = _share_of_peak(peak, min_lr, min_lr_rate)
-    if warmup_lr_rate is None or not warmup:
+    if warmup_lr_rate is not None and warmup:
+        rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
+    elif warmup == total:
+        # The last step of the warm-up has the peak, where the schedule that ends there has its end.
+        rise = ahead(warmup_constant(1.0, warmup))
+    else:
         return scale(ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles)), peak)
-    rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
     fall = ahead(warmup_cosine(1.0, 0, total - warmup, end=end, waves=num_cycles))
     return scale(chain([rise, fall], [warmup]), peak)
 

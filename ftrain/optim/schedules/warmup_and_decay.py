@@ -45,9 +45,9 @@ def _decay(peak: float, end: float, total: int, mix: Mix, remaining: Callable[[i
     """``mix(peak, end, remaining(k))``, where `remaining` is the remaining fraction of the decay after k steps."""
 
     def value(k: int) -> float:
-        if k == 0:
-            return peak
-        return mix(peak, end, remaining(min(k, total))) if total else end
+        if not total:
+            return end
+        return mix(peak, end, remaining(min(k, total))) if k else peak
 
     return value
 

@@ -18,7 +18,7 @@ from ftrain._torch import dtensor
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
-from ftrain.errors import CheckpointError, StructureError, listed, warn
+from ftrain.errors import CheckpointError, StructureError, first_lines, listed, warn
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -283,8 +283,7 @@ def _read(directory: Path) -> tuple[TensorsAndConfig, dict[str, Tensor], dict[st
 
 def _require_none(directory: Path, problems: list[str]) -> None:
     if problems:
-        listed = problems if len(problems) <= tree.MAX_LISTED else [*problems[: tree.MAX_LISTED], "..."]
-        raise StructureError(f"adapters.load: {directory} does not fit the step:\n  " + "\n  ".join(listed))
+        raise StructureError(f"adapters.load: {directory} does not fit the step:{first_lines(problems)}")
 
 
 def _require_options(directory: Path, config: Mapping[str, Any]) -> None:

@@ -85,6 +85,15 @@ class TestTransformers:
         assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == schedule
         assert eval(repr(schedule), vars(s).copy()) == schedule
 
+    @pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "cosine_warmup_with_min_lr"])
+    def test_a_run_that_is_all_warmup(self, name: str) -> None:
+        from transformers import get_scheduler
+
+        options = {"min_lr": PEAK / 10} if "min" in name else {}
+        counts = {"num_warmup_steps": TOTAL, "num_training_steps": TOTAL, "scheduler_specific_kwargs": options}
+        theirs = values_of(lambda optimizer: get_scheduler(name, optimizer, **counts), PEAK)
+        assert ours(s.named(name, PEAK, TOTAL, TOTAL, **options))[:TOTAL] == theirs[:TOTAL]
+
     @pytest.mark.parametrize("warmup", [0, 1, 2, 20])
     def test_a_warmup_that_begins_elsewhere_to_the_last_bit_but_one(self, warmup: int) -> None:
         from transformers import optimization

@@ -27,6 +27,7 @@ def held(tree):
 
 
 @kinds
+@pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_first_loss_is_that_of_the_base_to_the_bit(kind, dtype):
     model = make(dtype=dtype)
