@@ -14,7 +14,10 @@ from ftrain.backends import onednn
 _aten = torch.ops.aten
 
 LEAST_ONEDNN = 1 << 22
-"""The smallest number of multiplications of a product by oneDNN: to find its kernel takes as long as to multiply."""
+"""The smallest number of multiplications in a product by oneDNN: to find its kernel takes as long as to multiply."""
+
+LEAST_COPIED = 1 << 26
+"""The same if the first matrix is not stored by rows, as in the gradient of a weight: it is copied."""
 
 
 def options() -> dict[str, Any]:
@@ -23,7 +26,7 @@ def options() -> dict[str, Any]:
     if onednn.is_faster():
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
         passes["post_grad_custom_post_pass"] = torch_compile.graph_pass(
-            f"ftrain.by_onednn.1.{LEAST_ONEDNN}", products_by_onednn
+            f"ftrain.by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}", products_by_onednn
         )
     return passes
 
@@ -62,5 +65,5 @@ def products_by_onednn(graph: fx.Graph) -> None:
 def _is_large(first: fx.Node, second: fx.Node) -> bool:
     a, b = first.meta["val"], second.meta["val"]
     is_plain = all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b))
-    sizes = [*a.shape, b.shape[1]]
-    return is_plain and all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= LEAST_ONEDNN
+    sizes, least = [*a.shape, b.shape[1]], LEAST_ONEDNN if a.stride(1) == 1 else LEAST_COPIED
+    return is_plain and all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= least

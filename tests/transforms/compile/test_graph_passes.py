@@ -65,9 +65,13 @@ def products(precision):
 def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(onednn, "is_faster", lambda: True)
     monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 16 * 32 * 32)
+    monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32)
     # Those of the first two layers, without the gradient of the batch; those of the head are small.
     assert products(torch.float32) == (5, 3)
     assert products(torch.float64) == (0, 8)
+    # Of these, the gradients of two weights.
+    monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32 + 1)
+    assert products(torch.float32) == (3, 5)
     monkeypatch.setattr(onednn, "is_faster", lambda: False)
     assert products(torch.float32) == (0, 8)
 
