@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
-OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
+OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py transforms/compile/test_graph_passes.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
 	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes)
 
 # Ranks as threads of one process: what they trace at once would disturb the compiled steps of other tests.

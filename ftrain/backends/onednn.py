@@ -35,7 +35,14 @@ def product() -> OpOverload:
         linear = torch.ops.mkldnn._linear_pointwise.default
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        result: Tensor = linear(a, b.t(), None, "none", [], "")
+        rows, inner, columns = *a.shape, b.shape[1]
+        result: Tensor
+        if a.stride(1) == 1 or rows * inner <= inner * columns + rows * columns:
+            result = linear(a, b.t(), None, "none", [], "")
+        else:
+            # The kernel copies a first matrix that is not stored by rows. Here that is more than the second and the
+            # result, as in the gradient of the embedding of a vocabulary.
+            result = linear(b.t(), a, None, "none", [], "").t().contiguous()
         return result
 
     _LIBRARY.define("onednn_product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.flexible_layout,))

@@ -16,8 +16,8 @@ _aten = torch.ops.aten
 LEAST_ONEDNN = 1 << 22
 """The smallest number of multiplications in a product by oneDNN: to find its kernel takes as long as to multiply."""
 
-LEAST_COPIED = 1 << 26
-"""The same if the first matrix is not stored by rows, as in the gradient of a weight: it is copied."""
+LEAST_COPIED = 1 << 25
+"""The same if the first matrix is not stored by rows, as in the gradient of a weight: a matrix is copied."""
 
 
 def options() -> dict[str, Any]:

@@ -25,7 +25,7 @@ def layouts(rows, columns):
     }
 
 
-@pytest.mark.parametrize("sizes", [(32, 48, 16), (1, 64, 64), (64, 1, 64), (64, 64, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 48, 16), (64, 64, 8), (1, 64, 64), (64, 1, 64), (64, 64, 1)], ids=str)
 def test_a_product_by_onednn_is_exact_for_every_layout(sizes):
     torch.manual_seed(0)
     rows, inner, columns = sizes
