@@ -254,7 +254,8 @@ class Step:
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
-        count, key, hyper, key_data = state.step, state.rng, *self._host_values(state)
+        count, key, hyper = state.step, state.rng, self.scheduled_values(state)
+        key_data = random.step_key_data(random.key_data(key), int(count))
         with self.loss.scope(True):
             new, metrics = run(state, batch, hyper, key_data)
         new = replace(new, step=count + 1, rng=key)
@@ -289,13 +290,9 @@ class Step:
             state, batch, around = self._on_ranks(self, state, batch)
             lowering = around(lowering)
         with self.loss.scope(True):
-            lowering(state, batch, *self._host_values(state))
+            key_data = random.step_key_data(random.key_data(state.rng), int(state.step))
+            lowering(state, batch, self.scheduled_values(state), key_data)
         return lowered[0]
-
-    def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
-        """Return the scheduled values of a step, and the data of its key."""
-        key_data = random.step_key_data(random.key_data(state.rng), int(state.step))
-        return self.scheduled_values(state), key_data
 
     def scheduled_values(self, state: TrainState) -> dict[str, float]:
         """Return the values of the schedules in the step that a state is to make, by name.
