@@ -9,6 +9,7 @@ HAND_EAGER = Entrant("loop, eager", "hand eager", "bench.loops:eager")
 HAND_COMPILED = Entrant("loop, torch.compile(model)", "hand compile", "bench.loops:compiled")
 HAND_BEST = Entrant("loop, torch.compile(loss)", "hand compile", "bench.loops:compiled", best=True)
 HAND_UPDATE = Entrant("loop, torch.compile(loss, update)", "hand compile", "bench.loops:compiled_update", best=True)
+HAND_MEDIUM = Entrant("loop, torch.compile(model), matmuls at medium", "control", "bench.loops:medium")
 HAND_OWN_PROCESS = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", in_own_process=True)
 HAND_GRAPH = Entrant("loop, CUDA graph", "hand graph", "bench.loops:graphed")
 HAND_GRAPH_BEST = Entrant("loop, CUDA graph of torch.compile(loss)", "hand graph", "bench.loops:graphed", best=True)
@@ -83,7 +84,13 @@ def few(settings: Settings) -> tuple[Entrant, ...]:
     if settings.full:
         return everyone(settings)
     best = {"HF Trainer, best", "JAX jit, donated"} if settings.peers and not settings.smoke else set()
-    return (HAND_EAGER, HAND_COMPILED, OURS_EAGER, OURS_COMPILED, *(e for e in TRAINERS + JAX if e.name in best))
+    peers = (e for e in TRAINERS + JAX if e.name in best)
+    return (HAND_EAGER, HAND_COMPILED, *by_onednn(settings), OURS_EAGER, OURS_COMPILED, *peers)
+
+
+def by_onednn(settings: Settings) -> tuple[Entrant, ...]:
+    """The loop whose matrix products oneDNN computes on a CPU, by a setting of torch that few know."""
+    return (HAND_MEDIUM,) if settings.device == "cpu" else ()
 
 
 def everyone(settings: Settings, *, smoke: bool = True) -> tuple[Entrant, ...]:

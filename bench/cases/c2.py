@@ -15,7 +15,7 @@ MEASURED = (field.HAND_COMPILED, field.OURS_COMPILED, field.HAND_EAGER, field.OU
 def run(settings: Settings) -> list[Row]:
     """Race all; then peak memory, and in a full run compile time."""
     task = settings.task("gpt128")
-    rows = race(QUESTION, task, field.everyone(settings), settings, part=0.5)
+    rows = race(QUESTION, task, [*field.everyone(settings), *field.by_onednn(settings)], settings, part=0.5)
     rows += memory_rows(QUESTION, task, settings.some(MEASURED), settings)
     # The same is asked of the MLP, at a tenth of the time.
     for entrant in (field.HAND_COMPILED, field.OURS_COMPILED) if settings.full else ():
