@@ -155,10 +155,10 @@ EAGER_TRIED = (
     "generator from the key and the record that a step returns: some 10 us, which only launch-bound steps show."
 )
 PRODUCTS = (
-    "Products and attention alone, which both sides call, take 41 of the 48.6 ms of C2 and run at the peak of the "
-    "cores; fused kernels take 7.6. Adding biases in those kernels instead of within the products (1.00 in C2, 1.01 in "
-    "C3) and a wrapper in C++ (slower) changed nothing; norms leaf by leaf in the graph gained a little (428 for 468 "
-    "us on 8 leaves)."
+    "Where both sides multiply with MKL, products and attention alone take 41 of the 48.6 ms of C2; fused kernels take "
+    "7.6. Adding biases in those kernels instead of within the products (1.00 in C2, 1.01 in C3) and a wrapper in C++ "
+    "(slower) changed nothing; norms leaf by leaf in the graph gained a little (428 for 468 us on 8 leaves). On AMD's "
+    "CPUs the compiled step multiplies large matrices with oneDNN, which took the worst from 0.88 to what it is now."
 )
 FIT_TRIED = (
     "Metrics are read together every 10 steps, and the bar is told when there is something to see; a record is made of "
@@ -181,10 +181,10 @@ REMAT_TRIED = (
 )
 
 JAX_TRIED = (
-    "1.04 to 1.09 from run to run, in the case that is bound by launches: what a call costs there is Python that "
-    "checks and hands over the leaves, and JAX does that in C++; Inductor's wrapper in C++ was slower. On an AMD EPYC "
-    "of family 26 it is 1.23 in C3, which is bound by matrix products: loops of torch take as long there (ftrain's "
-    "compiled step is 0.96 of the one by torch.compile), so the difference is in the kernels of these products."
+    "1.04 to 1.15 from run to run and by machine, in the case that is bound by launches: what a call costs there is "
+    "Python that checks and hands over the leaves, and JAX does that in C++; Inductor's wrapper in C++ was slower, and "
+    "oneDNN is no faster than MKL for products as small as these. In C3 it was 1.20 on an AMD EPYC of family 26 while "
+    "MKL multiplied; with oneDNN it is 0.68."
 )
 TECHNIQUES_TRIED = (
     "From run to run of 60 to 150 turns: remat() 1.00 (1.02 to 1.04 while `torch.utils.checkpoint` ran the blocks "
