@@ -56,7 +56,7 @@ def products(precision):
     (after, _), (expected, _) = step(state, batch), eager(state, batch)
     for name, leaf in expected.params.items():
         torch.testing.assert_close(after.params[name], leaf, rtol=1e-5, atol=1e-6)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         step(state, batch)
     names = [event.name for event in profiled.events()]
     return names.count(PRODUCT), names.count("aten::mm") + names.count("aten::addmm")
