@@ -14,6 +14,15 @@ from ftrain.types import PyTree
 
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
 
+NEW_LEAF = (
+    "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new leaf in "
+    "the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
+)
+NO_GRAPH = (
+    "an evaluation records no graph: take the gradient of an input under torch.enable_grad(), and that of parameters "
+    "with torch.func.grad; a training step then computes the same as before"
+)
+
 
 def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
     """Yield notes on an error that a loss raised for these parameters and this batch."""
@@ -39,13 +48,7 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str
                 "the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1"
             )
     if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
-        yield (
-            "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new "
-            "leaf in the loss, x = batch['x'].detach().requires_grad_(), and compute with x"
-            if torch.is_grad_enabled()
-            else "an evaluation records no graph: take the gradient of an input under torch.enable_grad(), and that of "
-            "parameters with torch.func.grad; a training step then computes the same as before"
-        )
+        yield NEW_LEAF if torch.is_grad_enabled() else NO_GRAPH
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" not in str(error) and "Byte" not in str(error):
         return

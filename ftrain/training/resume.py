@@ -228,8 +228,8 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        told = {"pipeline": self._pipeline, "batches": self._num_batches}
-        record = {"history": history, **told, **point.last._asdict()}
+        about_data = {"pipeline": self._pipeline, "batches": self._num_batches}
+        record = {"history": history, **about_data, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,

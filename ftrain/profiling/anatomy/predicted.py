@@ -71,8 +71,8 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
     is_offloaded = _is_offloaded(state)
     # While the step uses them, offloaded tensors have device memory.
     state = replace(state, opt_state=tree.map(_materialized, state.opt_state))
-    given = _tensors((state.buffers, batch))
-    if any(leaf.is_nested for leaf in given):
+    inputs = _tensors((state.buffers, batch))
+    if any(leaf.is_nested for leaf in inputs):
         raise TraceError(f"{function}: runs the step on fake tensors, and a nested tensor has none; pass a padded one")
     state, batch = tree.map(lambda leaf: _fake(mode, leaf), (state, batch))
     tensors_by_kind = {
@@ -86,7 +86,7 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
     for leaf, is_outside in zip(_tensors(state.opt_state), is_offloaded, strict=True):
         if is_outside:
             recorder.set_size(leaf, 0)
-    for leaf, real in zip(_tensors((state.buffers, batch)), given, strict=True):
+    for leaf, real in zip(_tensors((state.buffers, batch)), inputs, strict=True):
         if real.layout != torch.strided:
             recorder.set_size(leaf, nbytes(real))
 

@@ -88,8 +88,8 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
         left = [
             name for name, value in _attributes(module).items() if value is not held.get(name) and _may_carry(value)
         ]
-    if left and module is not None and module not in _told:
-        _told.add(module)
+    if left and module is not None and module not in _logged:
+        _logged.add(module)
         log_on_first_rank(
             "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
             "before the first one. If the next step reads it (the hidden state of a recurrent net), make it a buffer "
@@ -98,7 +98,7 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
         )
 
 
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_logged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _attributes(module: nn.Module | None) -> dict[str, Any]:
