@@ -22,12 +22,12 @@ class Recurrent(nn.Module):
 
 
 class NormOfTransposed(nn.Module):
-    def __init__(self, norm):
+    def __init__(self, norm, after=None):
         super().__init__()
-        self.norm, self.out = norm, nn.Linear(8, 1)
+        self.norm, self.after, self.out = norm, after or nn.Identity(), nn.Linear(8, 1)
 
     def forward(self, x):
-        return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.out(self.after(self.norm(x.transpose(1, 2)).transpose(1, 2)))
 
 
 class ByClass(nn.Module):
@@ -70,6 +70,7 @@ PLAIN = {
     "lstm of two layers, both ways": lambda: Recurrent(num_layers=2, bidirectional=True),
     "gru": lambda: Recurrent("GRU"),
     "batch norm of transposed": lambda: NormOfTransposed(nn.BatchNorm1d(8)),
+    "batch norm of transposed, and tanh": lambda: NormOfTransposed(nn.BatchNorm1d(8), nn.Tanh()),
     "instance norm of transposed": lambda: NormOfTransposed(nn.InstanceNorm1d(8, affine=True)),
     "log-softmax of transposed": lambda: ByClass(),
 }

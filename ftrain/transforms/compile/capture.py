@@ -121,11 +121,11 @@ def _where(error: BaseException) -> str:
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]) -> Flat:
     """Compile a graph of `capture` for tensors like `inputs`, with a backend of `torch.compile` by name."""
-    from ftrain.transforms.compile.graph_fixes import materialize_reshapes
+    from ftrain.transforms.compile.graph_fixes import with_fake_strides
     from ftrain.transforms.remat import optimization_barrier
 
     if backend != INDUCTOR:
-        return torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)
+        return torch_compile.compile_with_backend(with_fake_strides(graph), inputs, backend)
     patches = {
         **(NO_ASSERTS if inputs[0].is_cpu else {}),
         **(SMALL_KERNELS if optimization_barrier.is_in(graph) else {}),

@@ -71,8 +71,8 @@ def _padding_backward(kernel: Any, *args: Any) -> Any:
     return kernel(*args).contiguous()
 
 
-def _reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format).view(shape)
+def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _with_layout(matrices: Tensor, contiguous: bool) -> Tensor:
@@ -90,7 +90,7 @@ REPLACEMENTS = dict(
 )
 NEAREST, NEAREST_BY_SCALES = _register_in_place_of("upsample_nearest2d_backward", _nearest_backward)
 """Inductor's own lowering uses the ratio of the sizes as the scale, which differs if the output size was rounded."""
-RESHAPED = _register("reshaped", "(Tensor x, SymInt[] shape) -> Tensor", _reshape)
+WITH_STRIDES = _register("with_strides", "(Tensor x, SymInt[] strides) -> Tensor", _with_strides)
 WITH_LAYOUT = _register("with_layout", "(Tensor matrices, bool contiguous) -> Tensor", _with_layout)
 
 
@@ -135,24 +135,21 @@ def _keep_layout(node: fx.Node) -> None:
     node.args = with_layout, *rest
 
 
-def materialize_reshapes(captured: fx.GraphModule) -> fx.GraphModule:
-    """Change reshapes of the results of `CONTIGUOUS` kernels, in place, into copies; return the graph.
+def with_fake_strides(captured: fx.GraphModule) -> fx.GraphModule:
+    """Copy the results of `CONTIGUOUS` kernels, in place in the graph, to the strides of their fake tensors; return it.
 
-    A compiler would decide by the strides of the fake tensor whether a reshape can be a view.
+    A compiler decides by these strides, and those of all that is computed from them, whether a reshape can be a view.
     """
-    for node in captured.graph.nodes:
-        if node.target is _aten.reshape.default and _has_fake_strides(_base(node)):
-            node.target = RESHAPED
-            node.args = node.args[0], list(node.meta["val"].shape)
+    for node in list(captured.graph.nodes):
+        if not node.users or not _has_fake_strides(node):  # What is not used may be None.
+            continue
+        value = node.meta["val"]
+        with node.graph.inserting_after(node):
+            copy = node.graph.call_function(WITH_STRIDES, (node, list(value.stride())))
+        copy.meta["val"] = value
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     captured.recompile()
     return captured
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node that computes the tensor of which a node is a view."""
-    while isinstance(node.target, _torch.OpOverload) and node.target.is_view:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _has_fake_strides(node: fx.Node) -> bool:
@@ -160,4 +157,4 @@ def _has_fake_strides(node: fx.Node) -> bool:
     value = node.meta.get("val")
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     packet = getattr(source.target, "overloadpacket", None)
-    return packet in CONTIGUOUS and isinstance(value, Tensor) and not value.is_contiguous()
+    return packet in CONTIGUOUS and isinstance(value, Tensor) and value.is_cpu and not value.is_contiguous()
