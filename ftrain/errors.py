@@ -177,7 +177,7 @@ def as_path(function: str, name: str, value: Any) -> Path:
 
 
 def require_positive(function: str, name: str, value: Any) -> None:
-    """Check that an argument is an integer of at least 1; raises an OptionError if not."""
+    """Check that an argument is an integer of at least 1. Raises an OptionError if not."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")
 
@@ -185,7 +185,7 @@ def require_positive(function: str, name: str, value: Any) -> None:
 def require_range(
     function: str, name: str, value: Any, low: float, high: float = float("inf"), *, closed: bool = False
 ) -> None:
-    """Check that an argument is a number in [low, high), or [low, high] if `closed`; raises an OptionError if not."""
+    """Check that an argument is a number in [low, high), or [low, high] if `closed`. Raises an OptionError if not."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (value == high and not closed):
         raise OptionError(
@@ -194,13 +194,13 @@ def require_range(
 
 
 def require_positive_number(function: str, name: str, value: Any) -> None:
-    """Check that an argument is a finite number above 0; raises an OptionError if not."""
+    """Check that an argument is a finite number above 0. Raises an OptionError if not."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise OptionError(f"{function}: {name} is {value!r}, needs a positive number")
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step and a state are not swapped, and the step is not a class; raises a ComposeError if not.
+    """Check that a step and a state are not swapped, and the step is not a class. Raises a ComposeError if not.
 
     `needed` is the right call of the function.
     """
@@ -211,7 +211,7 @@ def require_order(function: str, step: Any, state: Any, needed: str) -> None:
 
 
 def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check as `require_order`, and that a step can be called and is no module; raises a ComposeError if not."""
+    """Check as `require_order`, and that a step can be called and is no module. Raises a ComposeError if not."""
     require_order(function, step, state, needed)
     if isinstance(step, nn.Module):
         raise ComposeError(

@@ -251,7 +251,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`; for other JSON, raises a CheckpointError or one of `MALFORMED`."""
+    """Decode a value of `encode`. Raises a CheckpointError, or one of `MALFORMED`, for other JSON."""
     if type(node) in (bool, int, str):
         return node
     ((kind, value),) = node.items()

@@ -33,7 +33,7 @@ WHOLE, DIVIDED = (0,), (1, 2, 3)
 def mesh_trials(
     step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None, mesh: tuple[int, int]
 ) -> MeshTrials:
-    """Return the predictions for a step on the ranks of a mesh, the least time first; raises as `tune` does."""
+    """Return the predictions for a step on the ranks of a mesh, the least time first. Raises as `tune` does."""
     if memory is None:
         raise OptionError("tune: the ranks of a mesh may not exist; pass the memory of each, such as memory='80GB'")
     search = _MeshSearch(step, state, batch, parse_bytes("tune", memory), require_pair("tune", mesh, "nodes, devices"))
