@@ -63,7 +63,10 @@ def products_by_onednn(graph: fx.Graph) -> None:
 
 
 def _is_large(first: fx.Node, second: fx.Node) -> bool:
-    a, b = first.meta["val"], second.meta["val"]
-    is_plain = all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b))
+    # Nodes that other passes have made may have no value yet.
+    a: Any = first.meta.get("val")
+    b: Any = second.meta.get("val")
+    if not all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b)):
+        return False
     sizes, least = [*a.shape, b.shape[1]], LEAST_ONEDNN if a.stride(1) == 1 else LEAST_COPIED
-    return is_plain and all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= least
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= least

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,6 +74,19 @@ def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monk
     assert products(torch.float32) == (3, 5)
     monkeypatch.setattr(onednn, "is_faster", lambda: False)
     assert products(torch.float32) == (0, 8)
+
+
+def test_a_product_of_nodes_without_a_value_stays(monkeypatch):
+    monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 1)
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    graph.output(product)
+    graph_passes.products_by_onednn(graph)
+    assert product.target is torch.ops.aten.mm.default
+    a.meta["val"] = b.meta["val"] = torch.ones(2, 2)
+    graph_passes.products_by_onednn(graph)
+    assert product.target is onednn.product()
 
 
 @pytest.mark.parametrize(
