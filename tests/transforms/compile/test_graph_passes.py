@@ -11,6 +11,7 @@ from ftrain.backends import onednn
 from ftrain.transforms.compile import graph_passes
 
 PRODUCT = "ftrain::onednn_product"
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
 
 def layouts(rows, columns):
@@ -25,6 +26,7 @@ def layouts(rows, columns):
     }
 
 
+@needs_onednn
 @pytest.mark.parametrize("sizes", [(32, 48, 16), (64, 64, 8), (1, 64, 64), (64, 1, 64), (64, 64, 1)], ids=str)
 def test_a_product_by_onednn_is_exact_for_every_layout(sizes):
     torch.manual_seed(0)
@@ -62,6 +64,7 @@ def products(precision):
     return names.count(PRODUCT), names.count("aten::mm") + names.count("aten::addmm")
 
 
+@needs_onednn
 def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(onednn, "is_faster", lambda: True)
     monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 16 * 32 * 32)
@@ -76,6 +79,7 @@ def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monk
     assert products(torch.float32) == (0, 8)
 
 
+@needs_onednn
 def test_a_product_of_nodes_without_a_value_stays(monkeypatch):
     monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 1)
     graph = fx.Graph()
