@@ -93,6 +93,7 @@ def test_a_product_of_nodes_without_a_value_stays(monkeypatch):
     assert product.target is onednn.product()
 
 
+@needs_onednn
 @pytest.mark.parametrize(
     ("name", "is_faster"), [("AMD EPYC", True), ("AMD Ryzen 7 PRO", True), ("Intel(R) Xeon(R)", False), ("", False)]
 )
