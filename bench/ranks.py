@@ -1,6 +1,7 @@
-"""Ranks: processes that train together, each with one thread. They hold all entrants of a race and run one at a time.
+"""Ranks: processes that train together, each with one thread. An entrant has ranks of its own; those of others wait.
 
-An entrant of ftrain is given the whole batch on every rank; others are given the rows of their rank.
+In processes that all share, an entrant that keeps its buffers gains on one that allocates them in each step, and gets
+what the others have freed. An entrant of ftrain is given the whole batch on every rank; others the rows of their rank.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import datetime
 import gc
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from bench.child_process import ChildProcess, told
 from bench.memory import MALLOC, Peak, measure
 from bench.tasks import Entrant, Run, Task
-from bench.timing import LocalRacer
+from bench.timing import SETTLE, LocalRacer
 
 PATIENCE = 900.0
 """Seconds after which ranks that do not answer, or wait for each other, are given up: long, for they may compile."""
@@ -44,12 +46,6 @@ class Ranks:
             )
             for rank in range(size)
         ]
-
-    def racer(self, entrant: Entrant, task: Task) -> RankRacer:
-        """Make an entrant ready on all ranks."""
-        entrant.require()
-        self.ask("enter", entrant, task, patience=entrant.patience)
-        return RankRacer(self, entrant)
 
     def ask(self, *command: Any, patience: float = PATIENCE) -> list[Any]:
         """Send a command to all ranks, and return their answers in the order of ranks.
@@ -81,22 +77,29 @@ class Ranks:
 
 
 class RankRacer:
-    """An entrant on a set of ranks."""
+    """An entrant on ranks of its own."""
 
-    def __init__(self, ranks: Ranks, entrant: Entrant) -> None:
-        self._ranks, self._name, self._patience = ranks, entrant.name, entrant.patience
+    def __init__(self, entrant: Entrant, task: Task, size: int) -> None:
+        entrant.require()
+        self._ranks, self._patience = Ranks(size, task.device), entrant.patience
+        try:
+            self._ranks.ask("enter", entrant, task, patience=self._patience)
+        except BaseException:
+            self.close()
+            raise
 
     def losses(self, steps: int) -> list[float]:
         """Means over ranks: an entrant may know the loss of its rows alone."""
-        losses = torch.tensor(self._ranks.ask("losses", self._name, steps, patience=self._patience))
+        losses = torch.tensor(self._ranks.ask("losses", steps, patience=self._patience))
         return losses.mean(0).tolist()  # type: ignore[no-any-return]
 
     def turn(self, steps: int) -> float:
         """The seconds of the slowest rank, after all have waited for each other."""
-        return max(self._ranks.ask("turn", self._name, steps))
+        time.sleep(SETTLE)
+        return max(self._ranks.ask("turn", steps))
 
     def close(self) -> None:
-        """Nothing: the entrant goes with the ranks."""
+        self._ranks.close()
 
 
 def peak(entrant: Entrant, task: Task, size: int) -> Peak:
@@ -119,11 +122,11 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, meeting: str) ->
     backend = "nccl" if device.startswith("cuda") else "gloo"
     timeout = datetime.timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
-    racers: dict[str, LocalRacer] = {}
+    racers: list[LocalRacer] = []
     answers: dict[str, Callable[..., Any]] = {
-        "enter": lambda entrant, task: racers.update({entrant.name: LocalRacer(_run(entrant, task), device)}),
-        "losses": lambda name, steps: racers[name].losses(steps),
-        "turn": lambda name, steps: _turn(racers[name], steps),
+        "enter": lambda entrant, task: racers.append(LocalRacer(_run(entrant, task), device)),
+        "losses": lambda steps: racers[0].losses(steps),
+        "turn": lambda steps: _turn(racers[0], steps),
         "peak": lambda entrant, task: measure(lambda: _run(entrant, task)),
     }
     while True:

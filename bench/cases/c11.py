@@ -1,9 +1,8 @@
 """Many devices: ranks that gloo connects, each a process with one thread, beside what torch and Accelerate have.
 
-Every rank trains the same GPT on its rows of the batch, with AdamW and clipping. The entrants take turns within one set
-of ranks, and a turn takes as long as on its slowest rank. Peak memory is that of the rank that holds most, on ranks of
-their own for each entrant: the most that was resident in three steps, less what is resident when all that was trained
-is dropped.
+Every rank trains the same GPT on its rows of the batch, with AdamW and clipping. Each entrant has ranks of its own,
+which take turns with those of the others; a turn takes as long as on its slowest rank. Peak memory is that of the rank
+that holds most: the most that was resident in three steps, less what is resident when all that was trained is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import partial
 
 from bench import field
 from bench.race import memory_rows, race
-from bench.ranks import PATIENCE, Ranks, peak
+from bench.ranks import PATIENCE, RankRacer, peak
 from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
@@ -73,10 +72,6 @@ def run(settings: Settings) -> list[Row]:
 
 
 def race_on(size: int, question: str, entrants: tuple[Entrant, ...], settings: Settings) -> list[Row]:
-    """Race entrants on a set of ranks."""
-    ranks, steps = Ranks(size, settings.device), 1 if settings.smoke else STEPS
-    try:
-        task = settings.task(f"ranks {size}")
-        return race(question, task, entrants, settings, part=0.6, steps=steps, make=ranks.racer)
-    finally:
-        ranks.close()
+    """Race entrants, each on so many ranks."""
+    task, make = settings.task(f"ranks {size}"), partial(RankRacer, size=size)
+    return race(question, task, entrants, settings, part=0.6, steps=1 if settings.smoke else STEPS, make=make)
