@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -80,12 +80,14 @@ class EvalStep:
             means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
         return means if share.counts else tree.map(torch.zeros_like, means)
 
-    def wrapped(self, wrapper: Wrapper) -> NoReturn:
-        """Refuse a wrapper.
+    def wrapped(self, wrapper: Wrapper) -> EvalStep:
+        """Return this evaluation with a wrapper around it, `compiled`.
 
         Raises:
-            ComposeError: always; wrappers are for training steps.
+            ComposeError: for a wrapper that is for training steps alone.
         """
+        if wrapper.step is not None and wrapper.step.wrap_evaluation is not None:
+            return EvalStep(wrapper.step.wrap_evaluation(self.loss))
         raise ComposeError(
             f"{wrapper.text}: wraps a training step, not an EvalStep; for 16 bits use ft.evaluate(..., dtype=)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import struct
 import sys
@@ -28,11 +29,12 @@ from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
+from ftrain.transforms.compile.evaluation import compile_evaluation
 from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, Loss, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
@@ -74,7 +76,8 @@ def compiled(
     second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
-    Steps also compute on the host: compile the Steps.
+    Steps also compute on the host: compile the Steps. An `EvalStep` is compiled like the loss of a split step; on many
+    ranks it runs eagerly.
 
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
@@ -111,6 +114,11 @@ def compiled(
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(function, compiler, donate=donate)
 
+    def wrap_evaluation(loss: Loss) -> Loss:
+        is_one_graph = fullgraph or lowering == "whole"
+        strict = dataclasses.replace(compiler, fullgraph=is_one_graph)
+        return compile_evaluation(loss, strict, may_fall_back=lowering == "auto" and not fullgraph)
+
     def validate(step: Step) -> None:
         if step.updates_in_backward and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_IN_BACKWARD}; leave out lowering='split' and dynamic=True")
@@ -120,7 +128,8 @@ def compiled(
                 "parts; leave out " + ("update_in_backward" if step.updates_in_backward else "lowering='whole'")
             )
 
-    return Wrapper("compiled", step=OnStep(make_runner, wrap_function, donate), validate=validate)
+    on_step = OnStep(make_runner, wrap_function, wrap_evaluation, donate)
+    return Wrapper("compiled", step=on_step, validate=validate)
 
 
 class _Compiled:

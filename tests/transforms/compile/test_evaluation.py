@@ -1,0 +1,125 @@
+"""`compiled` around an `EvalStep`: the same means, from the compiler's code."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import register_backend
+
+import ftrain as ft
+from ftrain.errors import BatchError, LossError
+
+compiled_graphs = []
+
+
+@register_backend
+def ftrain_counted_evaluation(graph, inputs):
+    compiled_graphs.append(graph)
+    return graph.forward
+
+
+@register_backend
+def ftrain_broken_evaluation(graph, inputs):
+    raise RuntimeError("the linker is gone")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+
+
+def criterion(run, batch):
+    outputs = run(batch["x"])
+    loss = nn.functional.cross_entropy(outputs, batch["y"], reduction="sum")
+    correct = (outputs.argmax(-1) == batch["y"]).sum().to(loss.dtype)
+    count = torch.tensor(float(len(batch["y"])), dtype=loss.dtype)
+    return ft.Mean(loss, count), {"accuracy": ft.Mean(correct, count)}
+
+
+def batches(dtype=torch.float32):
+    return [{"x": torch.randn(n, 4, dtype=dtype), "y": torch.randint(0, 3, (n,))} for n in (6, 6, 1)]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_its_means_are_those_of_eager_evaluation_between_compiled_training_steps(dtype):
+    step = ft.compiled(backend="ftrain_counted_evaluation")(
+        ft.train_step(ft.from_module(model(), criterion), ft.optim.adamw(0.1))
+    )
+    eager = ft.eval_step(step.loss)
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(eager)
+    state, data = step.init(), batches()
+    for _ in range(2):
+        state, _ = step(state, data[0])
+        compiled_graphs.clear()
+        before = ft.tree.clone(state)
+        found = ft.evaluate(compiled, state, data, dtype=dtype)
+        torch.testing.assert_close(found, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
+        assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
+    # One graph for each length, and no other one for another state.
+    assert not compiled_graphs
+    assert repr(compiled).endswith("<- compiled")
+
+
+def test_inductors_code_is_as_exact_in_float64():
+    loss = ft.from_module(model().double(), criterion)
+    eager, data = ft.eval_step(loss), batches(torch.float64)
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    found = ft.evaluate(ft.compiled()(eager), state, data)
+    torch.testing.assert_close(found, ft.evaluate(eager, state, data), rtol=1e-12, atol=0)
+
+
+def test_what_the_compiler_cannot_do_runs_eagerly_with_a_line(caplog):
+    loss = ft.from_module(model(), criterion)
+    eager, data = ft.eval_step(loss), batches()
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    compiled = ft.compiled(backend="ftrain_broken_evaluation")(eager)
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        found = ft.evaluate(compiled, state, data)
+    assert found == ft.evaluate(eager, state, data)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+    assert "runs eagerly" in line
+    assert "the linker is gone" in line
+    strict = ft.compiled(backend="ftrain_broken_evaluation", lowering="split")(eager)
+    with pytest.raises(Exception, match="the linker is gone"):
+        ft.evaluate(strict, state, data)
+
+
+def test_an_error_of_the_loss_is_its_own_and_does_not_end_the_compilation(caplog):
+    def loss(params, batch):
+        if len(batch) == 3:
+            raise ValueError("three is too few")
+        return (batch * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(ft.eval_step(loss))
+    with pytest.raises(ValueError, match="three is too few"):
+        ft.evaluate(compiled, state, [torch.ones(3)])
+    compiled_graphs.clear()
+    assert ft.evaluate(compiled, state, [torch.ones(4)]) == {"loss": 1.0}
+    assert len(compiled_graphs) == 1
+    assert not [record for record in caplog.records if record.name == "ftrain"]
+
+
+def test_more_shapes_than_graphs_are_an_error_and_with_dynamic_a_single_graph():
+    def loss(params, batch):
+        return (batch * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    data = [torch.ones(length) for length in range(2, 12)]
+    step = ft.eval_step(loss)
+    with pytest.raises(BatchError, match="max_graphs is 8"):
+        ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(step), state, data)
+    compiled_graphs.clear()
+    dynamic = ft.compiled(backend="ftrain_counted_evaluation", dynamic=True)(step)
+    assert ft.evaluate(dynamic, state, data) == {"loss": 1.0}
+    assert len(compiled_graphs) <= 2
+
+
+def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
+    def loss(params, batch):
+        return (batch.mul_(2.0) * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    with pytest.raises(LossError, match="in place"):
+        ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(ft.eval_step(loss)), state, [torch.ones(3)])
