@@ -26,7 +26,6 @@ WAITS = {
     ("optim/elementwise.py", "_number"),
     ("parallel/same_step.py", "_first_difference"),
     ("parallel/same_step.py", "_warn_of_same_rows"),
-    ("parallel/same_step.py", "_bytes"),
     ("parallel/same_blocks.py", "_unused_by_all"),
     ("parallel/same_blocks.py", "require_same_block"),
     ("profiling/anatomy/measured.py", "measure"),

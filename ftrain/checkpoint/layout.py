@@ -97,15 +97,20 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    flat = tensor.reshape(-1)
+    # `reshape` keeps the stride of a single element, which may be any.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a dense tensor whose memory is not in row-major order; else None."""
-    is_reordered = not tensor.is_contiguous() and is_dense(tensor.shape, tensor.stride())
-    return tuple(tensor.stride()) if is_reordered else None
+    """Return the strides of a dense tensor if they are not those of row-major order; else None.
+
+    Axes of length 1 count too: torch chooses kernels by their strides, and `is_contiguous` ignores these.
+    """
+    stride = tuple(tensor.stride())
+    is_reordered = stride != torch.empty(tensor.shape, device="meta").stride() and is_dense(tensor.shape, stride)
+    return stride if is_reordered else None
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, OptionError, StructureError, require_range, warn
+from ftrain.errors import DeviceError, LossError, OptionError, StructureError, require_range, warn
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -204,6 +204,11 @@ class _Family:
                 "or of this one with other options"
             )
         plan, (leaves, gradients, *moments) = self.plans(params, grads, *map(opt_state.__getitem__, self.names))
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in (*leaves, *gradients)):
+            raise LossError(
+                f"{self.name}: an update cannot be differentiated, and found parameters or gradients that require a "
+                "gradient; write the steps of an inner loop with operations of torch (p - rate * g), or detach them"
+            )
         is_eager = not isinstance(hyper["lr"], Tensor)
         kernel_accepts = accept is None or (self.can_refuse and plan.refusable and is_eager)
         if donate and plan.writable and kernel_accepts:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ftrain import _torch, random, tree
+from ftrain.checkpoint.layout import as_bytes
 from ftrain.errors import BatchError, StructureError, warn
 from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
@@ -168,5 +169,4 @@ def _bytes(leaf: object) -> bytes:
     if not isinstance(leaf, Tensor):
         # The text of other objects may hold an address.
         return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float) else b""
-    flat = leaf.detach().to(tree.HOST).contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return as_bytes(leaf.detach().to(tree.HOST).contiguous()).tobytes()

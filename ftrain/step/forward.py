@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
+from ftrain.checkpoint.layout import as_bytes
 from ftrain.errors import LossError, add_note, listed
 from ftrain.step.batch_notes import batch_notes
 from ftrain.step.loss_forms import zero_if_empty
@@ -27,6 +28,9 @@ log = logging.getLogger("ftrain")
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
 """Part of torch's error when a leaf that requires a gradient is written in place."""
+
+COMPARED = 1024
+"""Number of elements of each input that are compared after the first run."""
 
 INPUTS = "params", "frozen", "batch", "buffers"
 """The inputs of a loss, in the order in which `run_loss` gets them."""
@@ -193,23 +197,34 @@ def versions(leaves: Sequence[Any]) -> list[int | None]:
         ]
 
 
-def _memory_of(leaves: Sequence[Any]) -> list[int | None]:
-    """Return which memory each tensor is in; None for other leaves, and for sparse and nested tensors."""
+def _memory_of(leaves: Sequence[Any]) -> list[tuple[int, bytes] | None]:
+    """Return which memory each tensor is in, and its first elements; waits for the device.
+
+    None for other leaves, and for sparse and nested tensors.
+    """
     return [
-        _torch.storage_id(leaf)
+        (_torch.storage_id(leaf), _beginning(leaf))
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
         else None
         for leaf in leaves
     ]
 
 
-def _require_same_memory(old: list[int | None], new: list[int | None], spec: optree.PyTreeSpec, name: str) -> None:
-    """Check that no leaf got other memory: an assignment to `.data` does not count as a write in place."""
+def _beginning(leaf: Tensor) -> bytes:
+    """Return the first elements of a tensor, or nothing if it has no values here; waits for the device."""
+    if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or _torch.is_transformed(leaf):
+        return b""
+    first = leaf.detach().flatten()[:COMPARED].resolve_conj().resolve_neg()
+    return as_bytes(first.to(tree.HOST).contiguous()).tobytes()
+
+
+def _require_same_memory(old: Sequence[Any], new: Sequence[Any], spec: optree.PyTreeSpec, name: str) -> None:
+    """Check that no leaf was written through its `.data`, which does not count as a write in place."""
     if old != new:
-        raise _written_in_place(name, _first_difference(old, new), spec, " by an assignment to its .data")
+        raise _written_in_place(name, _first_difference(old, new), spec, " through its .data")
 
 
-def _first_difference(old: Sequence[int | None], new: Sequence[int | None]) -> int:
+def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> int:
     """Return the index of the first leaf that was written; 0 if there is none."""
     return next((index for index, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), 0)
 
@@ -230,7 +245,7 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str =
     return LossError(
         f"{name}: changed its input {path} in place{how}; a loss must be a pure function: work on a copy "
         "(x = x.clone()), and return new buffers instead of writing them; moving averages of weights are buffers, or "
-        "those of ft.ema"
+        "those of ft.ema. If a module initialises parameters by its first batch, run it once before step.init()"
     )
 
 
@@ -240,7 +255,8 @@ def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
         isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
     ):
         return
-    tree.require_same(name, "the tree of buffers it returned", returned, buffers)
+    what = "the tree of buffers it returned (run a module that shapes them by its first batch once before step.init())"
+    tree.require_same(name, what, returned, buffers)
 
 
 def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:

@@ -48,7 +48,8 @@ def require_params(params: PyTree) -> None:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise StructureError(
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
-                "(convert it, freeze it with trainable=, or pass it as a buffer or in the batch)"
+                "(convert it, a complex one by torch.view_as_real and in the loss by torch.view_as_complex, freeze it "
+                "with trainable=, or pass it as a buffer or in the batch)"
             )
 
 

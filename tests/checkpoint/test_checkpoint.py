@@ -30,7 +30,7 @@ Pair = collections.namedtuple("Pair", "first second")
 
 
 def bits(tensor):
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same(one, other):
@@ -100,7 +100,9 @@ def test_views_and_strides_and_ties(tmp_path):
     tree = {
         "transposed": base.T,
         "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "one channel": torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
         "strided": base[::2, 1::2],
+        "single": base[:1, 0],
         "expanded": torch.randn(3, 1).expand(3, 4),
         "conj": complex_.conj(),
         "plain": complex_,
@@ -117,7 +119,7 @@ def test_views_and_strides_and_ties(tmp_path):
     assert list(found) == list(tree)
     assert same_trees(found, tree)
     assert found["one"] is found["tied"]
-    for name in ("transposed", "channels"):
+    for name in ("transposed", "channels", "one channel"):
         assert found[name].stride() == tree[name].stride()
     assert all(found[name].is_contiguous() for name in ("strided", "expanded", "part"))
     assert not any(leaf.requires_grad or leaf.is_conj() or leaf.is_neg() for leaf in ft.tree.leaves(found))

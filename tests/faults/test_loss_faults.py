@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import LossError
+from ftrain.errors import LossError, StructureError
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, run, squares
 
 CAPTURED = ft.compiled(backend="eager", lowering="whole")
@@ -278,4 +278,41 @@ def test_an_assignment_to_data_is_a_write(part, wrappers):
     loss = ft.from_module(Pair(), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
     with failing(LossError, f"{part}.weight", "in place", "buffers"):
+        step(step.init(), batch())
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["eager", "pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_write_to_the_memory_of_data_is_a_write(dtype, wrappers):
+    """The first batch gives a parameter its value, as in a normalising flow."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(2, 3, dtype=dtype).T)
+
+        def forward(self, x):
+            self.shift.data.copy_(x.mean(0)[:, None])
+            return x.to(dtype) @ self.shift
+
+    loss = ft.from_module(Shift(), lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    with failing(LossError, "params.shift in place through its .data", "run it once before step.init()"):
+        step(step.init(), batch())
+
+
+def test_buffers_that_get_their_shape_in_the_first_run():
+    """As those of torch's observers of each channel."""
+
+    class Range(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("largest", torch.empty(0))
+
+        def forward(self, x):
+            self.largest = x.detach().abs().amax(0)
+            return super().forward(x)
+
+    step = ft.train_step(ft.from_module(Range(), lambda model, batch: model(batch["x"]).mean()), ft.optim.sgd(0.1))
+    with failing(StructureError, "largest: found float32[3], needs float32[0]", "once before step.init()"):
         step(step.init(), batch())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ftrain as ft
 from ftrain import tree
-from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
+from ftrain.errors import ComposeError, FtrainError, LossError, OptionError, StructureError
 from ftrain.optim import (
     adafactor,
     adagrad,
@@ -469,6 +469,19 @@ def test_a_state_of_another_optimizer_is_refused(family):
     for other in ({"m": params}, None):
         with pytest.raises(StructureError, match="the optimizer state has"):
             optimizer.update(params, other, params, rates(optimizer))
+
+
+@pytest.mark.parametrize("of", ["params", "grads"])
+@pytest.mark.parametrize("factory", [sgd, adam, rmsprop])
+def test_an_update_within_a_loss_is_refused(factory, of):
+    """As of an inner loop: torch's fused kernels have no gradient, which would be 0 without a word."""
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    optimizer = factory(0.1)
+    (params if of == "params" else grads)["w"].requires_grad_()
+    with pytest.raises(LossError, match=r"cannot be differentiated.*detach them"):
+        optimizer.update(grads, optimizer.init(params), params, {"lr": 0.1})
+    with torch.no_grad():
+        optimizer.update(grads, optimizer.init(params), params, {"lr": 0.1})
 
 
 def test_schedule_free_params_of_another_optimizer():

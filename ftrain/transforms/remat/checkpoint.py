@@ -117,10 +117,16 @@ class _Recomputed:
 
     def _recompute(self) -> None:
         needed, saved, difference = len(self._placeholders), 0, ""
+        constant: _Kind | None = None
         args, kwargs = self._arguments()
 
         def save(tensor: Tensor) -> Tensor:
-            nonlocal saved, difference
+            nonlocal saved, difference, constant
+            if saved == needed:
+                raise _Stopped
+            # RReLU fills its noise, of the shape of its input, after autograd has saved both.
+            may_be_unfilled = constant == _kind(tensor)
+            constant = None if tensor.requires_grad else _kind(tensor)
             tensor = tensor.detach() if tensor.requires_grad else tensor
             placeholder = self._placeholders[saved]()
             saved += 1
@@ -129,7 +135,7 @@ class _Recomputed:
                     difference = f"{_text(_kind(tensor))} in place of {_text(placeholder.kind)}"
                     raise _Stopped
                 placeholder.tensor, placeholder.version = tensor, _torch.version_of(tensor)
-            if saved == needed:
+            if saved == needed and not may_be_unfilled:
                 raise _Stopped
             return tensor
 

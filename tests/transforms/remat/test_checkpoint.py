@@ -148,6 +148,26 @@ def test_it_is_run_again_once_and_no_further_than_it_must():
     assert len(ran) == 3
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_what_an_operation_writes_after_autograd_has_saved_it_is_there():
+    """RReLU writes the noise that it multiplies by when autograd has saved it."""
+
+    def function(x):
+        torch.manual_seed(0)
+        return F.rrelu(x, training=True) + 1
+
+    x = leaf()
+    expected, found = (torch.autograd.grad(run(x).sum(), x) for run in (function, twice(function)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 class Probe(torch.autograd.Function):
     """Notes what it keeps, and what of that is there when its gradient is asked for."""
 
