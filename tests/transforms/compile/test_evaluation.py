@@ -1,5 +1,6 @@
 """`compiled` around an `EvalStep`: the same means, from the compiler's code."""
 
+import inspect
 import logging
 
 import pytest
@@ -114,6 +115,23 @@ def test_more_shapes_than_graphs_are_an_error_and_with_dynamic_a_single_graph():
     dynamic = ft.compiled(backend="ftrain_counted_evaluation", dynamic=True)(step)
     assert ft.evaluate(dynamic, state, data) == {"loss": 1.0}
     assert len(compiled_graphs) <= 2
+
+
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters,
+    reason="before 2.13, torch compiles at most eight graphs of one function",
+)
+def test_more_graphs_than_torch_has_by_default_are_all_compiled():
+    def loss(params, batch):
+        return (batch * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    data = [torch.ones(length) for length in range(2, 12)]
+    step = ft.compiled(backend="ftrain_counted_evaluation", lowering="whole", max_graphs=10)(ft.eval_step(loss))
+    compiled_graphs.clear()
+    for dtype in (None, "bf16"):
+        assert ft.evaluate(step, state, data, dtype=dtype) == {"loss": 1.0}
+    assert len(compiled_graphs) == 20
 
 
 def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
