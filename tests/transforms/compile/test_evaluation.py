@@ -1,7 +1,9 @@
 """`compiled` around an `EvalStep`: the same means, from the compiler's code."""
 
+import dataclasses
 import inspect
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,3 +143,12 @@ def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
     with pytest.raises(LossError, match="in place"):
         ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(ft.eval_step(loss)), state, [torch.ones(3)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_that_it_runs_eagerly_on_many_ranks_is_said_once(rank, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    step = ft.eval_step(ft.from_module(model(), criterion))
+    step = dataclasses.replace(step, loss=dataclasses.replace(step.loss, ranks=SimpleNamespace(size=2, rank=rank)))
+    assert ft.compiled()(step).loss is step.loss
+    assert ["many ranks runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)
