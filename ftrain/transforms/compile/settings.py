@@ -92,7 +92,7 @@ class Compiler:
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most, and other
-        # batches run eagerly. A kind of batch may need two: its microbatches have two lengths, or an evaluation a dtype.
+        # batches run eagerly. A kind of batch may need two: for microbatches of two lengths, for an evaluation in bf16.
         wanted = {"isolate_recompiles": True, "recompile_limit": 2 * self.max_graphs}
         known = inspect.signature(torch.compile).parameters
         settings |= {name: value for name, value in wanted.items() if name in known}
