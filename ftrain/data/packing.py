@@ -107,7 +107,8 @@ def packed(
 def block_mask(documents: Tensor) -> Tensor:
     """Return the attention mask of packed rows: causal, and only within a document.
 
-    For ``scaled_dot_product_attention(..., attn_mask=)``. Padding attends to padding: attention without a key is NaN.
+    For ``scaled_dot_product_attention(..., attn_mask=)``; for code that adds a mask to the scores, as some attention of
+    transformers, ``torch.where(mask, 0.0, -torch.inf)``. Padding attends to padding: attention without a key is NaN.
 
     Args:
         documents: the ``documents`` of `pack`, of shape (rows, length).

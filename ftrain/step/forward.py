@@ -103,6 +103,8 @@ class Forward:
             memory = None if self._is_checked else _memory_of(leaves)
             mean, metrics, buffers = run_loss(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
+        if not (tree.is_blank(buffers) and tree.is_blank(state.buffers)):
+            _require_like(buffers, state.buffers, self._name)
         if memory is not None:
             _require_same_memory(memory, _memory_of(leaves), spec, self._name)
             _check_outside_params(mean.total, self._module_params, self._name)
@@ -165,7 +167,6 @@ def run_loss(
 
     Raises:
         LossError: when it wrote to a tensor in place; the message has the path.
-        StructureError: when the buffers it returns are not like those it got.
     """
     # New containers, which the loss may change.
     params, frozen, batch, buffers = spec.unflatten(leaves)
@@ -181,8 +182,6 @@ def run_loss(
     new_versions = versions(leaves)
     if new_versions != old_versions:
         raise _written_in_place(name, _first_difference(old_versions, new_versions), spec)
-    if output[2] is not buffers and not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
-        _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
     return output
 
 

@@ -167,3 +167,22 @@ def test_a_model_is_trained_on_packed_rows_and_padding_is_a_metric(tmp_path):
     assert history["loss"][-1] < history["loss"][0]
     assert all(0 <= padding < 0.8 for padding in history["padding"])
     assert min(history["padding"]) < 0.1
+
+
+@pytest.mark.parametrize(("attention", "window"), [("sdpa", None), ("eager", None), ("eager", 4)])
+def test_models_of_transformers_compute_of_packed_documents_what_they_compute_of_each_alone(attention, window):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads, initializer_range=1.0))
+    model.set_attn_implementation(attention)
+    documents = [torch.randint(20, (length,)) for length in (9, 3, 5)]
+    batch = data.pack(documents, 12)
+    inputs = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "use_cache": False}
+    if window is None:
+        inputs["attention_mask"] = torch.where(data.block_mask(batch["documents"]), 0.0, -torch.inf)
+    with torch.no_grad():
+        packed = model(**inputs).logits[batch["documents"] >= 0]
+        alone = torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in documents])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)

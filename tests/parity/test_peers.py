@@ -155,13 +155,14 @@ def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
             torch.testing.assert_close(row, own["exp_avg_sq"], **TIGHT)
 
 
+@pytest.mark.parametrize("size", [0.2, 50.0])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adafactor_equals_that_of_the_trainer(decay):
-    """Its steps have the length of the rate: with epsilon_2 = 1, while no parameter has a larger root mean square."""
+def test_adafactor_equals_that_of_the_trainer(decay, size):
+    """Its steps have the length of the rate, so epsilon_2 is larger than the root mean square of any parameter."""
     module = library("transformers.optimization")
-    params, _ = train(optim.adafactor(1e-3, eps=(1e-15, 1.0), weight_decay=decay, **ALL), size=0.2)
+    params, _ = train(optim.adafactor(1e-6, eps=(1e-15, 1e3), weight_decay=1e3 * decay, **ALL), size)
     options = {"scale_parameter": False, "relative_step": False, "weight_decay": decay}
-    _, leaves = train_theirs(lambda each: module.Adafactor(each, lr=1e-3, **options), size=0.2)
+    _, leaves = train_theirs(lambda each: module.Adafactor(each, lr=1e-3, **options), size)
     assert_same(params, leaves)
 
 

@@ -202,6 +202,25 @@ def test_an_evaluation_computes_in_the_dtype_throughout():
     assert set(seen.values()) == {torch.bfloat16}
 
 
+def test_an_evaluation_takes_buffers_that_the_model_computes_again_in_float32():
+    """As the rotary embeddings of transformers do whose frequencies depend on the length."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            self.scale = torch.full((1,), float(len(x)))
+            return self.linear(x.to(self.linear.weight.dtype)) * self.scale
+
+    loss = ft.from_module(Scaled(), lambda model, x: model(x).square().mean())
+    state, data = ft.train_step(loss, ft.optim.sgd(0.1)).init(), [torch.ones(2, 3)]
+    needed = ft.evaluate(ft.eval_step(loss), state, data)["loss"]
+    assert ft.evaluate(ft.eval_step(loss), state, data, dtype="bf16")["loss"] == pytest.approx(needed, rel=2e-2)
+
+
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_a_batch_without_examples_changes_no_evaluation(dtype):
     """Its mean is NaN, or 0 where that was guarded against."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from ftrain.errors import log_on_first_rank
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, attempted
@@ -28,7 +29,7 @@ def compile_evaluation(loss: Loss, compiler: Compiler, *, may_fall_back: bool) -
         BatchError: from the loss, when batches need more than `max_graphs` graphs.
     """
     if loss.ranks is not None and loss.ranks.size > 1:
-        log.warning("compiled: the evaluation of %s on many ranks runs eagerly", loss.name)
+        log_on_first_rank("compiled: the evaluation of %s on many ranks runs eagerly", loss.name)
         return loss
     compiled, is_eager = loss.on_compiled(compiler.compile_loss(loss.fn)), False
     shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)

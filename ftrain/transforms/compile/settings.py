@@ -91,9 +91,11 @@ class Compiler:
             TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-            settings["isolate_recompiles"] = True
+        # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most, and other
+        # batches run eagerly. A kind of batch may need two: for microbatches of two lengths, for an evaluation in bf16.
+        wanted = {"isolate_recompiles": True, "recompile_limit": 2 * self.max_graphs}
+        known = inspect.signature(torch.compile).parameters
+        settings |= {name: value for name, value in wanted.items() if name in known}
 
         @functools.cache
         def compiled_by(backend: str) -> LossFn:

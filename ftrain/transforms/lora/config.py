@@ -59,4 +59,7 @@ def keys_of(key: Tensor, count: int) -> list[Tensor]:
 
 def missing(text: str, name: str) -> str:
     """Return the message for parameters without adapters."""
-    return f"{text}: params has no {name}: they are of a step without this ft.lora; make the state with step.init()"
+    return (
+        f"{text}: params has no {name}: they are of a step without this ft.lora, or merged; make the state with "
+        "step.init(), or evaluate a merged one with the loss before ft.lora (step.base), or ft.adapters.unmerge it"
+    )

@@ -1,6 +1,9 @@
 """`compiled` around an `EvalStep`: the same means, from the compiler's code."""
 
+import dataclasses
+import inspect
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +119,23 @@ def test_more_shapes_than_graphs_are_an_error_and_with_dynamic_a_single_graph():
     assert len(compiled_graphs) <= 2
 
 
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters,
+    reason="before 2.13, torch compiles at most eight graphs of one function",
+)
+def test_more_graphs_than_torch_has_by_default_are_all_compiled():
+    def loss(params, batch):
+        return (batch * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    data = [torch.ones(length) for length in range(2, 12)]
+    step = ft.compiled(backend="ftrain_counted_evaluation", lowering="whole", max_graphs=10)(ft.eval_step(loss))
+    compiled_graphs.clear()
+    for dtype in (None, "bf16"):
+        assert ft.evaluate(step, state, data, dtype=dtype) == {"loss": 1.0}
+    assert len(compiled_graphs) == 20
+
+
 def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
     def loss(params, batch):
         return (batch.mul_(2.0) * params["w"]).mean()
@@ -123,3 +143,12 @@ def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
     with pytest.raises(LossError, match="in place"):
         ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(ft.eval_step(loss)), state, [torch.ones(3)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_that_it_runs_eagerly_on_many_ranks_is_said_once(rank, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    step = ft.eval_step(ft.from_module(model(), criterion))
+    step = dataclasses.replace(step, loss=dataclasses.replace(step.loss, ranks=SimpleNamespace(size=2, rank=rank)))
+    assert ft.compiled()(step).loss is step.loss
+    assert ["many ranks runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import ComposeError, StructureError
+from ftrain.errors import ComposeError, LossError, StructureError
 from tests.laws.models import make_batch
 from tests.laws.test_pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
@@ -31,6 +31,9 @@ def test_merged_weights_compute_what_the_adapters_do(kind, trainable):
     merged = ft.adapters.merge(step, state)
     needed = evaluated(step.loss, state)
     assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(needed, abs=1e-10)
+    assert evaluated(step.base, merged) == pytest.approx(needed, abs=1e-10)
+    with pytest.raises(LossError, match=r"or merged.*step\.base.*unmerge"):
+        evaluated(step.loss, merged)
     assert needed != pytest.approx(evaluated(step.loss, step.init()), abs=1e-3)
     with torch.no_grad():
         found = loss(ft.to_module(model, merged).eval(), make_batch(9))
