@@ -321,6 +321,17 @@ def cast_from(tensor: Tensor) -> tuple[Any, int] | None:
     return source
 
 
+def nodes_of(tensor: Tensor) -> Iterator[Any]:
+    """Yield each node of the graph from which autograd computes the gradients of a tensor."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(following for following, _ in node.next_functions)
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward pass."""
     return _current_graph_task_id() >= 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftrain._torch import FakeTensorMode, private_names
+from ftrain._torch import FakeTensorMode, nodes_of, private_names
 
 with private_names():
     from torch._guards import TracingContext, tracing
@@ -75,16 +75,7 @@ def has_compiled_gradient(total: Tensor) -> bool:
     Torch cannot differentiate such a gradient. It raises an error only where a leaf that is asked for is behind it;
     elsewhere that part of the gradient is missing without a word.
     """
-    nodes, seen = [total.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CompiledFunctionBackwardBackward":
-            return True
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-    return False
+    return any(node.name() == "CompiledFunctionBackwardBackward" for node in nodes_of(total))
 
 
 def graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:

@@ -17,7 +17,6 @@ try:
 except ImportError:  # pragma: no cover
     fcntl = None  # type: ignore[assignment]
 
-SYSTEM_HAS_LOCKS = fcntl is not None
 SYSTEM_HAS_CALLS = hasattr(os, "preadv")
 FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
 """A request of macOS, whose `fsync` leaves what was written in the memory of the disk, where a power loss ends it."""
@@ -69,8 +68,6 @@ if hasattr(os, "register_at_fork"):
 
 def _flock(descriptor: int) -> bool:
     """Lock an open file or directory; False if there are no locks, a BlockingIOError if another process holds it."""
-    if not SYSTEM_HAS_LOCKS:
-        return False
     # Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -85,8 +85,6 @@ class Agreement:
 
         So ranks learn of a number one call later, and rarely wait for each other.
         """
-        if self._ranks == 1:
-            return list(numbers)
         result = self.last_vote()
         self._vote = self._start_largest(*numbers)
         return result

@@ -72,7 +72,7 @@ class GradientSums:
         self._buckets = BucketOrder(plan, self._start)
         new = dict(wholes)
         for names in plan:
-            read = self._read([wholes[name] for name in names], partial(self._take, names))
+            read = self._read(names, wholes, partial(self._take, names))
             # Autograd runs the newest nodes first, and this one is older than the loss.
             _torch.run_when_ready(read[0])
             new.update(zip(names, read, strict=True))
@@ -95,7 +95,7 @@ class GradientSums:
             )
 
         self._has_blocks = True
-        tensors = self._read([wholes[name] for name in names], complete)
+        tensors = self._read(names, wholes, complete)
         return {**wholes, **dict(zip(names, tensors, strict=True))}
 
     def backward(self, run: Backward) -> list[Tensor | None]:
@@ -114,10 +114,18 @@ class GradientSums:
         sums = {**self._sums, **self._sparse}
         return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
-    def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:
-        """Return tensors with the same values; a function gets their gradients when all are complete."""
+    def _read(
+        self,
+        names: Sequence[Hashable],
+        wholes: Mapping[Hashable, Tensor],
+        complete: Callable[[Sequence[Tensor | None]], None],
+    ) -> list[Tensor]:
+        """Return tensors with the values of these; a function gets their gradients when all are complete.
+
+        Sparse gradients, which are an error when the backward pass is over, are kept and not sent: it gets None.
+        """
         if self._source is None:
-            self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
+            self._source = torch.zeros((), device=wholes[names[0]].device, requires_grad=True)
 
         def complete_in_backward(grads: Sequence[Tensor | None]) -> None:
             if not self._is_in_backward:
@@ -125,20 +133,19 @@ class GradientSums:
                     "sharded: the loss runs a backward pass through its parameters, whose gradients would be sent to "
                     "the other ranks; take the gradients it needs with torch.autograd.grad(output, inputs)"
                 )
-            complete(grads)
+            pairs = list(zip(names, grads, strict=True))
+            self._sparse |= {name: grad for name, grad in pairs if grad is not None and grad.is_sparse}
+            complete([None if name in self._sparse else grad for name, grad in pairs])
 
-        return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
+        tensors = [wholes[name] for name in names]
+        return list(_Read.apply(complete_in_backward, tensors, self._source))  # type: ignore[no-untyped-call]
 
     def _take(self, names: Sequence[Hashable], grads: Sequence[Tensor | None]) -> None:
         buckets = cast(BucketOrder, self._buckets)
         for name, grad in zip(names, grads, strict=True):
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                self._sparse[name] = grad
-                continue
-            self._used.add(name)
-            buckets.take(name, grad)
+            if grad is not None:
+                self._used.add(name)
+                buckets.take(name, grad)
         # With blocks, a bucket would start at another point on a rank that lacks one of its gradients.
         if not self._has_blocks:
             buckets.start_complete()

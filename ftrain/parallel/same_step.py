@@ -19,7 +19,9 @@ from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""The part of the text of a function that differs between processes."""
+
 UNEVEN = "with batches='rows' the batches of all ranks and steps need the same number of examples"
 
 
@@ -106,7 +108,7 @@ def _digest(content: bytes) -> int:
 
 def _description(step: Any) -> list[str]:
     """Return what must be equal on all ranks: a step as it prints, and options; not addresses and directories."""
-    text = _ADDRESS.sub("", repr(step))
+    text = ADDRESS.sub("", repr(step))
     options = {step.optimizer.name or "the optimizer": step.optimizer.options}
     for wrapper in step.wrappers:
         of_wrapper = dict(wrapper.options or {})
@@ -114,7 +116,7 @@ def _description(step: Any) -> list[str]:
         text = text if directory is None else text.replace(str(directory), "a directory")
         options[wrapper.name] = of_wrapper
     hidden = [
-        f"{name} with {option}={_ADDRESS.sub('', repr(value))}"
+        f"{name} with {option}={ADDRESS.sub('', repr(value))}"
         for name, of_name in options.items()
         for option, value in of_name.items()
         if isinstance(value, int | float | str | tuple)

@@ -112,12 +112,8 @@ class Blocks:
             (part, functools.partial(_through_region, part.forward, slots, choice))
             for part, slots, choice in self._blocks
         ]
-        token = _region.set(region)
-        try:
-            with forwarding(forwards):
-                yield
-        finally:
-            _region.reset(token)
+        with setting(_region, region), forwarding(forwards):
+            yield
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:

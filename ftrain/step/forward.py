@@ -283,14 +283,8 @@ def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Paramete
 
 
 def _parameters(total: Tensor) -> Iterator[nn.Parameter]:
-    nodes, seen = [total.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _torch.nodes_of(total):
         # Only the nodes of leaves have the attribute.
         leaf = getattr(node, "variable", None) if not node.next_functions else None
         if isinstance(leaf, nn.Parameter):
             yield leaf
-        nodes.extend(following for following, _ in node.next_functions)

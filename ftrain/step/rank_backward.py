@@ -9,6 +9,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from ftrain._context import setting
+
 Backward: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """``tensors -> gradients``: runs the backward pass of a loss; None for a tensor that the loss does not use."""
 
@@ -71,8 +73,5 @@ unused_on_rank = _unused_on_rank.get
 def recording_unused(names: Sequence[str], is_first: bool) -> Iterator[UnusedOnRank]:
     """Context in which unused parameters are recorded and have a gradient of 0."""
     unused = UnusedOnRank(names, is_first)
-    token = _unused_on_rank.set(unused)
-    try:
+    with setting(_unused_on_rank, unused):
         yield unused
-    finally:
-        _unused_on_rank.reset(token)

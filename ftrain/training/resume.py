@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
+from ftrain.parallel.same_step import ADDRESS
 from ftrain.parallel.state import divided
 from ftrain.step.step import Step
 from ftrain.training.history import History, record_of, unpack
@@ -30,9 +30,6 @@ from ftrain.training.iterate import Position, device_of_state
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
-
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""The part of the text of a function that differs between processes."""
 
 PLACE = "epoch", "window", "batch"
 """The numbers in a position of `ftrain.data.Loader`, which are 0 at the beginning."""

@@ -17,7 +17,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import __main__ as command
-from ftrain.checkpoint import files, saving
+from ftrain.checkpoint import files, layout, saving
 from ftrain.checkpoint.manifest import NAME, signed
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
@@ -93,6 +93,14 @@ def test_every_dtype_and_every_bit_comes_back(dtype, tmp_path):
     checkpoint.save(tmp_path / "a", tree)
     assert same_trees(checkpoint.load(tmp_path / "a"), tree)
     assert same_trees(checkpoint.load(tmp_path / "a", like=ft.tree.map(torch.zeros_like, tree)), tree)
+
+
+def test_a_large_tensor_in_another_order_is_written_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "CHUNK", 40)
+    tensor = torch.randn(4, 3, 6).permute(2, 1, 0)
+    assert max(map(len, layout.chunks(tensor))) <= 40
+    checkpoint.save(tmp_path / "a", {"x": tensor})
+    assert same_trees(checkpoint.load(tmp_path / "a"), {"x": tensor})
 
 
 def test_views_and_strides_and_ties(tmp_path):
