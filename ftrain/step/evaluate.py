@@ -84,8 +84,10 @@ class EvalStep:
         """Return this evaluation with a wrapper around it, `compiled`.
 
         Raises:
-            ComposeError: for a wrapper that is for training steps alone.
+            ComposeError: for a wrapper that is for training steps alone, or one that it has.
         """
+        if wrapper.text in self.loss.wrapper_texts:
+            raise ComposeError(f"{wrapper.text}: the evaluation already has it; use one:\n{self}")
         if wrapper.step is not None and wrapper.step.wrap_evaluation is not None:
             return EvalStep(wrapper.step.wrap_evaluation(self.loss))
         raise ComposeError(

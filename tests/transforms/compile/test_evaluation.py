@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo import register_backend
 
 import ftrain as ft
-from ftrain.errors import BatchError, LossError
+from ftrain.errors import BatchError, ComposeError, LossError
 
 compiled_graphs = []
 
@@ -152,3 +152,9 @@ def test_that_it_runs_eagerly_on_many_ranks_is_said_once(rank, caplog, monkeypat
     step = dataclasses.replace(step, loss=dataclasses.replace(step.loss, ranks=SimpleNamespace(size=2, rank=rank)))
     assert ft.compiled()(step).loss is step.loss
     assert ["many ranks runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)
+
+
+def test_it_is_compiled_once():
+    step = ft.compiled()(ft.eval_step(lambda params, batch: params["w"].sum()))
+    with pytest.raises(ComposeError, match="compiled: the evaluation already has it"):
+        ft.compiled()(step)
