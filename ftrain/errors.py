@@ -166,14 +166,15 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
 
 
 def as_path(function: str, name: str, value: Any) -> Path:
-    """Return the path of a file or directory.
+    """Return the path of a file or directory; ``~`` is the home directory, as in a shell.
 
     Raises:
         OptionError: naming the function, the argument and its value, if that is no path, or one with a null character.
     """
     if not isinstance(value, str | os.PathLike) or "\0" in str(value):
         raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
-    return Path(value)
+    # Not `Path.expanduser`, which raises for a name that is no user: that may be the name of a file.
+    return Path(os.path.expanduser(value))
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

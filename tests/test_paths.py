@@ -1,0 +1,77 @@
+"""Every function that takes a path takes ``~`` for the home directory."""
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import ftrain as ft
+
+
+def adapters():
+    loss = ft.from_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), lambda model, x: model(x).square().mean())
+    return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(1, targets=["0"]))
+
+
+def save_adapters():
+    step = adapters()
+    ft.adapters.save("~/here", step, step.init())
+    ft.adapters.load("~/here", step, step.init())
+    ft.adapters.like("~/here")
+
+
+def write_and_read_tokens():
+    ft.data.write_tokens("~/here.npy", [np.arange(5)])
+    ft.data.TokenFile("~/here.npy", 2)
+    ft.data.TokenDocuments("~/here.npy")
+
+
+def save_and_load():
+    ft.checkpoint.save("~/here", {"x": torch.ones(2)})
+    ft.checkpoint.load("~/here")
+    ft.checkpoint.verify("~/here")
+
+
+def init_from_file():
+    model = torch.nn.Linear(2, 2)
+    folder = ft.Checkpoints("~/here", every=1).directory
+    folder.mkdir()
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    ft.train_step(ft.from_module(model, lambda model, x: model(x).mean()), ft.optim.sgd(0.1)).init("~/here")
+
+
+def compile_into_a_cache():
+    step = ft.compose(
+        ft.train_step(lambda params, x: (params["w"] * x).square().sum(), ft.optim.sgd(0.1)),
+        ft.compiled(cache_dir="~/here"),
+    )
+    step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+
+CASES = {
+    "Checkpoints": lambda: ft.Checkpoints("~/here", every=1).__enter__().__exit__(None),
+    "jsonl": lambda: ft.loggers.jsonl("~/here")({"step": 1}),
+    "plot": lambda: ft.schedules.plot(ft.schedules.constant(1.0), steps=3, path="~/here.png"),
+    "offload": lambda: ft.offload("opt_state", directory="~/here"),
+    "adapters": save_adapters,
+    "tokens": write_and_read_tokens,
+    "save": save_and_load,
+    "init": init_from_file,
+    "compiled": compile_into_a_cache,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_path_may_begin_with_the_home_directory(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    CASES[name]()
+    assert list((tmp_path / "home").glob("here*")) and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_name_that_is_no_user_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ft.checkpoint.save("~nobody-of-this-name", {"x": torch.ones(2)})
+    assert (tmp_path / "~nobody-of-this-name").is_dir()
