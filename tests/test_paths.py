@@ -68,7 +68,8 @@ def test_a_path_may_begin_with_the_home_directory(name, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     CASES[name]()
-    assert list((tmp_path / "home").glob("here*")) and not list((tmp_path / "elsewhere").iterdir())
+    assert list((tmp_path / "home").glob("here*"))
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_name_that_is_no_user_stays(tmp_path, monkeypatch):
