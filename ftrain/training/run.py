@@ -33,6 +33,9 @@ from ftrain.types import PyTree
 Records = Generator[StepRecord, Any, None]
 """Yields after each step; `send` replaces the state."""
 
+END_OF_RUN, END_OF_DATA = "at the end of the run", "at the end of its data, of which each rank needs as many batches"
+"""Where a rank is that waits for the others to end too."""
+
 S = TypeVar("S")
 
 
@@ -169,7 +172,8 @@ class Run:
 
     def finish(self) -> None:
         """Read the remaining metrics, evaluate and save, unless that was done after the last step."""
-        self._votes.at_end(self._newest.batch)
+        data_ended = not self.is_ending and self.step != self._options.steps
+        self._votes.at_end(self._newest.batch, place=END_OF_DATA if data_ended else END_OF_RUN)
         self._between_steps = True
         self._read_metrics()
         if self._last.last_evaluation != self.step and not self._is_leaving:
@@ -180,7 +184,7 @@ class Run:
         self._save()
         # A run may be shorter than `log_every`.
         self._warn_if_not_additive()
-        self._votes.at_end()
+        self._votes.at_end(place=END_OF_RUN)
 
     def rescue(self, error: BaseException) -> None:
         """Attach the newest state and the history to an error; save the state if no step has begun to overwrite it."""
