@@ -82,7 +82,7 @@ class RunCheckpoints:
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._num_batches = _num_batches(data)
         self._began: dict[str, Any] = {}
-        self._saved = -1, -1
+        self._saved: tuple[int, int, int] | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step."""
@@ -194,7 +194,7 @@ class RunCheckpoints:
         if self._journal is not None:
             self._journal.continue_after(mark_of(checkpoint.manifest))
         self._began = checkpoint.run["began"]
-        self._saved = step, last.last_evaluation
+        self._saved = _done_at(step, last)
         loaded = checkpoint.parts["state"]
         return ResumePoint(
             _refill(state, loaded) if refill else loaded,
@@ -217,8 +217,8 @@ class RunCheckpoints:
                 self._checkpoints.wait()
 
     def needs(self, step: int, last: LastSteps) -> bool:
-        """Return whether the state of a step is not saved, or was evaluated after it was saved."""
-        return self._checkpoints is not None and self._saved != (step, last.last_evaluation)
+        """Return whether the state of a step is not saved, or was evaluated or adapted after it was saved."""
+        return self._checkpoints is not None and self._saved != _done_at(step, last)
 
     def save(self, point: ResumePoint, *, wait: bool) -> None:
         """Save a point; with `wait`, return when it is on the disk."""
@@ -240,7 +240,12 @@ class RunCheckpoints:
             wait=wait,
             first=append,
         )
-        self._saved = point.step, point.last.last_evaluation
+        self._saved = _done_at(point.step, point.last)
+
+
+def _done_at(step: int, last: LastSteps) -> tuple[int, int, int]:
+    """Return what of the work after a step is part of a checkpoint, to compare."""
+    return step, last.last_evaluation, last.settled
 
 
 def history_of(checkpoint: LoadedCheckpoint) -> History:

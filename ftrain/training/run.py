@@ -104,10 +104,10 @@ class Run:
         if not self._can_save:
             return
         self._between_steps = True
-        reads, options = self._reads_after(self.step), self._options
-        if reads and self._last.settled != self.step:
+        reads, evaluated = self._reads_after(self.step), self._last.last_evaluation == self.step
+        if (reads or evaluated) and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
-        elif self._last.last_evaluation == self.step if options.evaluate else reads:
+        elif evaluated if self._options.evaluate else reads:
             self.stopped = self._why_to_stop() if self.history else ""
         self._between_steps = False
 
@@ -180,6 +180,7 @@ class Run:
             self._evaluate()
             if self._options.evaluate:
                 self._adapt(None)
+                self._last = self._last._replace(settled=self.step)
                 self._require_best()
         self._save()
         # A run may be shorter than `log_every`.
@@ -289,10 +290,11 @@ class Run:
     def _evaluate_and_adapt(self, records: Records | None) -> None:
         """Call `evaluate`, `stop` and `adapt`, if it is time to."""
         options, step = self._options, self.step
+        evaluated = self._last.last_evaluation == step
         evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
-        if evaluates and self._last.last_evaluation != step:
+        if evaluates and not evaluated:
             self._evaluate()
-        if evaluates or not options.evaluate:
+        if evaluates or evaluated or not options.evaluate:
             self.stopped = self._why_to_stop()
             self._adapt(records)
             self._require_best()
@@ -305,7 +307,7 @@ class Run:
             return
         start = time.perf_counter()
         values = self._agreement.decide("evaluate", lambda: read_evaluation(evaluate(state)))
-        self._last = self._last._replace(last_evaluation=self.step)
+        self._last = self._last._replace(last_evaluation=self.step, settled=-1)
         self._agreement.together("logging an evaluation", lambda: self._log([{"step": self.step, **values}]))
         self._display.say(describe_evaluation(self.step, values))
         self._throughput.exclude(time.perf_counter() - start)
