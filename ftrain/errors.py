@@ -167,7 +167,9 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
 
 
 def as_path(function: str, name: str, value: Any) -> Path:
-    """Return the path of a file or directory; ``~`` is the home directory, as in a shell.
+    """Return the absolute path of a file or directory, which stays when the program changes its directory.
+
+    ``~`` is the home directory, as in a shell.
 
     Raises:
         OptionError: naming the function, the argument and its value, if that is no path, or one with a null character.
@@ -175,7 +177,7 @@ def as_path(function: str, name: str, value: Any) -> Path:
     if not isinstance(value, str | os.PathLike) or "\0" in str(value):
         raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
     # Not `Path.expanduser`, which raises for a name that is no user: that may be the name of a file.
-    return Path(os.path.expanduser(value))
+    return Path(os.path.expanduser(value)).absolute()
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

@@ -76,3 +76,21 @@ def test_a_name_that_is_no_user_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ft.checkpoint.save("~nobody-of-this-name", {"x": torch.ones(2)})
     assert (tmp_path / "~nobody-of-this-name").is_dir()
+
+
+def test_a_relative_path_stays_when_the_program_changes_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def evaluate(state):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        return {"loss": 1.0}
+
+    step = ft.train_step(lambda params, x: (params["w"] * x).square().sum(), ft.optim.sgd(0.1))
+    state, data = step.init({"w": torch.ones(2)}), [torch.ones(2)] * 4
+    checkpoints, loggers = ft.Checkpoints("run", every=1), [ft.loggers.jsonl("log.jsonl")]
+    options = {"evaluate": evaluate, "evaluate_every": 2, "log_every": 1, "progress": False}
+    ft.fit(step, state, data, checkpoints=checkpoints, loggers=loggers, **options)
+    assert ft.Checkpoints(tmp_path / "run", every=1).latest().step == 4
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -314,6 +314,11 @@ class Checkpoints:
                 )
             self._run = loaded.manifest.run
             return loaded
+        if errors and best:
+            raise CheckpointError(
+                f"Checkpoints: the best checkpoint in {self.directory} cannot be read; restore it, or load the newest "
+                f"one, latest():\n  {errors[0]}"
+            )
         if errors:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "

@@ -14,6 +14,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import files
 from ftrain.checkpoint import saving_on_ranks as saving_runs
+from ftrain.checkpoint.saving import STATE
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 
@@ -418,3 +419,12 @@ def test_what_is_no_step_is_an_error_before_anything_is_written(step, tmp_path):
         checkpoints.latest(before=step)
     with pytest.raises(OptionError, match=rf"path: step is .*, {needed}"):
         checkpoints.path(step)
+
+
+def test_a_best_one_that_is_damaged_is_named_and_the_newest_can_be_loaded(tmp_path):
+    fill(tmp_path, [1, 2], {1: {"loss": 1.0}, 2: {"loss": 2.0}})
+    (tmp_path / "step-000000000001" / STATE).write_bytes(b"")
+    checkpoints = ft.Checkpoints(tmp_path, every=1, best="loss")
+    with pytest.raises(CheckpointError, match=r"the best checkpoint .* cannot be read; .*latest\(\):\n.*0001"):
+        checkpoints.latest(best=True)
+    assert checkpoints.latest().step == 2
