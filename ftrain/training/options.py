@@ -66,8 +66,9 @@ class Options:
         require_callable("fit", step, state, "fit(step, state, data)")
         self._require_splittable(step, ranks)
         require_positive("fit", "log_every", self.log_every)
-        if self.evaluate_every is not None:
-            require_positive("fit", "evaluate_every", self.evaluate_every)
+        for name in ("steps", "epochs", "evaluate_every"):
+            if getattr(self, name) is not None:
+                require_positive("fit", name, getattr(self, name))
         self._require_functions()
         if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
             raise OptionError(f"fit: checkpoints is {self.checkpoints!r}; needs ft.Checkpoints(directory, every=...)")

@@ -477,12 +477,13 @@ SERVICES = {
 
 
 @pytest.mark.parametrize("case", SERVICES)
-def test_what_fit_refuses_before_a_step(case):
+def test_what_fit_refuses_before_a_step(case, caplog):
     options, message = SERVICES[case]
     step, seen = make(), []
     with pytest.raises(OptionError, match=message):
         fit(step, (seen.append(batch) or batch for batch in batches()), **options)
     assert not seen
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
