@@ -1,4 +1,6 @@
-"""Every function that takes a path takes ``~`` for the home directory."""
+"""Paths that functions take: of the home directory, relative ones, and links."""
+
+import json
 
 import numpy as np
 import pytest
@@ -94,3 +96,38 @@ def test_a_relative_path_stays_when_the_program_changes_its_directory(tmp_path, 
     assert ft.Checkpoints(tmp_path / "run", every=1).latest().step == 4
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def as_in_the_cache_of_hugging_face(directory):
+    """Replace each file of a directory by a link to it."""
+    blobs = directory.with_name("blobs")
+    blobs.mkdir()
+    for number, file in enumerate([*directory.iterdir()]):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../blobs/{number}")
+
+
+@pytest.mark.parametrize("name", ["model", "link", "model/model.safetensors.index.json"])
+def test_files_of_a_model_may_be_links(name, tmp_path):
+    model, directory = torch.nn.Linear(2, 2), tmp_path / "model"
+    directory.mkdir()
+    for key, tensor in model.state_dict().items():
+        safetensors.torch.save_file({key: tensor}, directory / f"{key}.safetensors")
+    index = {"weight_map": {key: f"{key}.safetensors" for key in model.state_dict()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    as_in_the_cache_of_hugging_face(directory)
+    (tmp_path / "link").symlink_to("model")
+    loss = ft.from_module(torch.nn.Linear(2, 2), lambda model, x: model(x).mean())
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init(tmp_path / name)
+    assert torch.equal(state.params["weight"], model.weight)
+    assert torch.equal(state.params["bias"], model.bias)
+
+
+def test_files_of_adapters_may_be_links(tmp_path):
+    step = adapters()
+    state = step.init(seed=3)
+    ft.adapters.save(tmp_path / "adapter", step, state)
+    as_in_the_cache_of_hugging_face(tmp_path / "adapter")
+    loaded = ft.adapters.load(tmp_path / "adapter", step, step.init(seed=4))
+    trained = [name for name, leaf in state.params.items() if leaf is not None]
+    assert all(torch.equal(loaded.params[name], state.params[name]) for name in trained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -189,7 +188,7 @@ class Checkpoints:
         """
         with system_errors(self.directory):
             # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
-            if not files.is_directory(Path(os.path.realpath(self.directory))):
+            if not files.is_directory(files.resolved(self.directory)):
                 return []
             matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
             steps = {int(match[1]) for match in matches if match}
