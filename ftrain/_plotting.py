@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftrain.errors import FtrainError, OptionError
+from ftrain.errors import FtrainError, OptionError, as_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ def as_file(path: str | PathLike[str] | None) -> Path | None:
     """Return the path of an image file. Raises an OptionError if it ends neither in .png nor in .svg."""
     if path is None:
         return None
-    file = Path(path)
+    file = as_path("plot", "path", path)
     if file.suffix.lower() not in _METADATA:
         raise OptionError(f"plot: path is {str(file)!r}; it must end in {' or '.join(_METADATA)}.")
     return file

@@ -11,8 +11,9 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import nn
@@ -166,20 +167,32 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
 
 
 def as_path(function: str, name: str, value: Any) -> Path:
-    """Return the path of a file or directory.
+    """Return the absolute path of a file or directory, which stays when the program changes its directory.
+
+    ``~`` is the home directory, as in a shell.
 
     Raises:
         OptionError: naming the function, the argument and its value, if that is no path, or one with a null character.
     """
     if not isinstance(value, str | os.PathLike) or "\0" in str(value):
         raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
-    return Path(value)
+    # Not `Path.expanduser`, which raises for a name that is no user: that may be the name of a file.
+    return Path(os.path.expanduser(value)).absolute()
 
 
 def require_positive(function: str, name: str, value: Any) -> None:
     """Check that an argument is an integer of at least 1. Raises an OptionError if not."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
-        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")
+    whole_number(function, name, value, least=1)
+
+
+def whole_number(function: str, name: str, value: Any, *, least: int = 0) -> int:
+    """Return an integer, of Python, numpy or torch, as an int. Raises an OptionError if it is none, or too small."""
+    number = None
+    with contextlib.suppress(TypeError):
+        number = None if isinstance(value, bool) else index(value)
+    if number is None or number < least:
+        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least {least}")
+    return number
 
 
 def require_range(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import Copier, of
-from ftrain.errors import DeviceError, OptionError
+from ftrain.errors import DeviceError, OptionError, as_path
 from ftrain.tree import HOST
 
 
@@ -106,9 +106,7 @@ def as_directory(directory: str | os.PathLike[str]) -> Path:
     Raises:
         OptionError: if it is not a path, or cannot be written.
     """
-    if not isinstance(directory, str | os.PathLike):
-        raise OptionError(f"offload: directory is {directory!r}; needs a path")
-    path = Path(directory).expanduser()
+    path = as_path("offload", "directory", directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

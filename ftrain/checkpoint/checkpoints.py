@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from ftrain.checkpoint.saving import (
     copied_to_host,
     local_tree,
     remove_abandoned,
+    require_named,
     texts_by_name,
 )
 from ftrain.checkpoint.saving_on_ranks import help_write, write_verified
@@ -39,12 +39,12 @@ from ftrain.checkpoint.treedef import flatten
 from ftrain.errors import (
     CheckpointError,
     OptionError,
-    StructureError,
     UnreachableError,
     as_path,
     require_positive,
     warn,
     warn_of_mode,
+    whole_number,
 )
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
@@ -174,8 +174,8 @@ class Checkpoints:
             files.unlock(held)
 
     def path(self, step: int) -> Path:
-        """Return the directory of the checkpoint of a step, which may not exist."""
-        return current_path(self._step_path(step))
+        """Return the directory of the checkpoint of a step, which may not exist; raises an OptionError for no step."""
+        return current_path(self._step_path(whole_number("Checkpoints.path", "step", step)))
 
     def _step_path(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
@@ -188,7 +188,7 @@ class Checkpoints:
         """
         with system_errors(self.directory):
             # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
-            if not files.is_directory(Path(os.path.realpath(self.directory))):
+            if not files.is_directory(files.resolved(self.directory)):
                 return []
             matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
             steps = {int(match[1]) for match in matches if match}
@@ -228,10 +228,13 @@ class Checkpoints:
         Raises:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
                 checkpoint of this step, outside of the context, and when the directory or its lock was removed.
+            OptionError: for a step that is no whole number of at least 0.
+            StructureError: when `parts` is no dict.
         """
         if self._ranks is None or self._saving is None:
             raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
-        ranks, saving = self._ranks, self._saving
+        step, ranks, saving = whole_number("Checkpoints.save", "step", step), self._ranks, self._saving
+        require_named("Checkpoints.save", "parts", parts)
         self.wait()
         with ranks.all_or_none():
             if self._lock is not None:
@@ -290,13 +293,10 @@ class Checkpoints:
 
         Raises:
             CheckpointError: when one may not be read, all are damaged, or none has a finite metric of `best`.
-            OptionError: for ``best=True`` without ``Checkpoints(best=)``.
+            OptionError: for ``best=True`` without ``Checkpoints(best=)``, or `before` that is no step.
             StructureError: when the checkpoint differs from `like`, or `like` is no dict.
         """
-        if not isinstance(like, Mapping | None):
-            raise StructureError(
-                f"Checkpoints.latest: like is a {type(like).__name__}; needs trees by name: {{'state': state}}"
-            )
+        require_named("Checkpoints.latest", "like", {} if like is None else like)
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
         for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:
@@ -313,6 +313,11 @@ class Checkpoints:
                 )
             self._run = loaded.manifest.run
             return loaded
+        if errors and best:
+            raise CheckpointError(
+                f"Checkpoints: the best checkpoint in {self.directory} cannot be read; restore it, or load the newest "
+                f"one, latest():\n  {errors[0]}"
+            )
         if errors:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
@@ -321,9 +326,10 @@ class Checkpoints:
         return None
 
     def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
+        last = None if before is None else whole_number("Checkpoints.latest", "before", before)
         if best:
-            return [self._best()]
-        return [step for step in reversed(self.steps()) if before is None or step <= before]
+            return [self._best(last)]
+        return [step for step in reversed(self.steps()) if last is None or step <= last]
 
     def _write(
         self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
@@ -350,17 +356,19 @@ class Checkpoints:
         for step in self.steps():
             self._note_metric(step)
 
-    def _best(self) -> int:
+    def _best(self, last: int | None = None) -> int:
         if self.best is None:
             raise OptionError(
                 "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
             )
         if self._lock is None:
             self._read_metrics()
-        if not self._values:
-            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory} has a finite {self.best}")
+        steps = [step for step in self._values if last is None or step <= last]
+        if not steps:
+            until = "" if last is None else f" up to step {last}"
+            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
         # The earliest one if several are equally good.
-        return min(self._values, key=lambda step: (MODES[self.mode] * self._values[step], step))
+        return min(steps, key=lambda step: (MODES[self.mode] * self._values[step], step))
 
     def _note_metric(self, step: int) -> None:
         """Remember the metric of `best` of a checkpoint."""

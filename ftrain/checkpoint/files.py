@@ -273,6 +273,11 @@ def names(path: Path) -> list[str]:
     return sorted(os.listdir(path))
 
 
+def resolved(path: Path) -> Path:
+    """Return where the links of a path lead: files of other programs may be links, as in Hugging Face's cache."""
+    return Path(os.path.realpath(path))
+
+
 def is_directory(path: Path) -> bool:
     """Whether a path is a directory, and not a link to one."""
     try:

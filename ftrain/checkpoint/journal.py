@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import DIGEST, Manifest
+from ftrain.checkpoint.reading import error_names
 from ftrain.checkpoint.treedef import MALFORMED, flatten, items_by_path, unflatten
 from ftrain.errors import CheckpointError
 
@@ -103,21 +104,19 @@ def read(directory: Path, mark: Mark) -> list[dict[str, Any]]:
 def _read_bytes(path: Path, mark: Mark) -> bytearray:
     if not mark.bytes:
         return bytearray()
-    try:
+    with error_names(path):
+        if not files.exists(path):
+            raise CheckpointError(
+                "is missing; it has the history of the run. Copy it with the checkpoints, or load the state by itself "
+                "(ftrain.checkpoint.load) and start in another directory"
+            )
         with files.opened(path) as descriptor:
             length = files.size(descriptor)
             if length < mark.bytes:
-                raise CheckpointError(f"{path}: has {length:,} bytes, and {mark.bytes:,} were saved: it was cut off")
+                raise CheckpointError(f"has {length:,} bytes, and {mark.bytes:,} were saved: it was cut off")
             data = bytearray(mark.bytes)
             files.read_into(descriptor, memoryview(data), 0)
             return data
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: is missing; it has the history of the run. Copy it with the checkpoints, or load the state by "
-            "itself (ftrain.checkpoint.load) and start in another directory"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -62,7 +62,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: if there is no such file, or one is malformed.
     """
-    if not files.is_directory(path):
+    if path.name == INDEX:
+        path = path.parent
+    if not files.is_directory(files.resolved(path)):
         return _tensors_of(path)
     names = files.names(path)
     if INDEX not in names:
@@ -70,7 +72,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{path}: there is neither {SINGLE} nor {INDEX}; pass the path of the file")
         return _tensors_of(path / SINGLE)
     try:
-        file_of = json.loads(files.read(path / INDEX, MAX_TEXT_BYTES))["weight_map"]
+        file_of = json.loads(files.read(files.resolved(path / INDEX), MAX_TEXT_BYTES))["weight_map"]
         tensors = {file: _tensors_of(path / Path(file).name) for file in sorted(set(file_of.values()))}
         return {name: tensors[file][name] for name, file in file_of.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

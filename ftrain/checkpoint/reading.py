@@ -97,7 +97,7 @@ def load(
     path = as_path("load", "path", path)
 
     def read_tree() -> PyTree:
-        with _error_names(path):
+        with error_names(path):
             reader = _Reader(path, _read_manifest(path))
             if like is not None:
                 return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
@@ -113,7 +113,7 @@ def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False)
 
     With `on_host`, tensors stay on the CPU. Raises as `load` does.
     """
-    with _error_names(path):
+    with error_names(path):
         reader = _Reader(path, _read_manifest(path))
         parts = {
             key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
@@ -152,7 +152,7 @@ def load_checkpoint(
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
     """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
-    with _error_names(path):
+    with error_names(path):
         reader = _Reader(path, _read_manifest(path))
         return items_by_path(reader.manifest.tree, reader.read(reader.manifest.tensors))
 
@@ -221,7 +221,7 @@ def verify(path: str | Path) -> Manifest:
         OptionError: when it is no path.
     """
     path = as_path("verify", "path", path)
-    with _error_names(path):
+    with error_names(path):
         manifest = _read_manifest(path)
         with _open_tensor_files(path, manifest) as offsets:
             _concurrently(lambda item: _check(item, offsets[item.file, item.key]), manifest.tensors)
@@ -229,8 +229,11 @@ def verify(path: str | Path) -> Manifest:
 
 
 @contextmanager
-def _error_names(path: Path) -> Iterator[None]:
-    """Turn errors of reading into a CheckpointError that names the path, or a DeviceError if memory ran out."""
+def error_names(path: Path) -> Iterator[None]:
+    """Context that names the path in errors of reading.
+
+    Raises a CheckpointError in their place, or a DeviceError if memory ran out.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -249,7 +252,7 @@ def _error_names(path: Path) -> Iterator[None]:
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint. Raises a CheckpointError unless it lists the files in the directory."""
-    with _error_names(path):
+    with error_names(path):
         return _read_manifest(path)
 
 

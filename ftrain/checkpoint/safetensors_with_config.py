@@ -63,7 +63,8 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
     Raises a CheckpointError when a file is missing, malformed or changed.
     """
     try:
-        data, text = files.read(path / names[0], MAX_TENSOR_BYTES), files.read(path / names[1], MAX_TEXT_BYTES)
+        data = files.read(files.resolved(path / names[0]), MAX_TENSOR_BYTES)
+        text = files.read(files.resolved(path / names[1]), MAX_TEXT_BYTES)
         if files.exists(path / DIGESTS):
             _require_digests(path, names, data, text)
         tensors = load(data)
@@ -77,7 +78,7 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
 
 
 def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
-    saved = files.read(path / DIGESTS, MAX_TEXT_BYTES)
+    saved = files.read(files.resolved(path / DIGESTS), MAX_TEXT_BYTES)
     if saved != signed(saved[: -len(signed(b""))]):
         raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")
     digests, start = json.loads(saved), 8 + int.from_bytes(data[:8], "little")

@@ -25,7 +25,7 @@ from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
 from ftrain.checkpoint.treedef import Container, FlatTree, dotted, flatten
-from ftrain.errors import CheckpointError, OptionError
+from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.tree import HOST, dtype_name
 from ftrain.types import PyTree, TrainState, tree_tag
 
@@ -131,6 +131,12 @@ def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, s
     if not isinstance(texts, Mapping | None):
         raise OptionError(f"{function}: texts is {texts!r:.60}; needs texts by name, such as {{'config.json': '...'}}")
     return dict(texts or {})
+
+
+def require_named(function: str, name: str, trees: Any) -> None:
+    """Check that trees are given by name. Raises a StructureError if not."""
+    if not isinstance(trees, Mapping):
+        raise StructureError(f"{function}: {name} is a {type(trees).__name__}; needs trees by name: {{'state': state}}")
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:

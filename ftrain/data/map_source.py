@@ -59,6 +59,9 @@ class MapSource:
         source = MapSource(replace(self._plan, order_version=version), self._workers, self._options)
         if LENGTHS not in state:
             source.fingerprint.pop(LENGTHS, None)
+        elif "window_size" in source.fingerprint:
+            # Those of a function are taken to be the same; what is saved from now on keeps their checksum.
+            source.fingerprint.setdefault(LENGTHS, state[LENGTHS])
         return source
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ftrain.data.mapped_array import sendable
-from ftrain.errors import DataError, OptionError, require_positive
+from ftrain.errors import DataError, OptionError, as_path, require_positive
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -45,7 +45,7 @@ class TokenWriter:
     """
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike = np.uint16) -> None:
-        self._path, self._dtype = Path(path), np.dtype(dtype)
+        self._path, self._dtype = as_path("TokenWriter", "path", path), np.dtype(dtype)
         if self._path.suffix != ".npy":
             raise OptionError(f"TokenWriter: path is {self._path}; needs a name that ends in .npy")
         if self._dtype.kind not in "iu":
@@ -131,7 +131,7 @@ class _TokenArray:
             raise DataError(
                 f"TokenFile: tokens are a {type(source).__name__}; needs a path, or an array: np.asarray(...)"
             )
-        self._path = None if isinstance(source, np.ndarray) else Path(source)
+        self._path = None if isinstance(source, np.ndarray) else as_path("TokenFile", "tokens", source)
         self._array: Tokens | None = np.asarray(source) if isinstance(source, np.ndarray) else None
         name = self._path or "the array"
         if self.array.ndim != 1 or self.array.dtype.kind not in "iu":
@@ -221,7 +221,7 @@ class TokenDocuments(Dataset[dict[str, Tensor]]):
     draws = False
 
     def __init__(self, path: str | Path) -> None:
-        self._tokens, self._ends = _TokenArray(path), _TokenArray(ends_path(Path(path)))
+        self._tokens, self._ends = _TokenArray(path), _TokenArray(ends_path(as_path("TokenDocuments", "path", path)))
         ends = self._ends.array
         last = int(ends[-1]) if len(ends) else 0
         if last != len(self._tokens.array):

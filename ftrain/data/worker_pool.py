@@ -8,6 +8,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +44,15 @@ def _data_loader(
         # Each epoch draws a number from this generator; the default is the user's global one.
         generator=generator,
         multiprocessing_context=options.context,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=partial(_prepare_worker, torch.get_default_dtype()),
         prefetch_factor=options.prefetch_factor,
         **more,
     )
 
 
-def _ignore_interrupts(worker: int) -> None:
+def _prepare_worker(dtype: torch.dtype, worker: int) -> None:
+    # One that is not forked would have torch's default.
+    torch.set_default_dtype(dtype)
     # Ctrl-C reaches every process of a terminal; the main process decides which processes it ends, and when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

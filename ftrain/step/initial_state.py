@@ -15,7 +15,7 @@ from torch import nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
-from ftrain.errors import StructureError, first_lines, listed
+from ftrain.errors import StructureError, as_path, first_lines, listed
 from ftrain.step.initialise import initialised
 from ftrain.step.state_checks import mismatches, require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
@@ -36,7 +36,8 @@ def initial_parts(
             tensor on the device meta; if files do not fit the module.
         CheckpointError: if a file cannot be read.
     """
-    module, path = step.base.module, Path(params) if isinstance(params, str | os.PathLike) else None
+    module = step.base.module
+    path = as_path("Step.init", "params", params) if isinstance(params, str | os.PathLike) else None
     if module is None and (params is None or path is not None):
         raise StructureError(
             f"Step.init: the loss {step.base.text} has no module; pass the parameters: step.init(params)"

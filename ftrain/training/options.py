@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.progress import Count
+
+log = logging.getLogger("ftrain")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class Options:
         require_callable("fit", step, state, "fit(step, state, data)")
         self._require_splittable(step, ranks)
         require_positive("fit", "log_every", self.log_every)
-        if self.evaluate_every is not None:
-            require_positive("fit", "evaluate_every", self.evaluate_every)
+        for name in ("steps", "epochs", "evaluate_every"):
+            if getattr(self, name) is not None:
+                require_positive("fit", name, getattr(self, name))
         self._require_functions()
         if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
             raise OptionError(f"fit: checkpoints is {self.checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
@@ -116,6 +120,17 @@ class Options:
                         f"fit: {name} is called after evaluations, and there is only one, at the end; pass "
                         "evaluate_every=, the number of steps between them"
                     )
+
+    def log_if_done(self, step: int, epoch: int) -> None:
+        """Log that no step follows, if a run has made as many steps or passes as these arguments say."""
+        epochs = 1 if self.steps is None and self.epochs is None else self.epochs
+        for name, limit, done in (("steps", self.steps, step), ("epochs", epochs, epoch)):
+            if limit is not None and done >= limit:
+                log.warning(
+                    "fit: no step is made, for %s=%d, and %d were made before; %s= counts from the beginning of the "
+                    "run, so pass a larger number to train on",
+                    *(name, limit, done, name),
+                )
 
     def warn_of_surprises(self, step: Any) -> None:
         """Warn when each of several ranks makes a run of its own, or evaluated steps are not saved."""

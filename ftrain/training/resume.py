@@ -79,7 +79,7 @@ class RunCheckpoints:
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._num_batches = _num_batches(data)
         self._began: dict[str, Any] = {}
-        self._saved = -1, -1
+        self._saved: tuple[int, int, int] | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step."""
@@ -141,11 +141,13 @@ class RunCheckpoints:
     def _warn_of_other_data(self, checkpoint: LoadedCheckpoint) -> None:
         """Warn if a pass over data that keeps no position has another number of batches than when it was saved."""
         saved, now = checkpoint.run["record"].get("batches"), self._num_batches
+        taken = checkpoint.run["position"]["batch"]
         # `iterate` warns of data that is too short to continue from.
-        if saved and now and saved != now >= checkpoint.run["position"]["batch"]:
+        if saved and now and saved != now >= taken:
             warn(
                 f"fit: the data has {now} batches, and had {saved} when {checkpoint.path} was saved: the run goes on "
-                "with other batches, or in another order. Pass the same data for the same run"
+                f"after the first {taken} of this pass. If others were only added at the end, nothing is lost or "
+                "repeated; else pass the data of the run, or another directory for a new one"
             )
 
     def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
@@ -189,7 +191,7 @@ class RunCheckpoints:
         if self._journal is not None:
             self._journal.continue_after(mark_of(checkpoint.manifest))
         self._began = checkpoint.run["began"]
-        self._saved = step, last.last_evaluation
+        self._saved = _done_at(step, last)
         loaded = checkpoint.parts["state"]
         return ResumePoint(
             _refill(state, loaded) if refill else loaded,
@@ -212,8 +214,8 @@ class RunCheckpoints:
                 self._checkpoints.wait()
 
     def needs(self, step: int, last: LastSteps) -> bool:
-        """Return whether the state of a step is not saved, or was evaluated after it was saved."""
-        return self._checkpoints is not None and self._saved != (step, last.last_evaluation)
+        """Return whether the state of a step is not saved, or was evaluated or adapted after it was saved."""
+        return self._checkpoints is not None and self._saved != _done_at(step, last)
 
     def save(self, point: ResumePoint, *, wait: bool) -> None:
         """Save a point; with `wait`, return when it is on the disk."""
@@ -235,7 +237,12 @@ class RunCheckpoints:
             wait=wait,
             first=append,
         )
-        self._saved = point.step, point.last.last_evaluation
+        self._saved = _done_at(point.step, point.last)
+
+
+def _done_at(step: int, last: LastSteps) -> tuple[int, int, int]:
+    """Return what of the work after a step is part of a checkpoint, to compare."""
+    return step, last.last_evaluation, last.settled
 
 
 def history_of(checkpoint: LoadedCheckpoint) -> History:

@@ -33,6 +33,9 @@ from ftrain.types import PyTree
 Records = Generator[StepRecord, Any, None]
 """Yields after each step; `send` replaces the state."""
 
+END_OF_RUN, END_OF_DATA = "at the end of the run", "at the end of its data, of which each rank needs as many batches"
+"""Where a rank is that waits for the others to end too."""
+
 S = TypeVar("S")
 
 
@@ -101,10 +104,10 @@ class Run:
         if not self._can_save:
             return
         self._between_steps = True
-        reads, options = self._reads_after(self.step), self._options
-        if reads and self._last.settled != self.step:
+        reads, evaluated = self._reads_after(self.step), self._last.last_evaluation == self.step
+        if (reads or evaluated) and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
-        elif self._last.last_evaluation == self.step if options.evaluate else reads:
+        elif evaluated if self._options.evaluate else reads:
             self.stopped = self._why_to_stop() if self.history else ""
         self._between_steps = False
 
@@ -117,6 +120,8 @@ class Run:
         if self.stopped:
             return
         options, step, retry = self._options, self._step, None
+        if self._agreement.is_first:
+            options.log_if_done(self.step, self._newest.epoch)
         if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
             step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)
@@ -167,18 +172,20 @@ class Run:
 
     def finish(self) -> None:
         """Read the remaining metrics, evaluate and save, unless that was done after the last step."""
-        self._votes.at_end(self._newest.batch)
+        data_ended = not self.is_ending and self.step != self._options.steps
+        self._votes.at_end(self._newest.batch, place=END_OF_DATA if data_ended else END_OF_RUN)
         self._between_steps = True
         self._read_metrics()
         if self._last.last_evaluation != self.step and not self._is_leaving:
             self._evaluate()
             if self._options.evaluate:
                 self._adapt(None)
+                self._last = self._last._replace(settled=self.step)
                 self._require_best()
         self._save()
         # A run may be shorter than `log_every`.
         self._warn_if_not_additive()
-        self._votes.at_end()
+        self._votes.at_end(place=END_OF_RUN)
 
     def rescue(self, error: BaseException) -> None:
         """Attach the newest state and the history to an error; save the state if no step has begun to overwrite it."""
@@ -283,10 +290,11 @@ class Run:
     def _evaluate_and_adapt(self, records: Records | None) -> None:
         """Call `evaluate`, `stop` and `adapt`, if it is time to."""
         options, step = self._options, self.step
+        evaluated = self._last.last_evaluation == step
         evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
-        if evaluates and self._last.last_evaluation != step:
+        if evaluates and not evaluated:
             self._evaluate()
-        if evaluates or not options.evaluate:
+        if evaluates or evaluated or not options.evaluate:
             self.stopped = self._why_to_stop()
             self._adapt(records)
             self._require_best()
@@ -299,7 +307,7 @@ class Run:
             return
         start = time.perf_counter()
         values = self._agreement.decide("evaluate", lambda: read_evaluation(evaluate(state)))
-        self._last = self._last._replace(last_evaluation=self.step)
+        self._last = self._last._replace(last_evaluation=self.step, settled=-1)
         self._agreement.together("logging an evaluation", lambda: self._log([{"step": self.step, **values}]))
         self._display.say(describe_evaluation(self.step, values))
         self._throughput.exclude(time.perf_counter() - start)

@@ -62,9 +62,12 @@ class StepVotes:
             self._shapes = shapes
         return self._agreed != 0
 
-    def at_end(self, batch: PyTree = None) -> None:
-        """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None."""
-        self.agreement.tell_place("at the end of the run")
+    def at_end(self, batch: PyTree = None, *, place: str) -> None:
+        """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None.
+
+        The `place` says where this rank is to those that wait for it.
+        """
+        self.agreement.tell_place(place)
         if batch is not None and not self.agreement.is_alone and not self._agreed:
             self._vote(self._shapes[0], self._digest(batch))
         self._read(self.agreement.last_vote())

@@ -1,7 +1,9 @@
 """The history of a run: an append-only file beside the checkpoints, of which each knows how much is its own."""
 
+import errno
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -210,6 +212,24 @@ def test_a_run_without_its_history_is_an_error_that_says_how_to_go_on(tmp_path):
         train(tmp_path, 6)
     state = ft.checkpoint.load(ft.Checkpoints(tmp_path, every=1).path(4))["state"]
     assert torch.equal(state.params["w"], result.state.params["w"])
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
+def test_a_history_that_may_not_be_read_now_is_not_taken_for_damaged(code, tmp_path, monkeypatch):
+    train(tmp_path, 4)
+    opened, refused = os.open, []
+
+    def refuse_once(path, *rest):
+        if str(path).endswith(NAME) and not refused:
+            refused.append(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse_once)
+    with pytest.raises(CheckpointError, match=rf"{NAME}: cannot be read: .*; it may be intact: let this"):
+        train(tmp_path, 6)
+    found = train(tmp_path, 6)
+    assert without_times(found.history) == without_times(train(tmp_path / "whole", 6).history)
 
 
 def test_lines_are_json(tmp_path):

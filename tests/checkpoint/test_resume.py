@@ -130,13 +130,15 @@ def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["list", "stateful", "loader", "prefetched"])
-def test_passes_that_are_completed_are_not_made_again(kind, tmp_path):
+def test_passes_that_are_completed_are_not_made_again(kind, tmp_path, caplog):
     data = {"list": batches, **DATA}[kind]
     for epochs in (1, 1, 2, 4):
         # Saved at the end alone: when the data has ended, and some data is at the beginning of the next pass.
         checkpoints = ft.Checkpoints(tmp_path, every=100)
         found = fit(make(), data(), steps=None, epochs=epochs, checkpoints=checkpoints)
         assert_same(found, fit(make(), data(), steps=None, epochs=epochs))
+    (message,) = caplog.messages
+    assert "no step is made, for epochs=1, and 1 were made before" in message
 
 
 def test_a_finished_run_is_only_read(tmp_path):

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import files
 from ftrain.checkpoint import saving_on_ranks as saving_runs
+from ftrain.checkpoint.saving import STATE
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 
@@ -381,3 +383,48 @@ def test_what_is_expected_of_the_latest_is_given_by_name(tmp_path):
     checkpoints = fill(tmp_path, [1])
     with pytest.raises(StructureError, match=r"latest: like is a Tensor; needs trees by name: \{'state': state\}"):
         checkpoints.latest(torch.ones(3))
+
+
+def test_the_best_before_a_step(tmp_path):
+    checkpoints = ft.Checkpoints(tmp_path, every=1, keep=9, best="loss")
+    with checkpoints:
+        for step, loss in enumerate([3.0, 2.0, 1.0], start=1):
+            checkpoints.save(step, tree(step), metrics={"loss": loss})
+    assert checkpoints.latest(best=True).step == 3
+    assert checkpoints.latest(best=True, before=2).step == 2
+    with pytest.raises(CheckpointError, match="up to step 0 has a finite loss"):
+        checkpoints.latest(best=True, before=0)
+
+
+def test_a_step_may_be_a_number_of_numpy_or_a_tensor(tmp_path):
+    checkpoints = ft.Checkpoints(tmp_path, every=1)
+    with checkpoints:
+        checkpoints.save(torch.tensor(3), tree(1))
+        checkpoints.save(np.int64(4), tree(2))
+    assert checkpoints.latest().step == 4
+    assert checkpoints.latest(before=torch.tensor(3)).step == 3
+
+
+@pytest.mark.parametrize("step", ["2", 2.0, True, -1, torch.tensor(2.0)])
+def test_what_is_no_step_is_an_error_before_anything_is_written(step, tmp_path):
+    checkpoints = ft.Checkpoints(tmp_path, every=1)
+    needed = "needs a whole number of at least 0"
+    with checkpoints:
+        with pytest.raises(OptionError, match=rf"Checkpoints.save: step is .*, {needed}"):
+            checkpoints.save(step, tree(1), wait=True)
+        with pytest.raises(StructureError, match="parts is a Tensor; needs trees by name"):
+            checkpoints.save(1, torch.ones(2))
+    assert not checkpoints.steps()
+    with pytest.raises(OptionError, match=rf"latest: before is .*, {needed}"):
+        checkpoints.latest(before=step)
+    with pytest.raises(OptionError, match=rf"path: step is .*, {needed}"):
+        checkpoints.path(step)
+
+
+def test_a_best_one_that_is_damaged_is_named_and_the_newest_can_be_loaded(tmp_path):
+    fill(tmp_path, [1, 2], {1: {"loss": 1.0}, 2: {"loss": 2.0}})
+    (tmp_path / "step-000000000001" / STATE).write_bytes(b"")
+    checkpoints = ft.Checkpoints(tmp_path, every=1, best="loss")
+    with pytest.raises(CheckpointError, match=r"the best checkpoint .* cannot be read; .*latest\(\):\n.*0001"):
+        checkpoints.latest(best=True)
+    assert checkpoints.latest().step == 2

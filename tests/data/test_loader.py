@@ -276,6 +276,21 @@ def test_a_position_does_not_fit_other_lengths_of_as_many_samples():
     loader.load_state_dict(state)
 
 
+def test_lengths_may_be_a_list_in_one_run_and_a_function_in_the_next():
+    def made(lengths):
+        return data.loader(Augmented(), 4, lengths=lengths, collate=data.pad())
+
+    by_list, by_function = made(LENGTHS), made(lambda index: int(LENGTHS[index]))
+    for first, then in ((by_list, by_function), (by_function, by_list)):
+        next(iter(first))
+        state = first.state_dict()
+        for loader in (first, then):
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+        for one, other in zip(first, then, strict=True):
+            assert torch.equal(one["drawn"], other["drawn"])
+
+
 @pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS}], ids=["in order", "by length"])
 def test_a_position_fits_another_number_of_ranks_with_as_many_samples_in_a_batch_of_all(options):
     def ranks(num_ranks):

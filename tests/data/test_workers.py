@@ -17,7 +17,7 @@ import torch
 import torch.utils.data._utils as torch_workers
 
 from ftrain import data
-from ftrain.data.worker_pool import read_from_workers
+from ftrain.data.worker_pool import WorkerOptions, _data_loader, read_from_workers
 from ftrain.errors import DataError
 
 
@@ -315,3 +315,16 @@ def test_what_goes_to_a_new_process_can_be_sent(tmp_path):
             batches = loader._source._workers._dataset
             sent = pickle.loads(pickle.dumps(batches))
             assert str(sent._dataset[0]) == str(dataset[0])
+
+
+def test_workers_that_are_not_forked_get_the_default_dtype(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = WorkerOptions(num_workers=1, timeout=9, prefetch_factor=2, context="spawn")
+        prepare = pickle.dumps(_data_loader(Faulty(1), options, torch.Generator()).worker_init_fn)
+        torch.set_default_dtype(torch.float32)
+        pickle.loads(prepare)(0)
+        assert torch.rand(1).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

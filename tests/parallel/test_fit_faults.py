@@ -63,9 +63,9 @@ FAULTS = {
     "evaluate": (evaluating, "OSError: no file", "failed after step 2, in evaluate: OSError: no file"),
     "end of data": (
         lambda step, is_faulty: {"data": Data(2) if is_faulty else Data()},
-        "RankError: fit: what follows step 2 did not end on rank {}, at the end of the run: rank {} has waited, too, "
-        "in step 3",
-        "has waited, too, after step 2, at the end of the run; none has said why: ranks may have different data",
+        "RankError: fit: what follows step 2 did not end on rank {}, at the end of its data, of which each rank "
+        "needs as many batches: rank {} has waited, too, in step 3",
+        "has waited, too, after step 2, at the end of its data, of which each rank needs as many batches; none has",
     ),
     "batch": (
         lambda step, is_faulty: {"data": Data(third="nonsense" if is_faulty else None)},

@@ -1,8 +1,10 @@
 """What a run makes of its evaluations: rates that fall on a plateau."""
 
+import dataclasses
 import math
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -82,10 +84,10 @@ VALUES = [5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0]
 DATA = [torch.tensor([1.0, 2.0])] * 10
 
 
-def run(step, steps, **more):
+def run(step, steps=None, data=DATA, **more):
     rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=1)
     options = {"adapt": ft.plateau("eval_score", rule), "evaluate": evaluations(VALUES), "evaluate_every": 1}
-    return ft.fit(step, start(step), DATA, steps=steps, progress=False, **{**options, **more})
+    return ft.fit(step, start(step), data, progress=False, **{"steps": steps, **options, **more})
 
 
 def rates_by_hand():
@@ -114,6 +116,38 @@ def test_a_resumed_run_has_the_rates_it_would_have_had(tmp_path):
         state, resumed = run(build(), 10, checkpoints=saved())
         assert resumed["lr"] == history["lr"]
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(whole), strict=True))
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+@pytest.mark.parametrize("part", ["logger", "adapt"])
+def test_what_adapts_after_the_last_evaluation_does_so_once_after_an_error(part, log_every, tmp_path):
+    adapted = []
+
+    def fail(at, record):
+        if part == at and record["step"] == 3 and "eval_score" in record:
+            raise OSError(at)
+
+    def adapt(state, history):
+        fail("adapt", history[-1])
+        adapted.append(int(state.step))
+        return dataclasses.replace(state, params={"w": state.params["w"] * 2})
+
+    def train(epochs, adapt, loggers=()):
+        options = {"evaluate_every": 2, "loggers": loggers, "log_every": log_every, "adapt": adapt}
+        return run(build(), checkpoints=ft.Checkpoints(tmp_path, every=9), epochs=epochs, data=DATA[:3], **options)
+
+    with pytest.raises(OSError, match=part):
+        train(1, adapt, [partial(fail, "logger")])
+    part = ""
+    for epochs in (1, 1, 2):
+        state, _ = train(epochs, adapt)
+    assert adapted == [2, 3, 4, 6]
+    taken = [1.0, 1.0]
+    for number in range(1, 7):
+        taken = [
+            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(taken, (1.0, 2.0), strict=True)
+        ]
+    assert state.params["w"].tolist() == taken
 
 
 def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():

@@ -152,14 +152,17 @@ def test_steps_are_counted_from_the_state():
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_a_run_that_is_done_does_nothing(steps):
+def test_a_run_that_is_done_does_nothing_and_says_so(steps, caplog):
     step = make()
     state, _ = fit(step, batches(), steps=3)
     kept = ft.tree.clone(state)
+    assert not caplog.messages
     again, history = fit(step, batches(), state, steps=steps)
     assert_bitwise(again, kept)
     assert list(history) == []
     assert history.stopped == "steps"
+    (message,) = caplog.messages
+    assert f"no step is made, for steps={steps}, and 3 were made before" in message
 
 
 def test_another_epoch_of_a_state_that_has_steps_already():
@@ -474,12 +477,13 @@ SERVICES = {
 
 
 @pytest.mark.parametrize("case", SERVICES)
-def test_what_fit_refuses_before_a_step(case):
+def test_what_fit_refuses_before_a_step(case, caplog):
     options, message = SERVICES[case]
     step, seen = make(), []
     with pytest.raises(OptionError, match=message):
         fit(step, (seen.append(batch) or batch for batch in batches()), **options)
     assert not seen
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

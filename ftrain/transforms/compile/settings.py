@@ -41,7 +41,7 @@ class Compiler:
     fullgraph: bool
     dynamic: bool
     replay: bool | None
-    cache_dir: str | Path | None
+    cache_dir: Path | None
     max_graphs: int
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
@@ -132,7 +132,7 @@ class Compiler:
         """Context in which Inductor keeps its code in `cache_dir`."""
         outer = os.environ.get(CACHE)
         if self.cache_dir is not None:
-            os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
+            os.environ[CACHE] = str(self.cache_dir)
         try:
             yield
         finally:

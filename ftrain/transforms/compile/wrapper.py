@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain._torch import compile as torch_compile
-from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
+from ftrain.errors import ComposeError, OptionError, TraceError, as_path, require_positive
 from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
@@ -105,7 +105,8 @@ def compiled(
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
     settings = capture.require_backend(backend or capture.INDUCTOR, mode, options)
-    compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
+    cache = None if cache_dir is None else as_path("compiled", "cache_dir", cache_dir)
+    compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache, max_graphs)
 
     def make_runner(step: Step) -> Runner:
         is_split = dynamic or step.optimizer.offloaded

@@ -18,7 +18,7 @@ from ftrain._torch import dtensor
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
-from ftrain.errors import CheckpointError, StructureError, first_lines, listed, warn
+from ftrain.errors import CheckpointError, StructureError, as_path, first_lines, listed, warn
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -88,7 +88,7 @@ def save(
         CheckpointError: when `directory` exists, or cannot be written.
         RankError: when another rank does not call it.
     """
-    adapters = _of_module("adapters.save", step, state)
+    path, adapters = as_path("adapters.save", "directory", directory), _of_module("adapters.save", step, state)
     trained = {name: leaf for name, leaf in state.params.items() if leaf is not None}
 
     def described() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def save(
     config = ranks.first(described)
     tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in trained.items()}
     metadata = {FINGERPRINTS: json.dumps(_fingerprints(state))}
-    ranks.first(lambda: write_safetensors(Path(directory), FILES, TensorsAndConfig(tensors, metadata, config)))
+    ranks.first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
 
 
 def _warn_of_buffers(module: nn.Module, state: TrainState) -> None:
@@ -142,9 +142,9 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
             support.
         RankError: when another rank does not call it.
     """
-    adapters, directory = _of_module("adapters.load", step, state), Path(directory)
+    path, adapters = as_path("adapters.load", "directory", directory), _of_module("adapters.load", step, state)
     ranks = _ranks_with("adapters.load", step, state)
-    content, named, bases = ranks.each(lambda: _read(directory))
+    content, named, bases = ranks.each(lambda: _read(path))
     params = state.params
     problems = [
         f"{theirs}: found {content.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
@@ -154,7 +154,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
     problems += _differences(named, {name: leaf for name, leaf in params.items() if leaf is not None})
     if not any_base:
         problems += _other_base(content.metadata, bases, adapters, state)
-    ranks.together(lambda: _require_none(directory, problems))
+    ranks.together(lambda: _require_none(path, problems))
     params = {
         name: None if leaf is None else divided(named[name].to(leaf.dtype), like=leaf) for name, leaf in params.items()
     }
@@ -168,7 +168,7 @@ def like(directory: str | Path) -> Wrapper:
         CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain does not support.
         OptionError: when an option in the file is not in its range.
     """
-    content, named, _ = _read(Path(directory))
+    content, named, _ = _read(as_path("adapters.like", "directory", directory))
     config = content.config
     targets = dict.fromkeys(escape(name.rpartition(".lora_")[0]) for name in named if ".lora_" in name)
     return lora(
