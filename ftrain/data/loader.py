@@ -8,6 +8,8 @@ from multiprocessing import get_all_start_methods
 from operator import index
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ftrain.data.array_dataset import arrays
@@ -331,7 +333,9 @@ def _batch_sampler(
 
 
 def _is_map_style(dataset: Any) -> bool:
-    if isinstance(dataset, Iterator | Mapping | str | bytes | type):
+    # A pair of inputs and labels, most likely, and not two samples.
+    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
+    if are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type):
         raise DataError(
             f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset, a "
             "list of samples, or ft.data.arrays(tree of tensors)"

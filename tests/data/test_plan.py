@@ -287,7 +287,9 @@ def test_positions_are_plain_numbers_whatever_numbers_the_options_are():
 
 
 @pytest.mark.parametrize(
-    "dataset", [3, {}, {"x": [1]}, iter([1, 2]), "train.npy"], ids=["int", "dict", "tree", "iterator", "path"]
+    "dataset",
+    [3, {}, {"x": [1]}, iter([1, 2]), "train.npy", (torch.zeros(4, 2), torch.zeros(4))],
+    ids=["int", "dict", "tree", "iterator", "path", "pair of arrays"],
 )
 def test_what_is_no_dataset(dataset):
     with pytest.raises(DataError, match=f"loader: the dataset is a {type(dataset).__name__}"):
