@@ -78,7 +78,7 @@ def train_step(
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
             f"train_step: the optimizer is {getattr(optimizer, '__qualname__', type(optimizer).__name__)}; needs the "
-            "result of a function of ftrain.optim, such as ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+            "result of a function of ft.optim, such as ft.optim.adamw(3e-4), which keeps its state in the TrainState"
         )
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 

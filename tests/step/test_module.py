@@ -982,10 +982,15 @@ def test_arguments_in_the_wrong_place_are_named():
             ft.compose(ft.clip(1.0), wrong)
     with pytest.raises(ComposeError, match=r"but loss\(Linear\) is a Loss"):
         ft.compose(loss, ft.clip(1.0))
-    with pytest.raises(StructureError, match="eval_step: the state is Tensor"):
+    with pytest.raises(
+        StructureError, match=r"eval_step: the state is Tensor; needs the TrainState of step\.init\(\)$"
+    ):
         ft.eval_step(loss)(torch.ones(3), step.init())
+    with pytest.raises(StructureError, match=r"Step: the state is tuple; .* return a pair: state, metrics = step"):
+        step(step(step.init(), torch.ones(3)), torch.ones(3))
 
 
 def test_a_loss_and_an_optimizer_print_as_in_the_step():
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch)), ft.optim.adamw(1e-3))
     assert f"{step.loss}, {step.optimizer}" == "loss(Linear), adamw(constant(1e-3))"
+    assert f"{ft.optim.adamw(lambda k: 1e-3)}" == "adamw(<lambda>)"
