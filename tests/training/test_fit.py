@@ -261,6 +261,20 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
 
 
+def test_a_logger_may_change_its_record(tmp_path):
+    steps = []
+    options = {"evaluate": lambda state: {"a": 1.0}, "evaluate_every": 2, "stop": ft.patience("eval_a", 9)}
+    checkpoints = ft.Checkpoints(tmp_path, every=2)
+    history = fit(
+        make(),
+        batches(4),
+        loggers=[lambda record: steps.append(record.pop("step"))],
+        checkpoints=checkpoints,
+        **options,
+    ).history
+    assert history["step"] == steps == [1, 2, 2, 3, 4, 4]
+
+
 def test_loggers_get_every_record_in_order():
     seen, also = [], []
     _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
