@@ -91,9 +91,13 @@ class Compiler:
             TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        parameters = inspect.signature(torch.compile).parameters
         # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        if "isolate_recompiles" in parameters:
             settings["isolate_recompiles"] = True
+        # After that many, torch runs other shapes uncompiled. An evaluation may be in three dtypes.
+        if "recompile_limit" in parameters and not self.dynamic:
+            settings["recompile_limit"] = max(8, 3 * self.max_graphs)
 
         @functools.cache
         def compiled_by(backend: str) -> LossFn:
