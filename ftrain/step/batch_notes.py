@@ -39,7 +39,7 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> list[str]:
     if causes or not is_of_structure:
         return causes
     leaves = [f"{tree.path('batch', name)} is {text}" for name, text in tree.signature(batch).items()]
-    return [f"it was called with this batch: {listed(leaves) or repr(batch)}"]
+    return [f"its second argument was this batch: {listed(leaves) or repr(batch)}"]
 
 
 def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
