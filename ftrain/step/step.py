@@ -46,8 +46,8 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     for position, wrap in enumerate(wrappers):
         if not callable(wrap) or isinstance(wrap, Step):
             raise ComposeError(
-                f"compose: argument {position + 1} is {tree.describe(wrap)}; needs the step first, and then wrappers "
-                "one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
+                f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
+                "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
             )
         step = wrap(step)
     return step
@@ -77,8 +77,8 @@ def train_step(
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
-            f"train_step: the optimizer is {getattr(optimizer, '__qualname__', type(optimizer).__name__)}; needs the "
-            "result of a function of ft.optim, such as ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+            f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; needs "
+            "what a function of ft.optim returns, such as ft.optim.adamw(3e-4), which keeps its state in the TrainState"
         )
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 
