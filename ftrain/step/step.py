@@ -77,8 +77,8 @@ def train_step(
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
-            f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; needs "
-            "what a function of ft.optim returns, such as ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+            f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
+            "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in the TrainState"
         )
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 
