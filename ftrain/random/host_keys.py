@@ -39,21 +39,16 @@ def wrap_key_data(key_data: KeyData) -> Tensor:
     return torch.tensor(key_data, dtype=torch.int64, device="cpu")
 
 
-def not_a_tensor(function: str, key: Any) -> OptionError:
-    """Return the error for a key that is no tensor, such as None in an evaluation."""
-    return OptionError(
-        f"{function}: the key is {'None' if key is None else type(key).__name__}; needed a tensor, as "
-        "ftrain.random.key, split or fold_in make. The rng of a loss is None in an evaluation: draw nothing then."
-    )
-
-
 def parts_of(function: str, key: Any) -> tuple[Tensor, Tensor | None]:
     """Return a key without its examples, and the start and length of these; None for a key without examples.
 
     Raises an OptionError if it is not a key.
     """
     if not isinstance(key, Tensor):
-        raise not_a_tensor(function, key)
+        raise OptionError(
+            f"{function}: the key is {'None' if key is None else type(key).__name__}; needed a tensor, as "
+            "ftrain.random.key, split or fold_in make. The rng of a loss is None in an evaluation: draw nothing then."
+        )
     if key.shape == (2,) and key.dtype == torch.int64:
         return key, None
     if key.shape == (4,) and key.dtype == torch.int64:

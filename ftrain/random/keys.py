@@ -17,7 +17,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
-from ftrain.random.host_keys import FOLD, halves, not_a_tensor, parts_of, wrap_key_data
+from ftrain.random.host_keys import FOLD, halves, parts_of, wrap_key_data
 from ftrain.random.philox import MASK, Words, full, philox
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
@@ -185,8 +185,7 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     p = 0 returns `x`, p = 1 zeros. Draws on the device of `x`, to which the key is moved. The gradient is
     that of the elements that are kept. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
     """
-    if key is None:
-        raise not_a_tensor("dropout", key)
+    parts_of("dropout", key)  # Before it is moved to a device.
     _check_p("dropout", p)
     if not (x.is_floating_point() or x.is_complex()):
         raise OptionError(f"dropout: x has dtype {x.dtype}; needed a floating point tensor.")
