@@ -258,7 +258,7 @@ class LossRanks:
     by_block: Callable[[TrainState], tuple[TrainState, AbstractContextManager[None]]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loss:
     """A loss function, and the properties of it that steps and wrappers use.
 
@@ -297,6 +297,9 @@ class Loss:
     def text(self) -> str:
         """Its name and its wrappers, for `print`."""
         return " <- ".join([self.name, *self.wrapper_texts])
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 @tree_class
@@ -345,7 +348,7 @@ Core: TypeAlias = Callable[[TrainState, PyTree, Hyper, Tensor | None], tuple[Tra
 `TrainState.step` and `TrainState.rng`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimizer:
     """An optimizer: a pair of pure functions, and the schedules that they read.
 
@@ -379,6 +382,9 @@ class Optimizer:
     name: str = ""
     by_element: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class Runner(Protocol):

@@ -20,6 +20,7 @@ from ftrain.errors import DeviceError, LossError, OptionError, StructureError, r
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
+from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
@@ -132,7 +133,7 @@ def leafwise(
         init=init,
         update=family,
         schedules={"lr": schedule},
-        text=f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})",
+        text=f"{name}({', '.join([describe(schedule), *texts, *(storage.shown if storage else ())])})",
         needs_rng=storage is not None and storage.stochastic,
         split=split,
         name=name,

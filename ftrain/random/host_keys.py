@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -39,11 +39,16 @@ def wrap_key_data(key_data: KeyData) -> Tensor:
     return torch.tensor(key_data, dtype=torch.int64, device="cpu")
 
 
-def parts_of(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+def parts_of(function: str, key: Any) -> tuple[Tensor, Tensor | None]:
     """Return a key without its examples, and the start and length of these; None for a key without examples.
 
     Raises an OptionError if it is not a key.
     """
+    if not isinstance(key, Tensor):
+        raise OptionError(
+            f"{function}: the key is {'None' if key is None else type(key).__name__}; needed a tensor, as "
+            "ftrain.random.key, split or fold_in make. The rng of a loss is None in an evaluation: draw nothing then."
+        )
     if key.shape == (2,) and key.dtype == torch.int64:
         return key, None
     if key.shape == (4,) and key.dtype == torch.int64:

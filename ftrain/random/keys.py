@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,6 +185,7 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     p = 0 returns `x`, p = 1 zeros. Draws on the device of `x`, to which the key is moved. The gradient is
     that of the elements that are kept. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
     """
+    parts_of("dropout", key)  # Before it is moved to a device.
     _check_p("dropout", p)
     if not (x.is_floating_point() or x.is_complex()):
         raise OptionError(f"dropout: x has dtype {x.dtype}; needed a floating point tensor.")
@@ -233,8 +235,8 @@ def _draw(
 ) -> Tensor:
     """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
     key, examples = parts_of(function, key)
-    if any(size < 0 for size in shape):
-        raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
+    if isinstance(shape, int) or any(size < 0 for size in shape):
+        raise OptionError(f"{function}: shape = {shape}; needed a sequence of sizes that are not negative.")
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
@@ -317,6 +319,6 @@ def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:
     return keys if examples is None else torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
 
 
-def _check_p(function: str, p: float) -> None:
-    if not 0 <= p <= 1:
+def _check_p(function: str, p: Any) -> None:
+    if (isinstance(p, Tensor) and p.ndim) or not 0 <= p <= 1:
         raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1.")

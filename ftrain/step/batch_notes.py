@@ -1,4 +1,4 @@
-"""Notes on an error of a loss that its batch may have caused: NumPy arrays, dtypes, indices, gradients of inputs."""
+"""Notes on an error of a loss that its arguments may have caused: their types, dtypes, devices, indices, gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.errors import FtrainError, listed
 from ftrain.tree import dtype_name
 from ftrain.types import PyTree
 
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
+
+OF_STRUCTURE = KeyError, TypeError, AttributeError, IndexError
+"""Errors of a batch with other names, or of another type, than its loss reads."""
 
 NEW_LEAF = (
     "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new leaf in "
@@ -24,8 +28,21 @@ NO_GRAPH = (
 )
 
 
-def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
-    """Yield notes on an error that a loss raised for these parameters and this batch."""
+def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> list[str]:
+    """Return notes on an error that a loss raised for these parameters and this batch."""
+    if isinstance(error, FtrainError):
+        return []
+    if isinstance(error, TypeError) and "object is not callable" in str(error):
+        return ["it was called with (params, batch); ft.from_module(module, criterion) calls a criterion(model, batch)"]
+    causes = [*_causes(error, params, batch)]
+    is_of_structure = isinstance(error, OF_STRUCTURE) or any(word in str(error) for word in ("shape", "size", "dtype"))
+    if causes or not is_of_structure:
+        return causes
+    leaves = [f"{tree.path('batch', name)} is {text}" for name, text in tree.signature(batch).items()]
+    return [f"its second argument was this batch: {listed(leaves) or repr(batch)}"]
+
+
+def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
     named = dict(zip(tree.leaf_names({"batch": batch}), tree.leaves(batch), strict=True))
     arrays = [path for path, leaf in named.items() if isinstance(leaf, np.ndarray)]
     if arrays:
@@ -49,6 +66,14 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str
             )
     if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
         yield NEW_LEAF if torch.is_grad_enabled() else NO_GRAPH
+    on = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)), tree.HOST)
+    elsewhere = [f"{path} is on {leaf.device}" for path, leaf in tensors.items() if leaf.device != on]
+    if elsewhere and "device" in str(error):
+        yield (
+            f"{', '.join(elsewhere)}, but the parameters are on {on}: fit and evaluate move batches; in a loop of your "
+            "own call ft.tree.to(batch, device)"
+        )
+        return
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" not in str(error) and "Byte" not in str(error):
         return

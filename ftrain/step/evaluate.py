@@ -47,10 +47,12 @@ class EvalStep:
         change. A plain number is weighted by the number of examples in the batch; a warning is issued if the first axes
         of its tensors differ.
 
-        All ranks evaluate the loss of a step on many ranks (`ftrain.sharded`) together, each on its rows of the batch,
-        or on its own batch (``batches="rows"``). The parameters of a divided state are gathered for this call, so every
-        rank must call this; at level 3 they are gathered block by block.
+        On many ranks (`ftrain.sharded`) every rank must call this, as `evaluate` describes.
+
+        Raises:
+            StructureError: when `state` is not a state.
         """
+        require_state("eval_step", state)
         share = self.share(tree.as_tree(batch))
         state, gathering = evaluation_state(self.loss, state, "eval_step")
         with gathering or nullcontext():

@@ -38,9 +38,15 @@ def initial_parts(
     """
     module = step.base.module
     path = as_path("Step.init", "params", params) if isinstance(params, str | os.PathLike) else None
-    if module is None and (params is None or path is not None):
+    if module is None and (params is None or path is not None or isinstance(params, nn.Module)):
         raise StructureError(
-            f"Step.init: the loss {step.base.text} has no module; pass the parameters: step.init(params)"
+            f"Step.init: the loss {step.base.text} has no module; pass a tree of tensors, step.init(params), or make "
+            "it the loss of a module: ft.from_module(module, criterion)"
+        )
+    if module is not None and not (params is None or path is not None or isinstance(params, Mapping)):
+        raise StructureError(
+            f"Step.init: params is {tree.describe(params)}; leave it out for the values of {type(module).__name__}, or "
+            "pass others as a dict by the names of its parameters, or as the path of safetensors"
         )
     initial_params, initial_buffers, names = step.base.initial()
     adapters, trainable = step.loss.adapters, step.trainable
@@ -54,7 +60,7 @@ def initial_parts(
     is_of_module = params is None or path is not None
     if is_of_module:
         params = initial_params
-    elif problems := mismatches(params if isinstance(params, Mapping) else {}, initial_params):
+    elif problems := mismatches(params, initial_params):
         raise StructureError(_misfit("the parameters do not fit", module, problems))
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -21,6 +21,12 @@ from ftrain.types import NAMESPACE, Loss, Mean, PyTree
 
 ExampleLists: TypeAlias = frozenset[optree.PyTreeAccessor]
 """Where lists and tuples with a value for each example are in a batch."""
+
+OPEN_OBJECT = (
+    "pass its tensors in a dict, make its class with @optree.dataclasses.dataclass(namespace='ftrain'), or register it "
+    "with optree.register_pytree_node(..., namespace='ftrain')"
+)
+"""What to do about an object in a batch whose tensors are not found."""
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
 
@@ -185,6 +191,19 @@ def _has_axis(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
+def holds_tensor(leaf: Any, depth: int = 4) -> bool:
+    """Whether an object has a tensor in its attributes, or in their values."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(leaf, str | bytes | int | float | complex | type | None) or callable(leaf):
+        return False
+    if isinstance(leaf, Mapping):
+        return any(holds_tensor(value, depth - 1) for value in leaf.values())
+    if isinstance(leaf, list | tuple | set | frozenset):
+        return any(holds_tensor(value, depth - 1) for value in leaf)
+    return any(holds_tensor(value, depth - 1) for value in getattr(leaf, "__dict__", {}).values())
+
+
 def _is_sparse_or_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)
 
@@ -198,9 +217,17 @@ def require_rows(batch: PyTree, function: str) -> None:
 
     Raises:
         BatchError: naming the function, and the leaf that is a sparse or nested tensor, or whose first axis has another
-            length; if there is no such leaf, or no example.
+            length; if there is no such leaf, or no example; for an object with tensors, which every piece would get
+            whole.
     """
     leaves = tree.leaves(batch)
+    objects = [] if all(map(tree.is_tensor, leaves)) else _flatten_examples(batch)[0]
+    for leaf in objects:
+        if not isinstance(leaf, list | tuple | torch.Tensor) and holds_tensor(leaf):
+            raise BatchError(
+                f"{function}: the batch holds a {type(leaf).__name__} with tensors in it, which cannot be split; "
+                f"{OPEN_OBJECT}"
+            )
     for index, leaf in enumerate(leaves):
         if _is_sparse_or_nested(leaf):
             raise BatchError(

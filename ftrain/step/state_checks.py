@@ -20,7 +20,12 @@ def require_state(function: str, state: Any) -> None:
         StructureError: naming the function, and what was found.
     """
     if not isinstance(state, TrainState):
-        raise StructureError(f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init()")
+        unpack = (
+            "; a step and fit return a pair: state, metrics = step(state, batch)" if isinstance(state, tuple) else ""
+        )
+        raise StructureError(
+            f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init(){unpack}"
+        )
 
 
 def mismatches(found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[str]:

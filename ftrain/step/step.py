@@ -45,7 +45,10 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     """
     for position, wrap in enumerate(wrappers):
         if not callable(wrap) or isinstance(wrap, Step):
-            raise ComposeError(f"compose: argument {position + 1} is {wrap!r}; needs a wrapper such as ft.clip(1.0)")
+            raise ComposeError(
+                f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
+                "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
+            )
         step = wrap(step)
     return step
 
@@ -74,8 +77,8 @@ def train_step(
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
-            f"train_step: the optimizer is {type(optimizer).__name__}; needs one of ftrain.optim, such as "
-            "ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+            f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
+            "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in TrainState"
         )
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 
@@ -355,7 +358,8 @@ class Step:
             require_same_trainable(self.trainable, self.base.module, state.params, state.frozen)
         params = tree.map(_torch.on_meta, state.params)
         needed = {"opt_state": self.optimizer.init(params), "slots": self.init_slots(params)}
-        tree.require_same("Step", "the state", {"opt_state": state.opt_state, "slots": state.slots}, needed)
+        what = "the state, which must be of this step's own init,"
+        tree.require_same("Step", what, {"opt_state": state.opt_state, "slots": state.slots}, needed)
 
     def _require_device(self, params: PyTree) -> None:
         backend = backends.of(tree.device_of(params))

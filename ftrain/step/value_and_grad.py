@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.errors import LossError, listed
+from ftrain.errors import LossError, add_note, listed
 from ftrain.step.forward import ForwardResult
 from ftrain.step.rank_backward import unused_on_rank
 from ftrain.step.reentrant_checkpoint import REMEDY
@@ -87,6 +87,12 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
             return _torch.run_backward(result.total, cotangent, result.params, add=add)
         grads = result.combined.backward(partial(_torch.run_backward, result.total, cotangent))
     except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            add_note(
+                error,
+                "the loss called .backward(), which the step does itself; or it used a tensor with the graph of an "
+                "earlier call, as of a hidden state: call .detach() on what it keeps",
+            )
         if "use_reentrant=True" not in str(error):
             raise
         raise LossError(

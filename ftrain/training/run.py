@@ -373,7 +373,7 @@ def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
         record: Record = {}
         try:
             for record in records:
-                loggers[0](record)
+                loggers[0](dict(record))  # A copy: what it takes out with `pop` stays in the history.
         except Exception as error:
             steps = f"{record['step']} to {records[-1]['step']}"
             add_note(

@@ -417,13 +417,15 @@ def test_patience(values, count, options, stopped):
     assert first == stopped
 
 
-def test_resume_says_what_is_wanted(tmp_path):
+def test_resume_says_what_is_wanted_and_where_it_continues(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*resume='must'"):
         fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must")
     fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never", steps=4)
     with pytest.raises(CheckpointError, match="holds a run at step 4"):
         fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never")
-    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must")
+    assert "continues" not in capsys.readouterr().err
+    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must", progress=True)
+    assert f"fit: continues from {tmp_path / 'step-000000000004'}\n" in capsys.readouterr().err
     assert_same(found, fit(make(), batches()))
     with pytest.raises(OptionError, match="resume is 'yes'"):
         fit(make(), batches(), resume="yes")

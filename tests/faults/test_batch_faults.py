@@ -70,8 +70,8 @@ class Record:
         self.parts = {"x": x, "names": ["x"]}
 
 
-def test_an_object_that_holds_tensors_is_no_input_of_a_graph():
-    """They would be constants: it would train on the first batch in each step."""
+def test_an_object_that_holds_tensors_is_no_input_of_a_graph_and_is_not_split():
+    """They would be constants: it would train on the first batch in each step. Every piece would get all of them."""
 
     def loss(params, batch):
         return squares(params, {**batch, "x": batch["record"].parts["x"]})
@@ -80,6 +80,10 @@ def test_an_object_that_holds_tensors_is_no_input_of_a_graph():
     run(loss, given=given)
     with failing(BatchError, "a Record with tensors in it", "in a dict", "register"):
         run(loss, ft.compiled(backend="eager"), given=given)
+    for wrapper in (ft.accumulate(2), ft.sharded(ft.parallel.mesh())):
+        with failing(BatchError, "a Record with tensors in it", "cannot be split", "in a dict", "register"):
+            run(loss, wrapper, given=given)
+    run(squares, ft.accumulate(2), given={**batch(), "records": [Record(torch.ones(1)) for _ in batch()["y"]]})
 
 
 def test_the_same_errors_when_compiled():

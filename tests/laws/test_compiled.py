@@ -231,6 +231,20 @@ def test_split_steps_with_one_loss_are_all_compiled():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
 
 
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters,
+    reason="before 2.13, torch compiles eight graphs at most, and the setting is that of the process",
+)
+def test_as_many_shapes_are_compiled_as_max_graphs_says():
+    torch._dynamo.utils.counters.clear()
+    loss = ft.from_module(torch.nn.Linear(3, 1), lambda model, batch: model(batch).square().mean())
+    state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 10
+    evaluation = ft.compiled(backend="aot_eager", max_graphs=most)(ft.eval_step(loss))
+    ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, most + 2)])
+    ft.evaluate(evaluation, state, [torch.ones(2, 3)], dtype="bf16")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 1
+
+
 @pytest.mark.parametrize("name", ["nadam", "radam", "lamb", "adafactor", "schedule_free_adamw", "adamw_8bit", "muon"])
 def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
     optimizer = getattr(ft.optim, name)(0.1)

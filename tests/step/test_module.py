@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
-from ftrain.errors import OptionError, StructureError, TraceError
+from ftrain.errors import ComposeError, OptionError, StructureError, TraceError
 from ftrain.step.forward import Forward
 from ftrain.step.value_and_grad import ValueAndGrad
 
@@ -965,3 +965,32 @@ def test_a_loss_may_run_within_itself(wrappers):
         before = photograph(model)
         torch.testing.assert_close(run(), (layer(layer(x, p, 0), p, 1) - target).square().mean())
         assert_as_it_was(model, before)
+
+
+def test_arguments_in_the_wrong_place_are_named():
+    loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).mean())
+    step = ft.train_step(loss, ft.optim.adamw(1e-3))
+    for params, found in ((loss.module, "Linear"), (list(loss.module.parameters()), "list"), (0, "int")):
+        with pytest.raises(StructureError, match=rf"Step\.init: params is {found}; leave it out"):
+            step.init(params)
+    without_module = ft.train_step(lambda model, batch: model(batch).mean(), ft.optim.sgd(0.1))
+    for arguments in ((), (loss.module,)):
+        with pytest.raises(StructureError, match=r"has no module; .* ft\.from_module\(module, criterion\)"):
+            without_module.init(*arguments)
+    for wrong, found in ((step, "a Step"), ([ft.clip(2)], r"\[clip.*\]"), (step.optimizer, "adamw.*")):
+        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper, after the step"):
+            ft.compose(ft.clip(1.0), wrong)
+    with pytest.raises(ComposeError, match=r"but loss\(Linear\) is a Loss"):
+        ft.compose(loss, ft.clip(1.0))
+    with pytest.raises(
+        StructureError, match=r"eval_step: the state is Tensor; needs the TrainState of step\.init\(\)$"
+    ):
+        ft.eval_step(loss)(torch.ones(3), step.init())
+    with pytest.raises(StructureError, match=r"Step: the state is tuple; .* return a pair: state, metrics = step"):
+        step(step(step.init(), torch.ones(3)), torch.ones(3))
+
+
+def test_a_loss_and_an_optimizer_print_as_in_the_step():
+    step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch)), ft.optim.adamw(1e-3))
+    assert f"{step.loss}, {step.optimizer}" == "loss(Linear), adamw(constant(1e-3))"
+    assert f"{ft.optim.adamw(lambda k: 1e-3)}" == "adamw(<lambda>)"

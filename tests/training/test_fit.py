@@ -264,6 +264,20 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
 
 
+def test_a_logger_may_change_its_record(tmp_path):
+    steps = []
+    options = {"evaluate": lambda state: {"a": 1.0}, "evaluate_every": 2, "stop": ft.patience("eval_a", 9)}
+    checkpoints = ft.Checkpoints(tmp_path, every=2)
+    history = fit(
+        make(),
+        batches(4),
+        loggers=[lambda record: steps.append(record.pop("step"))],
+        checkpoints=checkpoints,
+        **options,
+    ).history
+    assert history["step"] == steps == [1, 2, 2, 3, 4, 4]
+
+
 def test_loggers_get_every_record_in_order():
     seen, also = [], []
     _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
@@ -1280,15 +1294,38 @@ def _calls(wrappers, batch):
         ({"x": torch.zeros(2, 3).numpy()}, r"NumPy arrays \(batch\.x\), .*torch\.from_numpy, .*ft\.data\.loader"),
         ({"x": torch.zeros(2, 3).double()}, r"batch\.x is float64\[2, 3\], but the parameters are float32: convert"),
         ({"x": torch.zeros(2, 3).byte()}, r"uint8 tensors \(batch\.x\), .*x\.float\(\) / 255"),
+        ({"y": torch.zeros(2, 3)}, r"Linear\): its second argument was this batch: batch\.y is float32\[2, 3\]$"),
+        ((torch.zeros(2, 3), 7), r"this batch: batch\.0 is float32\[2, 3\], batch\.1 is int$"),
     ],
-    ids=["numpy", "float64", "uint8"],
+    ids=["numpy", "float64", "uint8", "names", "tuple"],
 )
 def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
-    with pytest.raises((TypeError, RuntimeError)) as raised:
+    with pytest.raises((TypeError, RuntimeError, KeyError)) as raised:
         _calls((), batch)[call]()
     (found,) = raised.value.__notes__
     assert re.search(note, found)
     assert found in "".join(traceback.format_exception(raised.value))
+
+
+def test_notes_name_a_batch_elsewhere_a_criterion_without_module_and_a_second_backward_pass():
+    def notes(call):
+        with pytest.raises((TypeError, RuntimeError)) as raised:
+            call()
+        return " ".join(raised.value.__notes__)
+
+    elsewhere = _calls((), {"x": torch.zeros(2, 3, device="meta")})["step"]
+    assert "batch.x is on meta, but the parameters are on cpu" in notes(elsewhere)
+
+    step = make(loss=lambda model, batch: model(batch))
+    assert "ft.from_module(module, criterion)" in notes(lambda: step(step.init({"w": torch.ones(3)}), torch.ones(3)))
+
+    def calls_backward(params, batch):
+        loss = (params["w"] * batch).square().sum()
+        loss.backward()
+        return loss
+
+    twice = make(loss=calls_backward)
+    assert "called .backward()" in notes(lambda: twice(twice.init({"w": torch.ones(3)}), torch.ones(3)))
 
 
 def test_uint8_is_named_where_an_operation_has_no_bytes():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.errors import BatchError, TraceError
 from ftrain.parallel.stand_in import running_graphs
+from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.transforms.compile.settings import Compile, Compiler
 from ftrain.tree.fast_flatten import reader
-from ftrain.types import NAMESPACE, PyTree
+from ftrain.types import PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 """``(carry, *rest) -> (carry, extra)`` on trees; the new carry has the structure of the old one."""
@@ -78,6 +79,11 @@ def _static(leaf: Any) -> Hashable:
         if _is_ragged(leaf):
             return leaf.layout, leaf.dtype, leaf.device, leaf.ndim
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+    if holds_tensor(leaf):
+        raise BatchError(
+            f"compiled: the batch holds a {type(leaf).__name__} with tensors in it, which would be constants of the "
+            f"graph; {OPEN_OBJECT}"
+        )
     try:
         hash(leaf)
     except TypeError:
@@ -85,31 +91,12 @@ def _static(leaf: Any) -> Hashable:
             f"compiled: the batch holds a {type(leaf).__name__}, which is neither a tensor nor hashable; "
             "convert it to a tensor, or leave it out"
         ) from None
-    if _holds_tensor(leaf):
-        raise BatchError(
-            f"compiled: the batch holds a {type(leaf).__name__} with tensors in it, which would be constants of the "
-            "graph; pass its tensors in a dict, or register the class with optree.register_pytree_node(..., "
-            f"namespace={NAMESPACE!r})"
-        )
     return type(leaf), leaf
 
 
 def _is_ragged(leaf: Tensor) -> bool:
     """Whether a tensor is nested, or sparse and compressed: it has no strides."""
     return leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo)
-
-
-def _holds_tensor(leaf: Any, depth: int = 4) -> bool:
-    """Whether an object has a tensor in its attributes, or in their values."""
-    if isinstance(leaf, Tensor):
-        return True
-    if depth == 0 or isinstance(leaf, str | bytes | int | float | complex | type | None) or callable(leaf):
-        return False
-    if isinstance(leaf, Mapping):
-        return any(_holds_tensor(value, depth - 1) for value in leaf.values())
-    if isinstance(leaf, list | tuple | set | frozenset):
-        return any(_holds_tensor(value, depth - 1) for value in leaf)
-    return any(_holds_tensor(value, depth - 1) for value in getattr(leaf, "__dict__", {}).values())
 
 
 def _require_strided(arguments: PyTree) -> None:

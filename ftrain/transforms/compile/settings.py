@@ -91,11 +91,14 @@ class Compiler:
             TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most, and other
-        # batches run eagerly. A kind of batch may need two: for microbatches of two lengths, for an evaluation in bf16.
-        wanted = {"isolate_recompiles": True, "recompile_limit": 2 * self.max_graphs}
-        known = inspect.signature(torch.compile).parameters
-        settings |= {name: value for name, value in wanted.items() if name in known}
+        parameters = inspect.signature(torch.compile).parameters
+        # Otherwise all steps of one loss function share the graphs that torch compiles for it at most.
+        if "isolate_recompiles" in parameters:
+            settings["isolate_recompiles"] = True
+        # After that many, torch runs other batches uncompiled. A kind of batch may need two graphs: for microbatches of
+        # two lengths, for an evaluation in bf16.
+        if "recompile_limit" in parameters and not self.dynamic:
+            settings["recompile_limit"] = max(8, 2 * self.max_graphs)
 
         @functools.cache
         def compiled_by(backend: str) -> LossFn:
