@@ -8,7 +8,7 @@ from ftrain import random, tree
 from ftrain.errors import warn
 from ftrain.random.torch_ops import Keyed
 from ftrain.step.across_ranks import Share, evaluation_state
-from ftrain.step.evaluate import EvalStep
+from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
 

@@ -12,7 +12,7 @@ from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, OptionError, require_callable, require_positive, warn
 from ftrain.step.across_ranks import combines_ranks
-from ftrain.step.evaluate import EvalStep
+from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop

@@ -15,7 +15,7 @@ from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import length_of, nbytes
 from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
-from ftrain.step.evaluate import eval_step
+from ftrain.step.eval_step import eval_step
 from ftrain.step.microbatch import combined, is_combined, split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT

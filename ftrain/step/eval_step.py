@@ -1,0 +1,155 @@
+"""The loss of a batch without its gradient, as averages that can be added over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.errors import ComposeError, LossError, warn
+from ftrain.step.across_ranks import Share, evaluation_state, share_of, sum_means
+from ftrain.step.forward import detach, run_loss
+from ftrain.step.loss_forms import adapt, zero_if_empty
+from ftrain.step.state_checks import require_state
+from ftrain.step.wrapper import Wrapper
+from ftrain.types import Loss, Mean, PyTree, TrainState
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """A function ``(state, batch) -> {name: Mean}``. Make one with `eval_step`."""
+
+    loss: Loss
+
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
+        """Return the loss and its metrics on one batch, as averages that can be added over batches.
+
+        Modules run in evaluation mode, the key of a loss is None, and neither the state nor torch's random generators
+        change. A plain number is weighted by the number of examples in the batch; a warning is issued if the first axes
+        of its tensors differ.
+
+        On many ranks (`ftrain.sharded`) every rank must call this, as `evaluate` describes.
+
+        Raises:
+            StructureError: when `state` is not a state.
+        """
+        require_state("eval_step", state)
+        share = self.share(tree.as_tree(batch))
+        state, gathering = evaluation_state(self.loss, state, "eval_step")
+        with gathering or nullcontext():
+            return self.over_ranks(self.of_rank(state, share))
+
+    @property
+    def warns(self) -> bool:
+        """Whether this rank warns of what all ranks that evaluate together know alike: only the first one does."""
+        return self.loss.ranks is None or self.loss.ranks.rank == 0
+
+    def over_ranks(self, means: dict[str, Mean]) -> dict[str, Mean]:
+        """Return the averages over the examples of all ranks."""
+        return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
+
+    def share(self, batch: PyTree) -> Share:
+        """Return the examples that this rank evaluates: its rows of a common batch, or all of its own batch."""
+        ranks = self.loss.ranks
+        return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
+
+    def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
+        """Return the averages over a share of a batch, on a state of `evaluation_state`."""
+        # A model that draws random numbers in evaluation draws the same ones each time.
+        seeded = backends.of(tree.device_of(state.params)).seeded(0)
+        with torch.no_grad(), seeded, self.loss.scope(False):
+            leaves, spec = tree.flatten((state.params, state.frozen, share.batch, state.buffers))
+            loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
+            values = detach({"loss": loss, **metrics})
+            plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
+            # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
+            warns = self.warns or not (self.loss.ranks and self.loss.ranks.whole_batches)
+            length = _length(share.batch, self.loss.text, plain, warns=warns) if plain else 1
+            means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
+        return means if share.counts else tree.map(torch.zeros_like, means)
+
+    def wrapped(self, wrapper: Wrapper) -> EvalStep:
+        """Return this evaluation with a wrapper around it, `compiled`.
+
+        Raises:
+            ComposeError: for a wrapper that is for training steps alone, or one that it has.
+        """
+        if wrapper.text in self.loss.wrapper_texts:
+            raise ComposeError(f"{wrapper.text}: the evaluation already has it; use one:\n{self}")
+        if wrapper.step is not None and wrapper.step.wrap_evaluation is not None:
+            return EvalStep(wrapper.step.wrap_evaluation(self.loss))
+        raise ComposeError(
+            f"{wrapper.text}: wraps a training step, not an EvalStep; for 16 bits use ft.evaluate(..., dtype=)"
+        )
+
+    def __repr__(self) -> str:
+        return f"eval    {self.loss.text}"
+
+
+def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
+    """Return the function that evaluates a loss, which may have any form that `train_step` takes.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called as a loss, or is a step.
+    """
+    if isinstance(getattr(loss_fn, "loss", None), Loss):
+        raise LossError(f"eval_step: the loss is a {type(loss_fn).__name__}; pass its loss: eval_step(step.loss)")
+    return EvalStep(adapt(loss_fn, "eval_step"))
+
+
+SINGLE = str, bytes, int, float, complex, Tensor, np.generic, np.ndarray
+"""What a batch may hold beside tensors and arrays with a first axis; it has no examples to count."""
+
+
+def _length(batch: PyTree, text: str, plain: list[str], *, warns: bool) -> int:
+    """Return the number of examples in a batch, the weight of plain numbers; warn if it is not known."""
+    tell = warn if warns else lambda message: None
+    leaves = tree.leaves(batch)
+    lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
+    counted = [index for index, length in enumerate(lengths) if length is not None]
+    if not counted:
+        for name in dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)):
+            tell(
+                f"{text}: the number of examples in a {name} is not known; an evaluation weights each batch equally "
+                f"for results that are not a Mean ({', '.join(plain)}): return ft.Mean(total, weight), or give batches "
+                "of tensors in dicts, lists, tuples or registered classes"
+            )
+        return 1
+    first = counted[0]
+    if other := next((index for index in counted if lengths[index] != lengths[first]), None):
+        names = tree.leaf_names(batch)
+        tell(
+            f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
+            f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights results that are not a Mean "
+            f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)"
+        )
+    return lengths[first] or 0
+
+
+def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
+    is_weighted = isinstance(metric, Mean) and not metric.plain
+    value = metric if not isinstance(metric, Mean) else metric.total if is_weighted else metric.value
+    is_number = isinstance(value, Tensor | np.ndarray | np.generic | float | int)
+    if is_number and not isinstance(value, Tensor):
+        value = torch.as_tensor(np.asarray(value), device=tree.HOST)
+    if not is_number or value.numel() != 1 or value.is_complex():
+        description = f"{'a Mean of ' if isinstance(metric, Mean) else ''}{tree.describe(value)}"
+        raise LossError(
+            f"{text}: the metric {name!r} is {description}; an evaluation takes the mean of real numbers: 0-d "
+            "tensors or Means"
+        )
+    if is_weighted:
+        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
+    value = _widened(value)
+    # The mean of no examples is NaN, and its weight is 0.
+    return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(backends.widest(value.device))
