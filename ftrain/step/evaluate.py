@@ -23,6 +23,7 @@ from ftrain.step.across_ranks import (
     require_same_outcome,
     share_of,
     start_count,
+    sum_each,
     sum_means,
 )
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
@@ -54,10 +55,7 @@ class EvalStep:
         share = self.share(tree.as_tree(batch))
         state, gathering = evaluation_state(self.loss, state, "eval_step")
         with gathering or nullcontext():
-            return self.over_ranks(self.of_rank(state, share))
-
-    def over_ranks(self, means: dict[str, Mean]) -> dict[str, Mean]:
-        """Return the averages over the examples of all ranks."""
+            means = self.of_rank(state, share)
         return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
 
     def share(self, batch: PyTree) -> Share:
@@ -304,7 +302,8 @@ class _Sums:
 
     def read(self, step: EvalStep) -> dict[str, float]:
         """Return the means over all ranks; waits for the device."""
-        self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
+        if step.loss.ranks is not None:
+            self.totals, self._rest = sum_each([self.totals, self._rest], step.loss.ranks)
         means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
         empty = [name for name, mean in means.items() if not mean.weight]
         if empty and _warns(step):

@@ -132,3 +132,26 @@ def test_unused_parameters_that_are_allowed_have_a_gradient_of_zero(level):
 def test_blocks_that_not_all_ranks_run_are_named(layers, message):
     with pytest.raises(LossError, match=message):
         trained(2, 3, lambda net, x, number: net(x, layers[number], spare=True))
+
+
+RESULTS = {
+    "nothing": lambda loss, rank: (loss, {"cats": loss.detach()} if rank else {}),
+    "the metric cats: a tensor, float64": lambda loss, rank: (loss, {("cats", "dogs")[rank]: loss.detach()}),
+    "the metric cats: a number": lambda loss, rank: (loss, {"cats": loss.detach() if rank else 1.0}),
+    "the loss: a Mean": lambda loss, rank: loss if rank else ft.Mean(loss, torch.ones(())),
+}
+"""What rank 0 has -> what the loss of a rank returns."""
+
+
+@pytest.mark.parametrize("first", RESULTS)
+def test_ranks_whose_loss_returns_other_results_are_told_so(first):
+    """Sums over ranks would add other metrics, without a word."""
+
+    def rank(number):
+        loss = lambda params, batch: RESULTS[first]((params["w"] * batch).sum(), number)  # noqa: E731
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 1))
+        state = step.init({"w": torch.ones(4, dtype=torch.float64)})
+        with pytest.raises(LossError, match=f"returns other results on other ranks: rank 0 has {first}"):
+            step(state, torch.ones(2, 4, dtype=torch.float64))
+
+    run(2, rank)
