@@ -155,3 +155,27 @@ def test_ranks_whose_loss_returns_other_results_are_told_so(first):
             step(state, torch.ones(2, 4, dtype=torch.float64))
 
     run(2, rank)
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, sparse=True)
+
+    def forward(self, x):
+        return self.embed(x).sum(-1)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["alone", "accumulate"])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_sparse_gradient_is_an_error_that_names_the_parameter(level, wrappers):
+    def rank(_):
+        for tables in ([Table()], [Table(), Table()]):  # Two of them are blocks.
+            loss = ft.from_module(nn.ModuleList(tables), lambda net, x: sum(each(x) for each in net).mean())
+            step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level))
+            with pytest.raises(LossError, match=r"the gradient of params\.[01]\.embed\.weight is sparse"):
+                step(step.init(seed=0), torch.arange(4))
+
+    run(2, rank)
