@@ -20,7 +20,7 @@ from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.step.rank_backward import Backward, unused_on_rank
-from ftrain.step.value_and_grad import sparse_gradient
+from ftrain.step.value_and_grad import refuse_sparse
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
@@ -132,7 +132,7 @@ class GradientSums:
                 )
             for name, grad in zip(names, grads, strict=True):
                 if grad is not None and grad.is_sparse:
-                    raise sparse_gradient("sharded", str(name))
+                    refuse_sparse("sharded", str(name))
             complete(grads)
 
         return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
