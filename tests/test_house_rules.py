@@ -24,7 +24,7 @@ WAITS = {
     ("data/device_prefetch.py", "_copy"),
     ("data/worker_messages.py", "_to_bytes"),
     ("optim/elementwise.py", "_number"),
-    ("parallel/same_step.py", "_first_difference"),
+    ("parallel/same_step.py", "first_difference"),
     ("parallel/same_step.py", "_warn_of_same_rows"),
     ("parallel/same_blocks.py", "_unused_by_all"),
     ("parallel/same_blocks.py", "require_same_block"),

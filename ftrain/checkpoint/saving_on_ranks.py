@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, contiguous_rows, has_many_ranks, runs
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
@@ -58,7 +59,8 @@ def save(
 
     A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks into the
     files that one rank would write. The first rank writes what is not divided, and no rank ever holds
-    a whole leaf. All ranks must see one directory, whose path may differ.
+    a whole leaf. All ranks must see one directory, whose path may differ. A tree without them, as at level 0 of
+    `sharded`, is saved by the one rank that calls this.
 
     Args:
         path: path of the new directory, which must not exist.
@@ -82,11 +84,23 @@ def save(
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
         if ranks.size == 1:
-            write(path, content, notes)
+            _write_alone(path, content, notes)
         elif ranks.is_first:
             lead_write(path, content, notes, ranks)
         else:
             help_write(path.parent, content, ranks)
+
+
+def _write_alone(path: Path, tree: LocalTree, notes: Notes) -> None:
+    try:
+        write(path, tree, notes)
+    except CheckpointError as error:
+        if rank_and_size()[1] > 1:
+            error.add_note(
+                "Nothing in this tree is divided over ranks, as at level 0 of ft.sharded. If every rank has saved it, "
+                "let one rank do so: if mesh.get_rank() == 0"
+            )
+        raise
 
 
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:

@@ -20,6 +20,7 @@ from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.step.rank_backward import Backward, unused_on_rank
+from ftrain.step.value_and_grad import refuse_sparse
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
@@ -53,7 +54,6 @@ class GradientSums:
         self._started_over_copies: list[tuple[Sequence[Hashable], Results]] = []
         self._sums: dict[Hashable, Tensor] = {}
         self._used: set[Hashable] = set()
-        self._sparse: dict[Hashable, Tensor] = {}
         self._buckets: BucketOrder | None = None
         self._has_blocks = False
         self._source: Tensor | None = None
@@ -72,7 +72,7 @@ class GradientSums:
         self._buckets = BucketOrder(plan, self._start)
         new = dict(wholes)
         for names in plan:
-            read = self._read(names, wholes, partial(self._take, names))
+            read = self._read(names, [wholes[name] for name in names], partial(self._take, names))
             # Autograd runs the newest nodes first, and this one is older than the loss.
             _torch.run_when_ready(read[0])
             new.update(zip(names, read, strict=True))
@@ -95,11 +95,11 @@ class GradientSums:
             )
 
         self._has_blocks = True
-        tensors = self._read(names, wholes, complete)
+        tensors = self._read(names, [wholes[name] for name in names], complete)
         return {**wholes, **dict(zip(names, tensors, strict=True))}
 
     def backward(self, run: Backward) -> list[Tensor | None]:
-        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are."""
+        """Run the backward pass; return the sums, 0 where there was no gradient."""
         self._is_in_backward = True
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
@@ -111,21 +111,18 @@ class GradientSums:
         for names, results in self._started_over_copies:
             self._add(names, results())
         self._note_used()
-        sums = {**self._sums, **self._sparse}
+        sums = self._sums
         return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
     def _read(
         self,
         names: Sequence[Hashable],
-        wholes: Mapping[Hashable, Tensor],
+        wholes: Sequence[Tensor],
         complete: Callable[[Sequence[Tensor | None]], None],
     ) -> list[Tensor]:
-        """Return tensors with the values of these; a function gets their gradients when all are complete.
-
-        Sparse gradients, which are an error when the backward pass is over, are kept and not sent: it gets None.
-        """
+        """Return tensors with the same values; a function gets their gradients when all are complete."""
         if self._source is None:
-            self._source = torch.zeros((), device=wholes[names[0]].device, requires_grad=True)
+            self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
 
         def complete_in_backward(grads: Sequence[Tensor | None]) -> None:
             if not self._is_in_backward:
@@ -133,12 +130,12 @@ class GradientSums:
                     "sharded: the loss runs a backward pass through its parameters, whose gradients would be sent to "
                     "the other ranks; take the gradients it needs with torch.autograd.grad(output, inputs)"
                 )
-            pairs = list(zip(names, grads, strict=True))
-            self._sparse |= {name: grad for name, grad in pairs if grad is not None and grad.is_sparse}
-            complete([None if name in self._sparse else grad for name, grad in pairs])
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None and grad.is_sparse:
+                    refuse_sparse("sharded", str(name))
+            complete(grads)
 
-        tensors = [wholes[name] for name in names]
-        return list(_Read.apply(complete_in_backward, tensors, self._source))  # type: ignore[no-untyped-call]
+        return list(_Read.apply(complete_in_backward, wholes, self._source))  # type: ignore[no-untyped-call]
 
     def _take(self, names: Sequence[Hashable], grads: Sequence[Tensor | None]) -> None:
         buckets = cast(BucketOrder, self._buckets)

@@ -52,14 +52,14 @@ class SameInputs:
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
         device = tree.device_of(state.params)
-        difference = _first_difference(self._ranks, [*_description(step), *_structure(state)], device)
+        difference = first_difference(self._ranks, [*_description(step), *_structure(state)], device)
         if difference is not None:
             raise StructureError(
                 f"sharded: the ranks make different steps: {difference}; every rank must build the same model, "
                 "optimizer and wrappers, and make its state with the same seed"
             )
         text = f"digest {digest(batch)}" if self._whole_batches else f"{self._length} examples"
-        difference = _first_difference(self._ranks, [f"a batch of {text}"], device)
+        difference = first_difference(self._ranks, [f"a batch of {text}"], device)
         if difference is not None:
             what = f"{DIFFERENT_BATCHES}, or pass sharded(batches='rows')" if self._whole_batches else UNEVEN
             raise BatchError(f"sharded: {what}: {difference}")
@@ -89,7 +89,7 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
         for leaf_name, leaf in zip(tree.leaf_names(part), tree.leaves(part), strict=True)
         if tree.is_tensor(leaf)
     ]
-    difference = _first_difference(ranks, lines, device)
+    difference = first_difference(ranks, lines, device)
     if difference is not None:
         raise StructureError(
             f"sharded: the ranks begin with different tensors: {difference}; every rank must build the same model, in "
@@ -149,7 +149,7 @@ def _structure(state: TrainState) -> list[str]:
     ]
 
 
-def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> str | None:
+def first_difference(ranks: Group, lines: list[str], device: torch.device) -> str | None:
     """Return the first line in which the first rank that differs from rank 0 does so; None when all have the same.
 
     It waits for all ranks.

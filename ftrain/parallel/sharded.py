@@ -33,6 +33,7 @@ from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, rows_of
+from ftrain.parallel.same_blocks import require_same_results
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
@@ -279,6 +280,7 @@ class _RankStep:
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
                 blocks.finish()
+            require_same_results(self._all, mean, metrics)
             weight, mean = rows.total_weight(mean), rows.weighted(mean)
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
             weight = self._all.sum(mean.weight.detach()) if weight is None else weight

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ftrain import random, tree
 from ftrain._torch import dtensor, store
@@ -16,6 +19,8 @@ from ftrain.errors import BatchError, RankError
 from ftrain.step.microbatch import ExampleLists, example_lists, split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
+
+Name = TypeVar("Name", str, tuple[int, str])
 
 DIFFERENT_BATCHES = (
     "the ranks have different batches; each takes its rows of one batch that all have, so read the same data on every "
@@ -106,15 +111,27 @@ def share_of(batch: PyTree, ranks: LossRanks) -> Share:
     return Share(pieces[ranks.rank], True, lists) if ranks.rank < len(pieces) else Share(pieces[0], False, lists)
 
 
-def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
-    """Return the averages over the examples of all ranks, with one all-reduce."""
-    if not means:
-        return means
-    tensors = [tensor for mean in means.values() for tensor in (mean.total, mean.weight)]
-    flat = ranks.sum(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    parts = zip(flat.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    sums = iter([part.view(tensor.shape) for part, tensor in parts])
-    return {name: Mean(next(sums), next(sums)) for name in means}
+def sum_means(means: dict[Name, Mean], ranks: LossRanks) -> dict[Name, Mean]:
+    """Return the averages over the examples of all ranks, with one all-reduce. All ranks have the same names."""
+    # A loss may return its metrics in another order on another rank.
+    names = sorted(means)
+    sums = ranks.sum(torch.stack([tensor for name in names for tensor in (means[name].total, means[name].weight)]))
+    by_name = {name: Mean(*each.unbind()) for name, each in zip(names, sums.view(-1, 2), strict=True)}
+    return {name: by_name[name] for name in means}
+
+
+def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[str, Mean]]:
+    """Return `sum_means` of each of several dicts, of which ranks may have other names; waits for all ranks."""
+    means = {(number, name): mean for number, part in enumerate(parts) for name, mean in part.items()}
+    dtypes_of_ranks: list[Any] = [None] * ranks.size
+    own = {name: (mean.total.dtype, mean.weight.dtype) for name, mean in means.items()}
+    dist.all_gather_object(dtypes_of_ranks, own)
+    dtypes = itertools.chain.from_iterable(pair for of_rank in dtypes_of_ranks for pair in of_rank.values())
+    dtype, zero = functools.reduce(torch.promote_types, dtypes), torch.zeros_like(next(iter(means.values())).total)
+    names = {name: None for of_rank in dtypes_of_ranks for name in of_rank}
+    all_means = {name: tree.map(lambda each: each.to(dtype), means.get(name, Mean(zero, zero))) for name in names}
+    sums = sum_means(all_means, ranks)
+    return [{name: sums[each, name] for each, name in sums if each == number} for number in range(len(parts))]
 
 
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:

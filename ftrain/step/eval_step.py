@@ -43,16 +43,13 @@ class EvalStep:
         share = self.share(tree.as_tree(batch))
         state, gathering = evaluation_state(self.loss, state, "eval_step")
         with gathering or nullcontext():
-            return self.over_ranks(self.of_rank(state, share))
+            means = self.of_rank(state, share)
+        return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
 
     @property
     def warns(self) -> bool:
         """Whether this rank warns of what all ranks that evaluate together know alike: only the first one does."""
         return self.loss.ranks is None or self.loss.ranks.rank == 0
-
-    def over_ranks(self, means: dict[str, Mean]) -> dict[str, Mean]:
-        """Return the averages over the examples of all ranks."""
-        return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
 
     def share(self, batch: PyTree) -> Share:
         """Return the examples that this rank evaluates: its rows of a common batch, or all of its own batch."""

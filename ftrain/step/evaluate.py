@@ -19,6 +19,7 @@ from ftrain.step.across_ranks import (
     require_all_ranks,
     require_same_outcome,
     start_count,
+    sum_each,
 )
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.eval_step import EvalStep
@@ -219,7 +220,8 @@ class _Sums:
 
     def read(self, step: EvalStep) -> dict[str, float]:
         """Return the means over all ranks; waits for the device."""
-        self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
+        if step.loss.ranks is not None:
+            self.totals, self._rest = sum_each([self.totals, self._rest], step.loss.ranks)
         means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
         empty = [name for name, mean in means.items() if not mean.weight]
         if empty and step.warns:

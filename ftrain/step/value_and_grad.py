@@ -138,7 +138,7 @@ def _stream(
         if grad is None:
             return
         if grad.is_sparse:
-            raise _sparse(params, index, name)
+            refuse_sparse(name, tree.leaf_names(params)[index])
         take(index, grad)
         # A tensor that is expanded from a single number takes no memory.
         placeholders[index] = grad.new_zeros(()).expand_as(grad)
@@ -175,7 +175,7 @@ def _filled(
         return list(grads)  # type: ignore[arg-type]
     unused = [index for index in irregular if grads[index] is None]
     if len(unused) < len(irregular):
-        raise _sparse(params, next(index for index in irregular if index not in unused), name)
+        refuse_sparse(name, tree.leaf_names(params)[next(index for index in irregular if index not in unused)])
     # On many ranks, one must not run the loss again alone, and other ranks may use the parameters.
     if on_rank is None and (hidden := result.hidden(unused)):
         raise LossError(
@@ -187,10 +187,15 @@ def _filled(
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
 
 
-def _sparse(params: PyTree, index: int, name: str) -> LossError:
-    return LossError(
-        f"{name}: the gradient of {tree.path('params', tree.leaf_names(params)[index])} is sparse; optimizers need a "
-        "dense one: leave out sparse=True of the embedding"
+def refuse_sparse(where: str, name: str) -> NoReturn:
+    """Raise the error for a parameter of this name, whose gradient is sparse.
+
+    Raises:
+        LossError: always.
+    """
+    raise LossError(
+        f"{where}: the gradient of {tree.path('params', name)} is sparse; optimizers need a dense one: leave out "
+        "sparse=True of the embedding"
     )
 
 

@@ -250,3 +250,17 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     drawn_state = run(3, lambda rank: drawn())
     run(3, rank)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_ranks_that_all_save_whole_tensors_says_that_one_rank_does(tmp_path):
+    notes = []
+
+    def rank(_):
+        try:
+            ft.checkpoint.save(tmp_path / "a", {"weight": torch.ones(2)})
+        except CheckpointError as error:
+            notes.extend(error.__notes__)
+
+    run(2, rank)
+    (note,) = notes
+    assert "at level 0 of ft.sharded" in note

@@ -201,6 +201,28 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
         assert found[0] == pytest.approx(reference[0], rel=1e-12)
 
 
+def test_ranks_may_see_metrics_in_another_order_and_some_alone():
+    """As where the examples of each domain are a metric."""
+    domains = ["cats", "dogs", "cats", "dogs", "owls"]
+    data = [{"x": torch.tensor([1.0 + k, 2.0]), "domain": domain} for k, domain in enumerate(domains)]
+
+    def loss(params, batch):
+        value = (params["w"] * batch["x"]).mean()
+        return value, {batch["domain"]: value}
+
+    def evaluated(size, parts):
+        def rank(number):
+            sharded = ft.sharded(ft.parallel.mesh(), 0, batches="rows")
+            step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), sharded)
+            return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(2)}), parts[number])
+
+        return run(size, rank)
+
+    (reference,) = evaluated(1, [data])
+    for many in evaluated(2, [data[:2], data[:1:-1]]):
+        assert many == pytest.approx(reference)
+
+
 def test_evaluate_within_fit_at_every_level():
     def history(size, level):
         def rank(_):

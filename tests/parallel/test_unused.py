@@ -132,3 +132,50 @@ def test_unused_parameters_that_are_allowed_have_a_gradient_of_zero(level):
 def test_blocks_that_not_all_ranks_run_are_named(layers, message):
     with pytest.raises(LossError, match=message):
         trained(2, 3, lambda net, x, number: net(x, layers[number], spare=True))
+
+
+RESULTS = {
+    "nothing": lambda loss, rank: (loss, {"cats": loss.detach()} if rank else {}),
+    "the metric cats: a tensor, float64": lambda loss, rank: (loss, {("cats", "dogs")[rank]: loss.detach()}),
+    "the metric cats: a number": lambda loss, rank: (loss, {"cats": loss.detach() if rank else 1.0}),
+    "the loss: a Mean": lambda loss, rank: loss if rank else ft.Mean(loss, torch.ones(())),
+}
+"""What rank 0 has -> what the loss of a rank returns."""
+
+
+@pytest.mark.parametrize("first", RESULTS)
+def test_ranks_whose_loss_returns_other_results_are_told_so(first):
+    """Sums over ranks would add other metrics, without a word."""
+
+    def rank(number):
+        loss = lambda params, batch: RESULTS[first]((params["w"] * batch).sum(), number)  # noqa: E731
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 1))
+        state = step.init({"w": torch.ones(4, dtype=torch.float64)})
+        with pytest.raises(LossError, match=f"returns other results on other ranks: rank 0 has {first}"):
+            step(state, torch.ones(2, 4, dtype=torch.float64))
+
+    run(2, rank)
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, sparse=True)
+
+    def forward(self, x):
+        return self.embed(x).sum(-1)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["alone", "accumulate"])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_sparse_gradient_is_an_error_that_names_the_parameter(level, wrappers):
+    def rank(_):
+        for tables in ([Table()], [Table(), Table()]):  # Two of them are blocks.
+            loss = ft.from_module(nn.ModuleList(tables), lambda net, x: sum(each(x) for each in net).mean())
+            step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level))
+            with pytest.raises(LossError, match=r"the gradient of params\.[01]\.embed\.weight is sparse"):
+                step(step.init(seed=0), torch.arange(4))
+
+    run(2, rank)
