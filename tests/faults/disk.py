@@ -19,7 +19,7 @@ from ftrain.checkpoint import files
 READING = {"listdir", "stat", "lstat", "fstat", "preadv", "pread", "statvfs"}
 WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "lseek"}
 CALLS = READING | WRITING
-ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "register_at_fork"}
+ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath", "register_at_fork"}
 """What else `files` asks of `os`, where an error is an answer."""
 
 

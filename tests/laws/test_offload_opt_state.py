@@ -231,7 +231,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=r"offload: directory='.*file' cannot be written"):
         ft.offload("opt_state", directory=tmp_path / "file")
-    with pytest.raises(OptionError, match="offload: directory is 3; needs a path"):
+    with pytest.raises(OptionError, match="offload: directory is 3, needs a path"):
         ft.offload("opt_state", directory=3)
 
 

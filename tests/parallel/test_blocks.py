@@ -183,26 +183,3 @@ def test_a_block_within_a_transform_is_an_error_that_names_the_level(transform):
             step(step.init(seed=0), torch.ones(4, 2))
 
     run(2, rank)
-
-
-class Lookup(nn.Module):
-    """A block with an embedding of its own, whose gradient is sparse."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
-
-    def forward(self, index):
-        return self.layer(self.table(index))
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_sparse_gradient_is_an_error_that_names_the_parameter(level):
-    def rank(number):
-        net = nn.ModuleList([Lookup(), Lookup()])
-        loss = ft.from_module(net, lambda net, index: sum(block(index).square().mean() for block in net))
-        step = ft.sharded(ft.parallel.mesh(), level)(ft.train_step(loss, ft.optim.sgd(0.1)))
-        with pytest.raises(LossError, match=r"the gradient of params\.0\.table\.weight is sparse"):
-            step(step.init(), torch.arange(8))
-
-    run(2, rank)

@@ -281,7 +281,8 @@ def test_out_of_memory_in_a_step_of_which_gradient_and_update_are_compiled_apart
     split = compiled_once(step, monkeypatch)
     first, second = by_hand(step, data, 0, split), by_hand(step, data, 1, split)
     # The last operation of a first step, when its state is written, and one in the middle of a second, of which there
-    # is no copy any more.
+    # is no copy any more. The first run of a loss checks it with some more.
+    operations(step, 0)
     count = operations(step, 0)
     with scarce(0, count - 1, after=True) as mode:
         state, history = fit(step, data)
