@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ftrain.step.forward import detach, run_loss
 from ftrain.step.loss_forms import adapt, zero_if_empty
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
+from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
 
@@ -61,15 +63,20 @@ class EvalStep:
         # A model that draws random numbers in evaluation draws the same ones each time.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
-            leaves, spec = tree.flatten((state.params, state.frozen, share.batch, state.buffers))
+            leaves, spec = self._flatten((state.params, state.frozen, share.batch, state.buffers))
             loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
-            values = detach({"loss": loss, **metrics})
+            loss = Mean(loss.total.detach(), loss.weight.detach(), loss.plain)
+            values: dict[str, Any] = {"loss": loss, **detach(metrics)}
             plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
             # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
             warns = self.warns or not (self.loss.ranks and self.loss.ranks.whole_batches)
             length = _length(share.batch, self.loss.text, plain, warns=warns) if plain else 1
             means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
         return means if share.counts else tree.map(torch.zeros_like, means)
+
+    @functools.cached_property
+    def _flatten(self) -> Flattener:
+        return Flattener()
 
     def wrapped(self, wrapper: Wrapper) -> EvalStep:
         """Return this evaluation with a wrapper around it, `compiled`.

@@ -173,10 +173,7 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
         means = list[dict[str, Mean]]()
         while not means:
             try:
-                lists = example_lists(share.batch) if share.lists is None else share.lists
-                with with_example_lists(lists):
-                    parts = split_batch(share.batch, pieces)
-                means = [step.of_rank(state, share._replace(batch=part)) for part in parts]
+                means = [step.of_rank(state, part) for part in _pieces(share, pieces)]
             except Exception as error:
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise
@@ -189,6 +186,14 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
                 pieces *= 2
         for each in means:
             sums.add(each)
+
+
+def _pieces(share: Share, number: int) -> list[Share]:
+    if number == 1:
+        return [share]
+    lists = example_lists(share.batch) if share.lists is None else share.lists
+    with with_example_lists(lists):
+        return [share._replace(batch=part) for part in split_batch(share.batch, number)]
 
 
 class _Sums:

@@ -1,0 +1,26 @@
+"""An evaluation beside a loop by hand, eager and compiled, where calls dominate and where products do."""
+
+from __future__ import annotations
+
+from bench.race import race
+from bench.rows import Row
+from bench.settings import Settings
+from bench.tasks import Entrant
+
+COMPILED = (("compile", True),)
+HAND = Entrant("loop over batches", "hand eager", "bench.evaluation:by_hand")
+HAND_COMPILED = Entrant(
+    "loop over batches, torch.compile(model)", "hand compile", "bench.evaluation:by_hand", options=COMPILED
+)
+OURS = Entrant("evaluate", "ours", "bench.evaluation:evaluate")
+OURS_COMPILED = Entrant("evaluate, compiled", "ours", "bench.evaluation:evaluate", options=COMPILED)
+PROBLEMS = {"mlp": "MLP 4x128, batch 64", "gpt128": "GPT 4x128", "gpt384": "GPT 6x384"}
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race evaluations of eight batches."""
+    rows = []
+    for problem, name in PROBLEMS.items():
+        task = settings.task(problem)
+        rows += race(f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, part=0.4)
+    return rows
