@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from ftrain.errors import FtrainError
+from ftrain.errors import FtrainError, OptionError
 from ftrain.transforms.amp.overflow_counts import is_share
 from ftrain.types import PyTree
 
@@ -66,10 +66,18 @@ class Throughput:
         self._of_rank = dict.fromkeys(counts, 0.0)
 
     def add(self, batch: PyTree) -> None:
-        """Count one step and the items of its batch, which are part of the rates after the next `total`."""
+        """Count one step and the items of its batch, which are part of the rates after the next `total`.
+
+        Raises:
+            OptionError: when a function returned something else than a number.
+        """
         self._steps += 1
         for name, count in self._counts.items():
-            self._of_rank[name] += count(batch)
+            items: Any = count(batch)
+            try:
+                self._of_rank[name] += items
+            except TypeError:
+                raise OptionError(f"fit: throughput[{name!r}] returned {items!r}; needs a number") from None
 
     def total(self, sums: Callable[[list[float]], list[float]]) -> None:
         """Add the counts of this rank to those of the run; `sums` adds numbers up over ranks."""

@@ -855,6 +855,11 @@ def test_batches_go_to_the_device_of_a_state_of_several_states(monkeypatch):
     assert seen == ["meta"]
 
 
+def test_a_count_of_items_that_is_no_number():
+    with pytest.raises(OptionError, match=r"fit: throughput\['tokens'\] returned None; needs a number"):
+        fit(make(), batches(), steps=1, throughput={"tokens": lambda batch: None})
+
+
 def test_progress_lines_can_be_read(capsys):
     options = {"steps": 20, "log_every": 1, "throughput": {"examples": lambda batch: len(batch[1])}}
     evaluate = lambda state: {"accuracy": 0.25}  # noqa: E731
