@@ -124,8 +124,9 @@ def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[st
     """Return `sum_means` of each of several dicts, of which ranks may have other names; waits for all ranks."""
     means = {(number, name): mean for number, part in enumerate(parts) for name, mean in part.items()}
     dtypes_of_ranks: list[Any] = [None] * ranks.size
-    own = {name: (mean.total.dtype, mean.weight.dtype) for name, mean in means.items()}
-    dist.all_gather_object(dtypes_of_ranks, own)
+    dist.all_gather_object(
+        dtypes_of_ranks, {name: (mean.total.dtype, mean.weight.dtype) for name, mean in means.items()}
+    )
     dtypes = itertools.chain.from_iterable(pair for of_rank in dtypes_of_ranks for pair in of_rank.values())
     dtype, zero = functools.reduce(torch.promote_types, dtypes), torch.zeros_like(next(iter(means.values())).total)
     names = {name: None for of_rank in dtypes_of_ranks for name in of_rank}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -75,8 +75,12 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
         )
         return
     # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
-    if "type" not in str(error) and "Byte" not in str(error):
-        return
+    if "type" in str(error) or "Byte" in str(error):
+        yield from _dtype_notes(tensors, params)
+
+
+def _dtype_notes(tensors: Mapping[str, Tensor], params: PyTree) -> Iterator[str]:
+    """Yield notes on the tensors of a batch whose dtypes may not fit; they are given by their paths."""
     pixels = [path for path, leaf in tensors.items() if leaf.dtype == torch.uint8]
     if pixels:
         yield (
