@@ -121,7 +121,7 @@ def sum_means(means: dict[Name, Mean], ranks: LossRanks) -> dict[Name, Mean]:
 
 
 def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[str, Mean]]:
-    """Return `sum_means` of each of several dicts, of which ranks may have other names; waits for all ranks."""
+    """Return `sum_means` of each dict. A rank may lack names that others have. Waits for all ranks."""
     means = {(number, name): mean for number, part in enumerate(parts) for name, mean in part.items()}
     dtypes_of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(

@@ -238,7 +238,8 @@ class Step:
         """Return the next state and the metrics of this step.
 
         Metrics are 0-d tensors on the device (``loss``, and those that the loss and the wrappers report) and floats
-        (the scheduled values, ``lr``). Nothing waits for the device.
+        (the scheduled values, ``lr``). Nothing waits for the device, except in the first eager call, which
+        checks the loss.
 
         Raises:
             StructureError: when the state does not have the structure of this step.

@@ -160,8 +160,6 @@ def fit(
             votes = StepVotes(agreement, received, compares_batches=compares_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
             point = saves.load(state, donate=donating is not step)
-            if checkpoints is not None and point.position is not None:
-                display.say(f"fit: continues from {checkpoints.path(point.step)}")
             run = Run(donating, data, options, point, checkpoints=saves, display=display, votes=votes)
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state, point

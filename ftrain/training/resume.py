@@ -141,13 +141,13 @@ class RunCheckpoints:
     def _warn_of_other_data(self, checkpoint: LoadedCheckpoint) -> None:
         """Warn if a pass over data that keeps no position has another number of batches than when it was saved."""
         saved, now = checkpoint.run["record"].get("batches"), self._num_batches
-        taken = checkpoint.run["position"]["batch"]
+        batches_done = checkpoint.run["position"]["batch"]
         # `iterate` warns of data that is too short to continue from.
-        if saved and now and saved != now >= taken:
+        if saved and now and saved != now >= batches_done:
             warn(
                 f"fit: the data has {now} batches, and had {saved} when {checkpoint.path} was saved: the run goes on "
-                f"after the first {taken} of this pass. If others were only added at the end, nothing is lost or "
-                "repeated; else pass the data of the run, or another directory for a new one"
+                f"after the first {batches_done} of this pass. If others were only added at the end, nothing is lost "
+                "or repeated; else pass the data of the run, or another directory for a new one"
             )
 
     def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:

@@ -87,6 +87,8 @@ class Run:
         self._best = None if options.checkpoints is None else options.checkpoints.best
         self._splits = "accumulate" if isinstance(step, Step) and step.microbatches > 1 else "sharded" if ranks else ""
         self._tracks_position = checkpoints.enabled and is_compiled(step)
+        if options.checkpoints is not None and point.position is not None:
+            display.say(f"fit: continues from {options.checkpoints.path(point.step)}")
         self._continue_from(point)
 
     @property

@@ -76,8 +76,8 @@ def compiled(
     second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
-    Steps also compute on the host: compile the Steps. An `EvalStep` is compiled like the loss of a split step; on many
-    ranks it runs eagerly.
+    Steps also compute on the host: compile the Steps. An `EvalStep` is compiled like the loss of a split step, with
+    ``lowering="whole"`` as one graph, and nothing is donated; on many ranks it runs eagerly.
 
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.

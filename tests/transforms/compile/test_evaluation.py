@@ -158,3 +158,15 @@ def test_it_is_compiled_once():
     step = ft.compiled()(ft.eval_step(lambda params, batch: params["w"].sum()))
     with pytest.raises(ComposeError, match="compiled: the evaluation already has it"):
         ft.compiled()(step)
+
+
+def test_as_a_whole_its_graph_may_not_break():
+    def loss(params, batch):
+        torch._dynamo.graph_break()
+        return (batch * params["w"]).mean()
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    step, data = ft.eval_step(loss), [torch.ones(3)]
+    assert ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(step), state, data) == {"loss": 1.0}
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation", lowering="whole")(step), state, data)
