@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,9 +20,6 @@ class Generator(NamedTuple):
 
 
 AnyGenerator: TypeAlias = Generator | torch.Generator
-
-_get_state = methodcaller("get_state")
-
 
 LOCK = threading.RLock()
 """Held while the state of a generator is read or set.
@@ -50,22 +46,24 @@ def save_generators(*devices: AnyGenerator) -> Callable[[], None]:
 class seeded:  # noqa: N801
     """Context in which the generators of host and device are seeded; their states are restored when it ends."""
 
-    __slots__ = ("_generators", "_seed", "_states")
+    __slots__ = ("_host_state", "_others", "_seed", "_states")
 
     def __init__(self, seed: int, *devices: AnyGenerator) -> None:
-        self._seed = seed
-        self._generators: tuple[Any, ...] = torch.default_generator, *devices
+        self._seed, self._others = seed, devices
 
-    # Every eager step does this, so it does not make the extra calls of `save_generators`.
+    # Every eager step does this, mostly with the host's generator alone, so it makes as few calls as possible.
     def __enter__(self) -> None:
         with LOCK:
-            self._states = [*map(_get_state, self._generators)]
-            for generator in self._generators:
+            self._host_state = torch.default_generator.get_state()
+            self._states = [generator.get_state() for generator in self._others] if self._others else []
+            torch.default_generator.manual_seed(self._seed)
+            for generator in self._others:
                 generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         with LOCK:
-            for generator, state in zip(self._generators, self._states, strict=True):
+            torch.default_generator.set_state(self._host_state)
+            for generator, state in zip(self._others, self._states, strict=True) if self._others else ():
                 generator.set_state(state)
 
 
