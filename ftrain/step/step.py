@@ -14,7 +14,7 @@ import torch
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError, warn
-from ftrain.optim.schedules.call import require_numbers
+from ftrain.optim.schedules.call import Call, require_numbers
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
 from ftrain.step.loss_forms import adapt, report
@@ -43,13 +43,15 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     Raises:
         ComposeError: when one of them is not a wrapper.
     """
-    for position, wrap in enumerate(wrappers):
-        if not callable(wrap) or isinstance(wrap, Step):
+    for position, wrap in enumerate[Any](wrappers):
+        if not callable(wrap) or isinstance(wrap, Step | Call):
             raise ComposeError(
                 f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
                 "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
             )
         step = wrap(step)
+        if not callable(step):
+            raise ComposeError(f"compose: argument {position + 1} returned {step!r}; a wrapper returns a step")
     return step
 
 

@@ -977,9 +977,17 @@ def test_arguments_in_the_wrong_place_are_named():
     for arguments in ((), (loss.module,)):
         with pytest.raises(StructureError, match=r"has no module; .* ft\.from_module\(module, criterion\)"):
             without_module.init(*arguments)
-    for wrong, found in ((step, "a Step"), ([ft.clip(2)], r"\[clip.*\]"), (step.optimizer, "adamw.*")):
+    decay = ft.schedules.cosine(1.0, 100)
+    for wrong, found in (
+        (step, "a Step"),
+        ([ft.clip(2)], r"\[clip.*\]"),
+        (step.optimizer, "adamw.*"),
+        (decay, "cosine.*"),
+    ):
         with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper, after the step"):
             ft.compose(ft.clip(1.0), wrong)
+    with pytest.raises(ComposeError, match="argument 2 returned None; a wrapper returns a step"):
+        ft.compose(step, ft.clip(1.0), print)
     with pytest.raises(ComposeError, match=r"but loss\(Linear\) is a Loss"):
         ft.compose(loss, ft.clip(1.0))
     with pytest.raises(
