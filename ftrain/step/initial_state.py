@@ -15,7 +15,7 @@ from torch import nn
 
 from ftrain import backends, random, tree
 from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
-from ftrain.errors import StructureError, as_path, first_lines, listed
+from ftrain.errors import StructureError, as_path, first_lines, listed, log_on_first_rank
 from ftrain.step.initialise import initialised
 from ftrain.step.state_checks import mismatches, require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
@@ -160,15 +160,26 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
     for alias, tensor in saved.items():
         aliases[id(tensor)].append(alias)
     wanted = {name: tensor for name, tensor in named_tensors(module) if id(tensor) in aliases}
+    unused = dict.fromkeys(in_files)
     for name, tensor in wanted.items():
-        spelling = next((each for each in _spellings(module, aliases[id(tensor)]) if each in in_files), None)
-        if spelling is not None:
-            stored[name] = in_files[spelling]
+        spellings = [each for each in _spellings(module, aliases[id(tensor)]) if each in in_files]
+        if spellings:
+            stored[name] = in_files[spellings[0]]
+        for each in spellings:
+            unused.pop(each, None)
     if problems := mismatches(stored, wanted):
         raise StructureError(
             f"{_misfit(f'{path} does not fit', module, problems)}\nThe file has {listed(list(in_files))}. Load the "
             "module from these files with the library that wrote them (from_pretrained), and call step.init() without "
             "a path"
+        )
+    if unused:
+        log_on_first_rank(
+            "Step.init: %s has %d tensors that %s does not have, and that are left out: %s",
+            path,
+            len(unused),
+            type(module).__name__,
+            listed([*unused]),
         )
     return {name: stored[name].like(tensor, device) for name, tensor in wanted.items()}
 

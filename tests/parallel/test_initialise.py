@@ -168,6 +168,16 @@ def test_a_state_from_the_files_of_a_model_reads_on_each_rank_its_parts(name, le
     assert sum(elements) == (0 if level == 0 else model.num_parameters())
 
 
+def test_tensors_of_a_file_that_a_module_does_not_have_are_named(tmp_path, caplog):
+    model, file = nn.Linear(3, 2), tmp_path / "model.safetensors"
+    save_file(dict(model.state_dict()), file)
+    state_of(model, params=file)
+    assert not caplog.records
+    save_file({**model.state_dict(), "scale": torch.ones(2)}, file)
+    torch.testing.assert_close(state_of(model, params=file).params, dict(model.named_parameters()))
+    assert "has 1 tensors that Linear does not have, and that are left out: scale" in caplog.text
+
+
 def test_files_that_do_not_fit_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is neither model.safetensors nor"):
         state_of(on_meta(Model), params=tmp_path)
