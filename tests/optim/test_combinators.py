@@ -77,6 +77,11 @@ def test_sign_before_sgd_is_sign_sgd():
     assert_close(train(optim.chain(optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
 
 
+def test_the_sign_of_nan_is_nan():
+    signs = optim.sign().apply(torch.tensor([math.nan, math.inf, -2.0, 0.0]), None, None, None)
+    torch.testing.assert_close(signs, torch.tensor([math.nan, 1.0, -1.0, 0.0]), equal_nan=True)
+
+
 def test_project_keeps_what_is_orthogonal_and_copes_with_zero_rows():
     params = {
         "w": torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)),
@@ -378,6 +383,16 @@ def test_swa_does_not_count_skipped_updates():
         state, _ = step(state, torch.tensor(batch))
     assert float(state.slots["swa"]["updates"]) == 3
     assert float(ft.averaged(state).params["w"]) == pytest.approx((-3.0 - 7.0) / 2)
+
+
+def test_a_donated_step_writes_its_averages_in_place():
+    step = ft.compose(
+        ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(0.1)), ft.swa(), ft.ema(), ft.donated()
+    )
+    state = step.init({"w": torch.ones(3)})
+    before = [leaf.data_ptr() for leaf in (state.slots["swa"]["params"]["w"], state.slots["ema"]["w"])]
+    state, _ = step(state, torch.ones(3))
+    assert [leaf.data_ptr() for leaf in (state.slots["swa"]["params"]["w"], state.slots["ema"]["w"])] == before
 
 
 def test_averages_of_16_bits_are_kept_in_32():
