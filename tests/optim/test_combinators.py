@@ -77,6 +77,14 @@ def test_sign_before_sgd_is_sign_sgd():
     assert_close(train(optim.chain(optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
 
 
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd, optim.lion], ids=lambda make: make.__name__)
+def test_a_gradient_of_another_shape_is_refused(make):
+    """A fused kernel took memory beyond its end for the rest of the gradient."""
+    mean = optim.GradientTransform(lambda grad, *_: grad.mean(0, keepdim=True), lambda name, leaf: True, "mean()")
+    with pytest.raises(StructureError, match=r"gradient of conv has the shape \[1, 3, 2, 2\], .* \[4, 3, 2, 2\]"):
+        train(optim.chain(mean, make(0.1)), 1)
+
+
 def test_the_sign_of_nan_is_nan():
     signs = optim.sign().apply(torch.tensor([math.nan, math.inf, -2.0, 0.0]), None, None, None)
     torch.testing.assert_close(signs, torch.tensor([math.nan, 1.0, -1.0, 0.0]), equal_nan=True)
