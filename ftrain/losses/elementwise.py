@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import at_least_float32, require_floating, require_real
+from ftrain.losses.inputs import at_least_float32, require_floating, require_real, require_tensor
 from ftrain.tree import describe
 from ftrain.types import Mean
 
@@ -86,6 +86,7 @@ def _weighted(
 
 def _require_same_shape(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
     require_floating(function, names[0], outputs)
+    require_tensor(function, names[1], targets)
     if targets.is_complex():
         raise LossError(f"{function}: {names[1]} are {describe(targets)}; they must be real.")
     if outputs.shape != targets.shape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,18 @@ def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
         )
 
 
+def require_tensor(function: str, name: str, value: Any) -> None:
+    """Check that an input is a tensor. Raises a LossError if not."""
+    if not isinstance(value, Tensor):
+        raise LossError(
+            f"{function}: {name} are {type(value).__name__}; they must be a tensor. Of the output of a model of "
+            "transformers pass output.logits, and convert arrays and lists with torch.as_tensor."
+        )
+
+
 def require_indices(function: str, labels: Tensor) -> None:
     """Check that labels are integers. Raises a LossError if not."""
+    require_tensor(function, "labels", labels)
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
             f"{function}: labels are {describe(labels)}; they must be integer class indices. "
@@ -52,11 +64,15 @@ def require_indices(function: str, labels: Tensor) -> None:
 
 def require_floating(function: str, name: str, value: Tensor) -> None:
     """Check that a tensor has a floating-point dtype. Raises a LossError if not."""
+    require_tensor(function, name, value)
     if not value.is_floating_point():
         raise LossError(f"{function}: {name} are {describe(value)}; they must be floating point.")
 
 
 def require_real(function: str, weight: Tensor | None) -> None:
     """Check that a weight is not complex, whose imaginary part torch would drop. Raises a LossError if it is."""
-    if weight is not None and weight.is_complex():
+    if weight is None:
+        return
+    require_tensor(function, "weights", weight)
+    if weight.is_complex():
         raise LossError(f"{function}: the weight is {describe(weight)}; it must be real.")

@@ -62,10 +62,13 @@ def sign(mask: Mask = everything) -> GradientTransform:
     r"""Replace gradients by their signs; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
 
     .. math:: g \leftarrow \operatorname{sign}(g)
+
+    NaN stays NaN.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
-        return grad.sign()
+        # The sign of NaN is 0 in torch, which would hide it.
+        return torch.where(grad.isnan(), grad, grad.sign())
 
     return GradientTransform(apply, as_select("sign: mask", mask), "sign()", by_element=True)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain.errors import StructureError
 from ftrain.optim.structure_cache import common_spec
 from ftrain.tree.name_patterns import Select
 from ftrain.types import PyTree
@@ -105,6 +106,7 @@ class Planner:
         """Return the plan for parameters, gradients and moments: their structures and leaves, in this order."""
         spec, (leaves, grads, *moments) = common_spec(specs), columns
         names = tree.leaf_names(tree.unflatten(spec, leaves))
+        _require_same_shapes(names, leaves, grads)
         decays = self._decays(names, leaves)
         fusible = self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
@@ -148,6 +150,16 @@ class Planner:
         wide = self.half or all(leaf.dtype.itemsize >= 4 for leaf in leaves)
         # Leaves must be dense, and moments have their strides.
         return wide and all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in moments)
+
+
+def _require_same_shapes(names: list[str], leaves: list[Tensor], grads: list[Tensor]) -> None:
+    # Fused kernels read as many elements as the parameter has, beyond the end of a smaller gradient.
+    for name, leaf, grad in zip(names, leaves, grads, strict=True):
+        if grad.shape != leaf.shape:
+            raise StructureError(
+                f"optimizer: the gradient of {name} has the shape {list(grad.shape)}, needs that of the parameter, "
+                f"{list(leaf.shape)}; correct the wrapper or the GradientTransform that returned it"
+            )
 
 
 def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:

@@ -114,8 +114,8 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
     """
     if not isinstance(opt_state, Mapping) or opt_state.keys() != set(KEYS):
         raise StructureError(
-            "schedule_free_params: the optimizer state is not that of schedule_free_adamw; of a partition, give the "
-            "part of its label"
+            "schedule_free_params: the optimizer state is not that of schedule_free_adamw; if this is within another "
+            "optimizer, give its part: opt_state[label] of a partition, opt_state['state'] of an adjustable one"
         )
     share = opt_state["b1"]
     return tree.map(lambda y, z: z + (y - z) / share.to(y.device, y.dtype), params, opt_state["z"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -206,8 +206,9 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
 
     Raises `OptionError` for an empty range or one that does not fit.
     """
-    if not -_INT64_MAX <= low < high <= _INT64_MAX or high - low > _INT64_MAX:
-        raise OptionError(f"randint: low = {low}, high = {high}; needed low < high, less than 2**63 apart.")
+    is_whole = isinstance(low, SupportsIndex) and isinstance(high, SupportsIndex)
+    if not is_whole or not -_INT64_MAX <= low < high <= _INT64_MAX or high - low > _INT64_MAX:
+        raise OptionError(f"randint: low = {low}, high = {high}; needed integers, low < high, less than 2**63 apart.")
 
     def columns(block: Words) -> tuple[Tensor, ...]:
         return tuple(value % (high - low) + low for value in _join(block, 63))
@@ -320,5 +321,5 @@ def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:
 
 
 def _check_p(function: str, p: Any) -> None:
-    if (isinstance(p, Tensor) and p.ndim) or not 0 <= p <= 1:
-        raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1.")
+    if isinstance(p, Tensor) or not 0 <= p <= 1:
+        raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1, that is no tensor.")

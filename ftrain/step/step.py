@@ -304,15 +304,17 @@ class Step:
         """Return the values of the schedules in the step that a state is to make, by name.
 
         Raises:
-            OptionError: when one is not finite.
+            OptionError: when one is not finite, or a learning rate is negative.
         """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
         for name, schedule in self.optimizer.schedules.items():
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
-            if not math.isfinite(value):
-                raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
+            least = 0.0 if name.endswith("lr") else -math.inf
+            if not math.isfinite(value) or value < least:
+                needed = "a number of at least 0" if least == 0 else "a finite number"
+                raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs {needed}")
         return hyper
 
     @functools.cached_property

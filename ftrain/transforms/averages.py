@@ -77,8 +77,9 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
             updates = state.slots[SWA]["updates"] + 1
             widest = max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
             weight = _swa_weight(updates, start, every, widest)
+            lerp = Tensor.lerp_ if donate else torch.lerp
             averages = [
-                torch.lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
+                lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
                 for average, leaf in zip(averages, tree.leaves(new.params), strict=True)
             ]
             slot = {"params": tree.unflatten(spec, averages), "updates": updates}

@@ -31,8 +31,9 @@ def skip_spikes(
     """Skip steps whose gradient norm is far above the norms of recent steps, or clip their gradient.
 
     The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
-    whose gradients stay large continues. ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et
-    al. 2020, arXiv:2007.14469) over a window, which is the percentile clipping of bitsandbytes.
+    whose gradients stay large continues; there is no limit while that quantile is 0.
+    ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
+    window, which is the percentile clipping of bitsandbytes.
 
     The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` has the norms and the number of
     spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are not stored, and
@@ -63,7 +64,7 @@ def skip_spikes(
             leaves, spec = tree.flatten(gradients.grads)
             norm, slot = tree.norm_of(leaves), state.slots[NAME]
             limit = factor * _quantile(slot["norms"], slot["count"], quantile)
-            spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit)
+            spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit) & (limit > 0)
             # If they are clipped, the list alone refers to the gradients, which are freed in turn.
             gradients = replace(
                 gradients,

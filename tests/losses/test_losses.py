@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from ftrain.errors import LossError, OptionError
-from ftrain.losses import accuracy, binary_cross_entropy, cross_entropy, mse
+from ftrain.losses import accuracy, binary_cross_entropy, cross_entropy, linear_cross_entropy, mse
 from ftrain.types import Mean
 
 CLASSES = 5
@@ -453,6 +453,22 @@ class TestErrors:
     def test_elementwise_weight(self, function, shape: tuple[int, ...]) -> None:
         with pytest.raises(RuntimeError, match=r"expand"):
             function(torch.zeros(4, 3), torch.zeros(4, 3), weight=torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cross_entropy({"logits": LOGITS}, LABELS), r"cross_entropy: logits are dict; .* pass output\.logits"),
+        (lambda: cross_entropy(LOGITS, LABELS.tolist()), r"cross_entropy: labels are list; .* torch\.as_tensor"),
+        (lambda: cross_entropy(LOGITS, LABELS, weight=[1.0] * 10), "cross_entropy: weights are list"),
+        (lambda: accuracy(LOGITS, LABELS.numpy()), "accuracy: labels are ndarray"),
+        (lambda: mse(LOGITS, 0.0), "mse: targets are float"),
+        (lambda: linear_cross_entropy((LOGITS,), LOGITS, LABELS), "linear_cross_entropy: hidden states are tuple"),
+    ],
+)
+def test_what_is_no_tensor_is_named(call, message):
+    with pytest.raises(LossError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy, mse], ids=lambda loss: loss.__name__)

@@ -77,6 +77,19 @@ def test_sign_before_sgd_is_sign_sgd():
     assert_close(train(optim.chain(optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
 
 
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd, optim.lion], ids=lambda make: make.__name__)
+def test_a_gradient_of_another_shape_is_refused(make):
+    """A fused kernel took memory beyond its end for the rest of the gradient."""
+    mean = optim.GradientTransform(lambda grad, *_: grad.mean(0, keepdim=True), lambda name, leaf: True, "mean()")
+    with pytest.raises(StructureError, match=r"gradient of conv has the shape \[1, 3, 2, 2\], .* \[4, 3, 2, 2\]"):
+        train(optim.chain(mean, make(0.1)), 1)
+
+
+def test_the_sign_of_nan_is_nan():
+    signs = optim.sign().apply(torch.tensor([math.nan, math.inf, -2.0, 0.0]), None, None, None)
+    torch.testing.assert_close(signs, torch.tensor([math.nan, 1.0, -1.0, 0.0]), equal_nan=True)
+
+
 def test_project_keeps_what_is_orthogonal_and_copes_with_zero_rows():
     params = {
         "w": torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)),
@@ -378,6 +391,16 @@ def test_swa_does_not_count_skipped_updates():
         state, _ = step(state, torch.tensor(batch))
     assert float(state.slots["swa"]["updates"]) == 3
     assert float(ft.averaged(state).params["w"]) == pytest.approx((-3.0 - 7.0) / 2)
+
+
+def test_a_donated_step_writes_its_averages_in_place():
+    step = ft.compose(
+        ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(0.1)), ft.swa(), ft.ema(), ft.donated()
+    )
+    state = step.init({"w": torch.ones(3)})
+    before = [leaf.data_ptr() for leaf in (state.slots["swa"]["params"]["w"], state.slots["ema"]["w"])]
+    state, _ = step(state, torch.ones(3))
+    assert [leaf.data_ptr() for leaf in (state.slots["swa"]["params"]["w"], state.slots["ema"]["w"])] == before
 
 
 def test_averages_of_16_bits_are_kept_in_32():

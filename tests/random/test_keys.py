@@ -595,9 +595,11 @@ KEY = random.key(0)
         (lambda: random.uniform(KEY, (1,), low=1 + 1e-9, high=1 + 2e-9), "torch.float32 has no value in"),
         (lambda: random.bernoulli(KEY, 1.5, ()), "bernoulli: p = 1.5"),
         (lambda: random.bernoulli(KEY, math.nan, ()), "bernoulli: p = nan"),
+        (lambda: random.bernoulli(KEY, torch.tensor(0.5), ()), "bernoulli: p = 0.5; needed a probability"),
         (lambda: random.dropout(KEY, torch.ones(2), -0.1), "dropout: p = -0.1"),
         (lambda: random.dropout(KEY, torch.ones(2, dtype=torch.int64), 0.1), "dropout: x has dtype torch.int64"),
         (lambda: random.randint(KEY, (1,), 3, 3), "randint: low = 3, high = 3"),
+        (lambda: random.randint(KEY, (1,), 0, 1e3), "randint: low = 0, high = 1000.0; needed integers"),
         (lambda: random.randint(KEY, (1,), -(2**63) + 1, 2**62), "randint: low = "),
     ],
 )

@@ -109,6 +109,14 @@ def test_quantiles_of_the_last_norms(quantile, limit):
         assert train([*norms, norm], **options)[1][-1] is acts
 
 
+@pytest.mark.parametrize("action", ["skip", "clip"])
+def test_it_does_not_act_where_most_gradients_are_zero(action):
+    """Every gradient is above a limit of 0, so that nothing would be learned."""
+    state, acted = train([0, 0, 0, 0, 1, 0, 2], action=action, **OPTIONS)
+    assert acted == [False] * 7
+    assert moved(state) == pytest.approx(3)
+
+
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
 def test_a_run_resumes_bitwise(more, tmp_path):
     norms = [1, 2, 1, 9, 1.5, 1, 30, 2, 1]

@@ -198,3 +198,13 @@ def test_a_schedule_that_returns_no_number_is_named_by_init(value, kind):
         OptionError, match=f"schedule of lr, halved, returned a {kind} at step 0; it must return a number"
     ):
         step.init({"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
+def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(value):
+    """A straight line that goes on below 0 would raise the loss."""
+    optimizer = ft.optim.partition({"all": ft.optim.sgd(lambda k: (1e-3, value)[k])}, lambda name, leaf: "all")
+    step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
+    state, _ = step(step.init({"w": torch.ones(2)}), None)
+    with pytest.raises(OptionError, match=f"Step: the schedule of all/lr is {value} at step 1; needs a number of at"):
+        step(state, None)
