@@ -311,9 +311,8 @@ class Step:
         hyper = {}
         for name, schedule in self.optimizer.schedules.items():
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
-            least = 0.0 if name.endswith("lr") else -math.inf
-            if not math.isfinite(value) or value < least:
-                needed = "a number of at least 0" if least == 0 else "a finite number"
+            if not math.isfinite(value) or (value < 0.0 and name.endswith("lr")):
+                needed = "a finite number, for a rate at least 0"
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs {needed}")
         return hyper
 

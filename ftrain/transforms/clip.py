@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from ftrain import tree
@@ -22,7 +24,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     The metric `grad_norm` is the norm before clipping. Equals `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
 
     Args:
-        max_norm: largest Euclidean norm of all gradients together. Default: 1.0.
+        max_norm: largest Euclidean norm of all gradients together; ``inf`` to report the norm alone. Default: 1.0.
         value: largest magnitude of an element. Only one of the two can be given.
 
     Raises:
@@ -31,7 +33,9 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     if max_norm is not None and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
     limit = value if value is not None else 1.0 if max_norm is None else max_norm
-    require_positive_number("clip", "the limit", limit)
+    measures = value is None and limit == math.inf
+    if not measures:
+        require_positive_number("clip", "the limit", limit)
 
     def wrap(grad: GradFn) -> GradFn:
         flatten = Flattener()
@@ -45,7 +49,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
             if value is not None:
                 for index, leaf in enumerate(leaves):
                     leaves[index] = leaf.clamp(-limit, limit)
-            else:
+            elif not measures:
                 factor = (norm + EPSILON).reciprocal_()
                 factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
                 tree.scale_in_turn(leaves, factor)
