@@ -78,7 +78,8 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
     finally:
         for of_part, replaced, _ in attributes:
             if replaced is None:
-                del of_part["forward"]
+                # Ctrl-C may have come before it was set.
+                of_part.pop("forward", None)
             else:
                 of_part["forward"] = replaced
 

@@ -104,6 +104,9 @@ class Step:
             if wrapper.validate:
                 wrapper.validate(self)
 
+    def __deepcopy__(self, memo: object) -> Step:  # As for a function: its functions would still use the first module.
+        return self
+
     def wrapped(self, wrapper: Wrapper) -> Step:
         """Return this step with one more wrapper around it.
 

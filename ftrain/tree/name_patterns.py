@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TypeAlias
 
 from torch import Tensor
@@ -19,6 +20,9 @@ Select: TypeAlias = Callable[[str, Tensor], bool]
 
 Mask: TypeAlias = Select | Sequence[str]
 """A function ``(name, leaf) -> bool``, or patterns of names such as ``["head.*"]``."""
+
+WILDCARDS = {*"*?["}
+"""Characters that make a pattern of a name."""
 
 
 def matrices(name: str, leaf: Tensor) -> bool:
@@ -38,9 +42,19 @@ class _Patterns:
     origin: str
     patterns: tuple[str, ...]
 
+    @cached_property
+    def wildcards(self) -> list[str]:
+        """The patterns that may match several names."""
+        return [pattern for pattern in self.patterns if not WILDCARDS.isdisjoint(pattern)]
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The others. A mask may list thousands of names, each of which would be compared with each leaf."""
+        return set(self.patterns).difference(self.wildcards)
+
     def __call__(self, name: str, leaf: Tensor) -> bool:
         """Return whether a leaf is selected."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return name in self.names or any(fnmatchcase(name, pattern) for pattern in self.wildcards)
 
 
 def as_select(origin: str, mask: Mask) -> Select:
@@ -70,8 +84,9 @@ def require_matches(select: Select, params: PyTree) -> None:
     if not isinstance(select, _Patterns):
         return
     known = tree.leaf_names(params)
+    present = select.names.intersection(known)
     for pattern in select.patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if pattern not in present and not any(fnmatchcase(name, pattern) for name in known):
             raise OptionError(
                 f"{select.origin} names {pattern!r}, and no parameter matches; there are {near(pattern, known)}"
             )

@@ -1,5 +1,6 @@
 """Modules and criteria that make no loss."""
 
+import copy
 import threading
 
 import pytest
@@ -158,6 +159,25 @@ def test_a_module_that_is_in_a_step_of_another_thread(use):
     # Afterwards it is free again.
     elsewhere()
     assert len(errors) == 1
+
+
+def test_steps_in_several_threads_draw_what_one_alone_does():
+    def dropped(model, batch, rng):
+        return ft.random.dropout(rng, model(batch), 0.5).sum()
+
+    module, batch, losses = nn.Linear(3, 8), torch.ones(2, 3), []
+
+    def train():
+        step = step_of(copy.deepcopy(module), dropped)
+        losses.append(ft.fit(step, step.init(), [batch], steps=20, progress=False).history["loss"])
+
+    train()
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert losses == [losses[0]] * 3
 
 
 class Keeping(nn.Module):

@@ -8,6 +8,7 @@ import torch
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.tree import name_patterns
 
 F64 = torch.float64
 
@@ -350,6 +351,17 @@ def test_a_decay_mask_by_patterns_is_that_by_a_function():
         make("conv")
     with pytest.raises(OptionError, match=r"adamw: decay_mask is 3"):
         make(3)
+
+
+def test_a_mask_of_names_is_not_compared_with_every_leaf(monkeypatch):
+    compared = []
+    monkeypatch.setattr(name_patterns, "fnmatchcase", lambda name, pattern: compared.append(name) or name == pattern)
+    params = {f"w{i}": torch.ones(()) for i in range(1000)}
+    names = [f"w{i}" for i in range(0, 1000, 2)]
+    step = ft.train_step(lambda params, batch: sum(params.values()), ft.optim.adamw(0.1), trainable=names)
+    state = step.init(params)
+    assert compared == []
+    assert sum(value is not None for value in state.params.values()) == 500
 
 
 # swa

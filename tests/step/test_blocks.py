@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from ftrain.step.blocks import repeated_children
+from ftrain.step.blocks import forwarding, repeated_children
 
 
 class Feedforward(nn.Sequential):
@@ -34,3 +34,18 @@ def test_a_container_without_a_forward_is_no_block(layers):
 def test_of_nested_lists_with_a_forward_the_outermost_counts():
     stages = [nn.Sequential(Feedforward(), Feedforward()) for _ in range(2)]
     assert repeated_children(nn.ModuleList(stages)) == stages
+
+
+class Interrupting(dict):
+    """The attributes of a module that Ctrl-C interrupts when its forward is replaced."""
+
+    def __setitem__(self, key, value):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_forwards_are_replaced_leaves_none_of_them():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    object.__setattr__(second, "__dict__", Interrupting(vars(second)))
+    with pytest.raises(KeyboardInterrupt), forwarding([(first, len), (second, len)]):
+        pass
+    assert "forward" not in vars(first)

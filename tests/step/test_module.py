@@ -1002,3 +1002,12 @@ def test_a_loss_and_an_optimizer_print_as_in_the_step():
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch)), ft.optim.adamw(1e-3))
     assert f"{step.loss}, {step.optimizer}" == "loss(Linear), adamw(constant(1e-3))"
     assert f"{ft.optim.adamw(lambda k: 1e-3)}" == "adamw(<lambda>)"
+
+
+def test_a_deep_copy_of_a_step_is_the_step():
+    # Tools that copy their configuration make one; the copy had a module of its own that its loss did not use.
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    step = ft.train_step(ft.from_module(module, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
+    copied = ft.compose(copy.deepcopy(step), ft.remat(blocks=["0"]))
+    batch = torch.ones(3, 2)
+    assert torch.equal(copied(copied.init(), batch)[1]["loss"], step(step.init(), batch)[1]["loss"])
