@@ -14,10 +14,11 @@ from ftrain.checkpoint import Checkpoints
 from ftrain.optim import schedules
 from ftrain.parallel.sharded import sharded
 from ftrain.step.blocks import block
+from ftrain.step.compose import compose
 from ftrain.step.eval_step import EvalStep, eval_step
 from ftrain.step.evaluate import evaluate
 from ftrain.step.module import from_module, to_module
-from ftrain.step.step import Step, compose, train_step
+from ftrain.step.step import Step, train_step
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.training import loggers
 from ftrain.training.early_stopping import patience, plateau

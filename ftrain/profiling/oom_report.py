@@ -9,7 +9,8 @@ from ftrain.errors import FtrainError
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.step_variants import smaller_optimizers
-from ftrain.step.step import Step, compose
+from ftrain.step.compose import compose
+from ftrain.step.step import Step
 from ftrain.transforms.amp.wrapper import with_amp
 from ftrain.transforms.donated import donated
 from ftrain.transforms.remat.wrapper import remat

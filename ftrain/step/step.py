@@ -14,14 +14,14 @@ import torch
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError, warn
-from ftrain.optim.schedules.call import Call, require_numbers
+from ftrain.optim.schedules.call import require_numbers
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
 from ftrain.step.loss_forms import adapt, report
 from ftrain.step.lowered import Lowered
 from ftrain.step.state_checks import require_params, require_same_trainable, require_state
 from ftrain.step.swap_params import to_meta_
-from ftrain.step.wrapper import ARROWS, OnRanks, OnStep, S, SlotSpec, Wrapper
+from ftrain.step.wrapper import ARROWS, OnRanks, OnStep, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import (
     Loss,
@@ -35,24 +35,6 @@ from ftrain.types import (
     mark_donatable,
     replace,
 )
-
-
-def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
-    """Apply wrappers to a step, the first one innermost.
-
-    Raises:
-        ComposeError: when one of them is not a wrapper.
-    """
-    for position, wrap in enumerate[Any](wrappers):
-        if not callable(wrap) or isinstance(wrap, Step | Call):
-            raise ComposeError(
-                f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
-                "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
-            )
-        step = wrap(step)
-        if not callable(step):
-            raise ComposeError(f"compose: argument {position + 1} returned {step!r}; a wrapper returns a step")
-    return step
 
 
 def train_step(

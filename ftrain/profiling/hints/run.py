@@ -17,8 +17,9 @@ from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.rules import Facts, Hint, Remedy, run_rules
 from ftrain.profiling.step_variants import double_batch, require_one_rank, require_step
 from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
+from ftrain.step.compose import compose
 from ftrain.step.flops import CONTRACTION
-from ftrain.step.step import Step, compose
+from ftrain.step.step import Step
 from ftrain.transforms.amp.loss_scale import NAME as WITH_AMP
 from ftrain.transforms.amp.wrapper import with_amp
 from ftrain.types import PyTree, TrainState

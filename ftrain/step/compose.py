@@ -1,0 +1,29 @@
+"""Apply wrappers to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ftrain.errors import ComposeError
+from ftrain.optim.schedules.call import Call
+from ftrain.step.step import Step
+from ftrain.step.wrapper import S
+
+
+def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
+    """Apply wrappers to a step, the first one innermost.
+
+    Raises:
+        ComposeError: when one of them is not a wrapper.
+    """
+    for position, wrap in enumerate[Any](wrappers):
+        if not callable(wrap) or isinstance(wrap, Step | Call):
+            raise ComposeError(
+                f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
+                "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
+            )
+        step = wrap(step)
+        if not callable(step):
+            raise ComposeError(f"compose: argument {position + 1} returned {step!r}; a wrapper returns a step")
+    return step
