@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -150,12 +151,19 @@ def test_sgd_with_param_groups(kind):
 CLIPS = {
     "norm": (lambda: ft.clip(0.5), lambda params: nn.utils.clip_grad_norm_(params, 0.5)),
     "value": (lambda: ft.clip(value=0.02), lambda params: nn.utils.clip_grad_value_(params, 0.02)),
+    "none": (lambda: ft.clip(math.inf), lambda params: nn.utils.clip_grad_norm_(params, math.inf)),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "limit", "way"),
-    [("mlp", "norm", "eager"), ("conv", "value", "eager"), ("conv", "norm", "donated"), ("mlp", "value", "compiled")],
+    [
+        ("mlp", "norm", "eager"),
+        ("mlp", "none", "eager"),
+        ("conv", "value", "eager"),
+        ("conv", "norm", "donated"),
+        ("mlp", "value", "compiled"),
+    ],
 )
 def test_clip(kind, limit, way):
     ours, theirs = CLIPS[limit]
