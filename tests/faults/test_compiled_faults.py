@@ -214,3 +214,13 @@ def test_metrics_that_are_numbers_are_no_inputs_of_the_compiled_update():
         assert metrics["number"] == pytest.approx(float(metrics["loss"]))
         numbers.append(metrics["number"])
     assert len(set(numbers)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_that_the_detection_of_anomalies_reads_gradients_is_said():
+    step = make(squares, ft.compiled(backend="eager", lowering="whole"))
+    reads = torch.autograd.set_detect_anomaly(True)
+    with reads, failing(TraceError, "set_detect_anomaly reads every gradient", "(at torch)"):
+        step(step.init(params()), batch())
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step(step.init(params()), batch())
