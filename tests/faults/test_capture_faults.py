@@ -31,6 +31,23 @@ def test_one_tensor_given_twice_is_two_inputs(backend, donate):
     torch.testing.assert_close(state.params, needed.params)
 
 
+def test_what_a_bit_conjugates_or_negates_is_not_read_as_if_it_were_not():
+    def loss(params, z):
+        return (z.real @ params["w"]).square().mean() + (z.imag @ params["w"]).sum() + params["b"]
+
+    torch.manual_seed(0)
+    z = torch.randn(2, 3, dtype=torch.complex64)
+    step, eager = make(loss, ft.compiled(backend="eager", lowering="whole")), make(loss)
+    state, needed = step.init(params()), eager.init(params())
+    for batch in (z, z.conj(), z):
+        (state, _), (needed, _) = step(state, batch), eager(needed, batch)
+    torch.testing.assert_close(state.params, needed.params)
+
+    evaluation = ft.eval_step(lambda params, x: (x @ params["w"]).sum())
+    found, wanted = (each(state, z.conj().imag)["loss"] for each in (ft.compiled()(evaluation), evaluation))
+    torch.testing.assert_close(found.value, wanted.value)
+
+
 def test_a_first_call_with_the_averages_does_not_tie_them_to_the_parameters():
     step, eager = make(squares, ft.ema(0.5), ft.compiled(backend="eager")), make(squares, ft.ema(0.5))
     given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}

@@ -200,3 +200,27 @@ def test_a_number_in_the_state_of_a_plain_function_that_changes():
         ft.fit(compiled, start, [torch.ones(2)] * 4, progress=False)
     assert "state.count" in str(caught.value)
     assert "tensor" in str(caught.value)
+
+
+def test_metrics_that_are_numbers_are_no_inputs_of_the_compiled_update():
+    def loss(params, batch):
+        value = squares(params, batch)
+        return value, {"number": value.item()}
+
+    step = make(loss, ft.compiled(backend="eager", lowering="split", max_graphs=1))
+    state, numbers = step.init(params()), []
+    for _ in range(3):
+        state, metrics = step(state, batch())
+        assert metrics["number"] == pytest.approx(float(metrics["loss"]))
+        numbers.append(metrics["number"])
+    assert len(set(numbers)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_that_the_detection_of_anomalies_reads_gradients_is_said():
+    step = make(squares, ft.compiled(backend="eager", lowering="whole"))
+    reads = torch.autograd.set_detect_anomaly(True)
+    with reads, failing(TraceError, "set_detect_anomaly reads every gradient", "(at torch)"):
+        step(step.init(params()), batch())
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step(step.init(params()), batch())

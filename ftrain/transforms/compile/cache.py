@@ -17,7 +17,7 @@ from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.fallback import attempted
-from ftrain.transforms.compile.settings import Compile, Compiler
+from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
 from ftrain.types import PyTree
 
@@ -140,10 +140,12 @@ class CompiledCache:
                 leaves = graph.read(arguments)
                 if leaves is not None:
                     return graph(carry, leaves)
-            return self.graph_for(*arguments)(carry, tree.leaves(arguments))
+            graph, arguments = self.graph_for(*arguments), resolved(arguments)
+            return graph(arguments[0], tree.leaves(arguments))
 
     def graph_for(self, *arguments: PyTree) -> Graph:
         """Return the graph for arguments like these, which is compiled if there is none."""
+        arguments = resolved(arguments)
         key = cache_key(arguments)
         # `Graph.read` is faster, but misses a graph that was compiled in another context.
         known = next((graph for graph in self.graphs if graph.key == key), None)

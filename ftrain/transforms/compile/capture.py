@@ -105,6 +105,8 @@ def _reason(error: Exception) -> str:
         reason = f"the value of a tensor is needed by {getattr(error, 'func', error)}"
         if any(frame.filename.startswith(DISTRIBUTIONS) for frame in traceback.extract_tb(error.__traceback__)):
             reason += ", as torch.distributions checks its arguments: pass validate_args=False to the distribution"
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            reason += "; torch.autograd.set_detect_anomaly reads every gradient, unless check_nan=False"
         return reason
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
@@ -113,7 +115,8 @@ def _reason(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """Return the innermost line of the user's own code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    # Generated functions have no lines.
+    user_frames = [frame for frame in frames if frame.line and not frame.filename.startswith(LIBRARIES)]
     if not user_frames:
         return "torch"
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}"

@@ -106,7 +106,7 @@ class Compiler:
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
-            output = loss_fn(params, batch, rng=rng, buffers=buffers)
+            output = loss_fn(params, resolved(batch), rng=rng, buffers=buffers)
             if torch_compile.has_compiled_gradient(output[0].total):
                 raise TraceError(
                     "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which "
@@ -143,6 +143,11 @@ class Compiler:
                 os.environ[CACHE] = outer
             elif self.cache_dir is not None:
                 del os.environ[CACHE]
+
+
+def resolved(trees: PyTree) -> PyTree:
+    """Return trees without tensors that are conjugated or negated by a bit, which Inductor's code ignores (2.13)."""
+    return tree.map(lambda leaf: leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf, trees)
 
 
 def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], backend: backends.Backend) -> str:

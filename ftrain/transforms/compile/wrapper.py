@@ -232,7 +232,9 @@ class _Compiled:
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
-            new, _ = cache(replace(state, step=None, rng=None), gradients, self._as_tensors(hyper, state))
+            # A metric that is a Python number would be a constant of the graph.
+            inputs = replace(state, step=None, rng=None), replace(gradients, metrics={}), self._as_tensors(hyper, state)
+            new, _ = cache(*inputs)
             return new
 
         return updating
