@@ -254,7 +254,9 @@ def _weigh(run: Callable[..., Any]) -> Callable[..., Any]:
             loss = Mean(loss.total * weight, loss.weight * weight)
 
         def weigh(metrics: Metrics) -> Metrics:
-            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
+            return {
+                name: Mean(m * weight, weight) if isinstance(m, Tensor | Number) else m for name, m in metrics.items()
+            }
 
         if not isinstance(result, ForwardResult):
             return replace(result, loss=loss, metrics=weigh(result.metrics))
