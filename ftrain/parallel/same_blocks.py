@@ -42,14 +42,16 @@ class SameProgram:
             return
         params, leaf = state.params, tree.leaves(state.params)[0]
         is_captured = _torch.is_capturing() or _torch.is_fake(leaf)
-        is_first = not is_captured and self._first_step in (None, int(state.step))
+        # A step that is compiled whole has no number.
+        number = -1 if state.step is None else int(state.step)
+        is_first = not is_captured and self._first_step in (None, number)
         with recording_unused(tree.leaf_names(params), is_first) as unused:
             yield
         if is_captured:
             _require_used(unused, params, [sorted(each) for each in unused.calls])
         elif is_first:
             _require_used(unused, params, _unused_by_all(self._ranks, unused, leaf.device))
-            self._first_step = int(state.step)
+            self._first_step = number
 
 
 def _unused_by_all(ranks: Group, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
