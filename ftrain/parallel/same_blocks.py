@@ -42,8 +42,8 @@ class SameProgram:
             return
         params, leaf = state.params, tree.leaves(state.params)[0]
         is_captured = _torch.is_capturing() or _torch.is_fake(leaf)
-        # A step that is compiled whole has no number.
-        number = -1 if state.step is None else int(state.step)
+        # A step that is captured has no number, or one without a value.
+        number = -1 if is_captured or state.step is None else int(state.step)
         is_first = not is_captured and self._first_step in (None, number)
         with recording_unused(tree.leaf_names(params), is_first) as unused:
             yield
