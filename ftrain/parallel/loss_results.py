@@ -74,7 +74,6 @@ class LossResults:
 
 
 def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
-    _require_scalars(metrics)
     # A metric that a loss has made on the host could not be in one buffer with the others.
     metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}
     return {
@@ -84,7 +83,7 @@ def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Ro
     }
 
 
-def _require_scalars(metrics: Metrics) -> None:
+def require_scalars(metrics: Metrics) -> None:
     """Check that metrics can be averaged over ranks.
 
     Raises:

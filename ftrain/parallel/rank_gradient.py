@@ -57,7 +57,7 @@ class RankGradient:
                 wholes = start_gather_all(self._shard, leaves, parts)()
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
             how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
-            with program.required(state.params), passing(how):
+            with program.required(state), passing(how):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             stream_grads = local.stream_grads
@@ -65,7 +65,7 @@ class RankGradient:
 
                 def backward(take: Callable[[int, Tensor], None]) -> None:
                     # A block that is computed again uses these rows, too.
-                    with drawing, computing_on(rows), used.required(state.params), passing(how):
+                    with drawing, computing_on(rows), used.required(state), passing(how):
                         stream_grads(take)
 
                 plan = self._stream_plan(state.params)

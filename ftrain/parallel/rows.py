@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -87,13 +88,15 @@ class Rows:
 
     def weighted(self, mean: Mean) -> Mean:
         """Return a loss with its weight: that of a plain number is the number of examples; 0 without examples."""
-        if self.length == 0:
-            return Mean(mean.total * 0, mean.weight.detach() * 0)
-        return Mean(mean.total * self.length, mean.weight * self.length) if mean.plain else mean
+        if mean.plain:
+            # The weight has 32 bits or more: in float16 the product would overflow.
+            weight = mean.weight * self.length
+            return Mean(mean.total * weight, weight)
+        return mean if self.length else Mean(mean.total * 0, mean.weight.detach() * 0)
 
     def weighted_metric(self, metric: Any) -> Any:
         """Return a metric with its weight; one that is no `Mean` counts once per example if microbatches differ."""
-        if not isinstance(metric, Mean) and self.fewest is not None:
+        if self.fewest is not None and isinstance(metric, Tensor | Number):
             metric = torch.as_tensor(metric)
             metric = Mean(metric, metric.new_ones((), dtype=torch.float32), plain=True)
         return self.weighted(metric) if isinstance(metric, Mean) else metric
@@ -106,7 +109,7 @@ class Rows:
         """Return what these examples add to a mean over all; without examples 0, even if the value is NaN."""
         if not isinstance(value, Tensor):
             return value
-        value = value if value.is_floating_point() else value.float()
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
         return value * (self.length / self.total) if self.length else torch.zeros_like(value)
 
     def _number_of(self, first: int | Tensor) -> int | Tensor:

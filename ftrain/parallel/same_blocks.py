@@ -14,7 +14,7 @@ from ftrain.parallel.mesh import Group
 from ftrain.parallel.same_step import first_difference
 from ftrain.step.rank_backward import UnusedOnRank, recording_unused, unused_on_rank
 from ftrain.step.value_and_grad import refuse_unused
-from ftrain.types import Mean, Metrics, PyTree
+from ftrain.types import Mean, Metrics, PyTree, TrainState
 
 
 class SameProgram:
@@ -22,11 +22,14 @@ class SameProgram:
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
-        self._is_checked = ranks.size == 1
+        self._first_step: int | None = None
 
     @contextmanager
-    def required(self, params: PyTree) -> Iterator[None]:
-        """Context of the gradient of this rank; at the end of the first one it waits for the device.
+    def required(self, state: TrainState) -> Iterator[None]:
+        """Context of a gradient of this rank; in the first step it waits for the device at its end.
+
+        Each gradient of that step is checked: a rank that computes them again, for want of memory in the second one,
+        needs the same collectives.
 
         What is captured as a graph is the same on all ranks, and is checked without them.
 
@@ -37,16 +40,18 @@ class SameProgram:
         if self._ranks.size == 1:
             yield
             return
-        leaf = tree.leaves(params)[0]
+        params, leaf = state.params, tree.leaves(state.params)[0]
         is_captured = _torch.is_capturing() or _torch.is_fake(leaf)
-        is_first = not (is_captured or self._is_checked)
+        # A step that is captured has no number, or one without a value.
+        number = -1 if is_captured or state.step is None else int(state.step)
+        is_first = not is_captured and self._first_step in (None, number)
         with recording_unused(tree.leaf_names(params), is_first) as unused:
             yield
         if is_captured:
             _require_used(unused, params, [sorted(each) for each in unused.calls])
         elif is_first:
             _require_used(unused, params, _unused_by_all(self._ranks, unused, leaf.device))
-            self._is_checked = True
+            self._first_step = number
 
 
 def _unused_by_all(ranks: Group, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:

@@ -20,6 +20,7 @@ from ftrain.parallel.compression import Compression
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, loss_params, passing
+from ftrain.parallel.loss_results import require_scalars
 from ftrain.parallel.mesh import (
     ALL,
     REPLICATE,
@@ -280,6 +281,7 @@ class _RankStep:
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
                 blocks.finish()
+            require_scalars(metrics)
             require_same_results(self._all, mean, metrics)
             weight, mean = rows.total_weight(mean), rows.weighted(mean)
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}

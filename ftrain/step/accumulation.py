@@ -207,13 +207,17 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     return replace(accumulated.mean(total), metrics=metrics)
 
 
-def _first(piece: Gradients) -> Gradients:
-    for name, each in piece.metrics.items():
+def _require_numbers(metrics: Metrics) -> None:
+    for name, each in metrics.items():
         if not isinstance(each, Mean | Tensor | Number):
             raise LossError(
                 f"accumulate: the metric {name!r} is {tree.describe(each)}; needs a tensor, a Mean or a number, "
                 "which can be averaged over microbatches"
             )
+
+
+def _first(piece: Gradients) -> Gradients:
+    _require_numbers(piece.metrics)
     # The mean of a bool metric is a share; a sum of bools would be a bool.
     metrics = {
         name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
@@ -254,6 +258,7 @@ def _weigh(run: Callable[..., Any]) -> Callable[..., Any]:
             loss = Mean(loss.total * weight, loss.weight * weight)
 
         def weigh(metrics: Metrics) -> Metrics:
+            _require_numbers(metrics)
             return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
 
         if not isinstance(result, ForwardResult):

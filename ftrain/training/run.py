@@ -364,8 +364,11 @@ def _reason(returned: Any) -> Any:
 
 def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
     adapted = adapt(state, history)
-    if adapted is None:
-        raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be its argument")
+    if not isinstance(adapted, type(state)):
+        raise ComposeError(
+            f"fit: adapt returned {tree.describe(adapted)}; needs the {type(state).__name__} to go on with, which may "
+            "be its argument"
+        )
     return adapted
 
 

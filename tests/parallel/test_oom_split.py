@@ -116,19 +116,23 @@ def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, pla
         assert_same(trained(2, level, modes, PLACES[place](count, collectives), **options), reference)
 
 
-def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_its_first_step(modes):
-    """When the ranks find out whether the loss draws random numbers."""
+@pytest.mark.parametrize(("wrappers", "at"), [([], 1), ([ft.sam(0.05)], 2)], ids=["first", "second"])
+def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_first_step(wrappers, at):
+    """When the ranks find out whether the loss draws random numbers, and compare what they run."""
 
     def scarce(number):
+        calls = []
+
         def loss(model, batch):
-            if number == 2 and len(batch["x"]) > 2:
+            calls.append(len(batch["x"]))
+            if number == 2 and len(calls) == at:
                 raise torch.OutOfMemoryError("out of memory, on purpose")
             return models.plain_loss(model, batch)
 
         return loss
 
     def rank(number):
-        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3), criterion=scarce(number))
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), 3), criterion=scarce(number))
         state, history = ft.fit(step, step.init(seed=5), list(models.batches()), on_oom="split", progress=False)
         return ft.parallel.whole(state), [{"loss": record["loss"]} for record in history], history["split"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain._torch import collectives
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, LossError
 from ftrain.training.oom_retry import split_step
 from tests.laws import registry
 from tests.parallel import models
@@ -274,6 +274,33 @@ def test_random_numbers_of_the_loss_are_by_example():
 def plain_with_metrics(model, batch, rng):
     errors = (model(batch["x"] + 0.1 * ft.random.normal(rng, batch["x"].shape, dtype=torch.float64))).square().mean(-1)
     return errors.mean(), {"root": errors.detach().sqrt().mean(), "large": (errors > 0.3).double().mean(), "one": 1.0}
+
+
+def steps_with_metric(metric):
+    """Return a function that makes one step of a batch that two microbatches do not divide, and returns a metric."""
+
+    def rank(_):
+        step = models.step_of(
+            ft.accumulate(2),
+            ft.sharded(ft.parallel.mesh(), 0),
+            criterion=lambda model, batch: (models.plain_loss(model, batch), {"odd": metric}),
+        )
+        return float(step(step.init(), next(models.batches(1, length=7)))[1]["odd"])
+
+    return rank
+
+
+def test_a_metric_in_float16_counts_once_per_example_without_an_overflow():
+    assert run(2, steps_with_metric(torch.tensor(6e4, dtype=torch.float16))) == pytest.approx([6e4, 6e4], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [(torch.ones(3), r"sharded: the metric odd is float32\[3\]"), ("text", "accumulate: the metric 'odd' is str")],
+)
+def test_a_metric_that_has_no_mean_is_an_error_with_unequal_microbatches_too(metric, text):
+    with pytest.raises(LossError, match=text):
+        run(1, steps_with_metric(metric))
 
 
 UNEVEN = [batch for length in (12, 7, 5, 2, 1, 12) for batch in models.batches(1, length, seed=length)]

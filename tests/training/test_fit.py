@@ -519,10 +519,11 @@ def test_an_evaluation_of_what_is_no_iterable_of_batches(data):
         ft.evaluate(ft.eval_step(step.loss), step.init(params()), data)
 
 
-def test_an_adapt_that_returns_nothing_is_an_error_and_no_step_is_lost():
+@pytest.mark.parametrize(("returned", "name"), [(None, "NoneType"), ({"w": 1.0}, "dict")])
+def test_an_adapt_that_returns_no_state_is_an_error_and_no_step_is_lost(returned, name):
     """Sent to the loop, None would be the next step, which nobody records."""
-    with pytest.raises(ft.errors.ComposeError, match="adapt returned None") as caught:
-        fit(make(), batches(), adapt=lambda state, history: None, log_every=2)
+    with pytest.raises(ft.errors.ComposeError, match=f"adapt returned {name}; needs the TrainState to go") as caught:
+        fit(make(), batches(), adapt=lambda state, history: returned, log_every=2)
     assert int(caught.value.result.state.step) == 2
 
 
