@@ -61,7 +61,8 @@ class Original:
         Returns None if a copy of the state does not fit beside the original.
         """
         try:
-            return at_rest + measure(variant, self.state_for(variant), batch).beyond_start
+            beyond_start, _ = measure(variant, self.state_for(variant), batch)
+            return at_rest + beyond_start
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

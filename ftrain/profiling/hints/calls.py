@@ -107,7 +107,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             *batch, rows, inner = first.shape
             columns = second.shape[-1]
             flops = 2 * rows * inner * columns * (batch[0] if batch else 1)
-            is_exact = _is_exact(first.dtype)
+            is_float32 = first.dtype == torch.float32 and float32_precision() == "highest"
+            is_exact = is_float32 or first.dtype == torch.float64
             self.matmuls.append(Matmul(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
         return returned
 
@@ -115,10 +116,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def kernel_rank(operation: Any) -> int:
     """Return the rank of a fused attention kernel."""
     return MIDDLE if "efficient" in operation.name() else FASTEST
-
-
-def _is_exact(dtype: torch.dtype) -> bool:
-    return dtype == torch.float64 or (dtype == torch.float32 and float32_precision() == "highest")
 
 
 class _AttentionRecorder(TorchFunctionMode):

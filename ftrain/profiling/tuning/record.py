@@ -117,6 +117,11 @@ class MeshTrial(Trial):
     """The part of these bytes that goes to other nodes."""
 
     @property
+    def setting(self) -> str:
+        """What distinguishes it, for messages."""
+        return f"{super().setting} and {self.layout}"
+
+    @property
     def estimate(self) -> float:
         """Seconds of the step at the rates `FLOPS`, `NODE` and `NETWORK`, without overlap."""
         return self.flops / FLOPS + (self.sent - self.between) / NODE + self.between / NETWORK

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from ftrain import tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import DeviceError, require_positive
+from ftrain.errors import require_positive
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.hints import Hint, measured_hints
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
+from ftrain.profiling.tuning.candidates import nothing_fits
 from ftrain.profiling.tuning.mesh_search import mesh_trials
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
@@ -99,7 +100,7 @@ def trials(
     rows = search.predict()
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        raise _nothing_fits(search, rows)
+        raise nothing_fits(rows, format_bytes(search.memory), search.advice)
     original = search.current_microbatches, search.current_remat
     fitting.sort(key=lambda row: ((row.microbatches, row.remat) != original, row.flops, row.microbatches))
     best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
@@ -137,7 +138,7 @@ def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
             verdict = "<- computes least" if row.seconds is None else f"<- fastest; {memory}"
             return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
         measured[index] = dataclasses.replace(row, measured=peak, verdict=f"too large: {format_bytes(peak)} measured")
-    raise _nothing_fits(search, measured)
+    raise nothing_fits(measured, format_bytes(search.memory), search.advice)
 
 
 def _measured_peak(search: Search, step: Step) -> int | None:
@@ -160,17 +161,3 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
         # The step fits, but not with a second state beside it.
         release(error, search.original.device)
         return []
-
-
-def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
-    known = [row for row in rows if row.predicted is not None]
-    if not known:
-        return DeviceError(f"tune: nothing could be predicted: {rows[0].verdict}")
-    least = min(known, key=lambda row: row.measured or row.predicted or 0)
-    lines = [
-        f"tune: nothing fits into {format_bytes(search.memory)}; with {least.setting} the peak is "
-        f"{format_bytes(least.measured or least.predicted or 0)}"
-    ]
-    if search.reason_to_keep_microbatches is not None:
-        lines.append(f"The number of microbatches does not change: {search.reason_to_keep_microbatches}")
-    return DeviceError("\n".join([*lines, *search.shortage(least)]))

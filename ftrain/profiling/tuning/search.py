@@ -114,11 +114,14 @@ class Search:
         fits = peak <= self.memory
         return Trial(microbatches or 1, choice, step, peak, fits, flops, verdict=UNTRIED if fits else "does not fit")
 
-    def shortage(self, row: Trial) -> list[str]:
-        """Return lines that say what uses the memory of a candidate, with at most two of its microbatches."""
-        microbatches = row.microbatches if self.current_microbatches else 0
-        step, batch = with_at_most_two(self.step, microbatches, row.remat, self.batch)
-        return shortage(step, self.outline(step), batch)
+    def advice(self, least: Trial) -> str:
+        """Return what uses the memory of the candidate that needs least, and what would use less."""
+        lines = [""]
+        if self.reason_to_keep_microbatches is not None:
+            lines.append(f"The number of microbatches does not change: {self.reason_to_keep_microbatches}")
+        microbatches = least.microbatches if self.current_microbatches else 0
+        step, batch = with_at_most_two(self.step, microbatches, least.remat, self.batch)
+        return "\n".join([*lines, *shortage(step, self.outline(step), batch)])
 
     def outline(self, step: Step) -> TrainState | None:
         """Return the state for another step without allocating memory; None without a state."""
