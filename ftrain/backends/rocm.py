@@ -1,8 +1,7 @@
 """AMD GPUs: torch serves them as device type ``cuda`` and `torch.cuda`, and says so in `torch.version.hip`.
 
-A build of torch supports NVIDIA or AMD, not both, so AMD has a record of its own. All AMD GPUs that ROCm supports
-compute in bfloat16. There is no TF32: `allow_tf32` affects NVIDIA GPUs only. The `torch.distributed` backend ``nccl``
-is RCCL.
+All AMD GPUs that ROCm supports compute in bfloat16. There is no TF32: `allow_tf32` affects NVIDIA GPUs only. The
+`torch.distributed` backend ``nccl`` is RCCL.
 
 Source: https://docs.pytorch.org/docs/stable/notes/hip.html. Not run on hardware.
 """

@@ -1,10 +1,9 @@
 """TPUs, and the other devices that PyTorch/XLA supports, by `torch_xla`.
 
-Operations are collected, and `torch_xla.sync` compiles and launches them
-(https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
-(https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There is no
-cache to empty (XLA keeps freed memory and reuses it, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no
-graphs to record (each step is one) and no TF32; the compiler is ``openxla``.
+Operations are collected, and `torch_xla.sync` compiles and launches them, here at the end of every step. Autocast is to
+bfloat16 (https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There
+is no cache to empty (XLA keeps freed memory, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no graphs to
+record (each step is one) and no TF32.
 
 Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
 """
