@@ -36,7 +36,7 @@ def is_in(graph: fx.GraphModule) -> bool:
 
 
 def after(gradient: Tensor, values: PyTree) -> PyTree:
-    """Return copies of the tensors in a tree that a compiler computes only after a gradient.
+    """Return a tree whose tensors are copies that a compiler computes only after a gradient.
 
     Parameters are not copied, because a copy would take more memory than it saves.
     """
