@@ -58,7 +58,7 @@ class Original:
     def measured_peak(self, variant: Step, batch: PyTree, at_rest: int) -> int | None:
         """Run a variant whose state and batch take `at_rest` bytes, wait for the device, and return those at the peak.
 
-        Returns None if a copy of the state does not fit beside the original.
+        None if a copy of the state does not fit beside the original.
         """
         try:
             beyond_start, _ = measure(variant, self.state_for(variant), batch)

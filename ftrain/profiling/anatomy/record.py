@@ -126,12 +126,8 @@ class Anatomy:
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Plot the memory over the operations of the step.
 
-        Args:
-            path: a PNG or SVG file to write. Default: none.
-
-        Raises:
-            OptionError: for a path with another suffix.
-            FtrainError: if matplotlib is not installed.
+        `path` is a PNG or SVG file to write. Raises an OptionError for another suffix, and an FtrainError without
+        matplotlib.
         """
         file, figure = as_file(path), blank(8.0, 4.0)
         axes, phases = figure.add_subplot(), [each.phase for each in self.timeline.operations]

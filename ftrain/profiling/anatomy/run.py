@@ -27,16 +27,16 @@ def anatomy(
     """Return the memory and the work of a step, predicted and measured.
 
     The prediction runs the step operation by operation on fake tensors, so a model may be larger than this machine. It
-    counts the state, the batch and every tensor that the step allocates. It does not count constants of the loss, the
-    saved state of torch's generator (5 KB on a CPU), and what kernels allocate for their own use, which is only
-    measured; with convolutions and `nn.LSTM` on a CPU it can be as large as the activations. The groups of operations
-    are those of Ivanov et al. 2021 (arXiv:2007.00072).
+    counts every tensor of the state, the batch and the step; not constants of the loss, the saved state of torch's
+    generator (5 KB on a CPU), and what kernels allocate for their own use, which is only measured: with convolutions
+    and `nn.LSTM` on a CPU as much as the activations. The groups of operations are those of Ivanov et al. 2021
+    (arXiv:2007.00072).
 
-    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor stores fewer results, but
-    may take more with convolutions, whose inputs Inductor copies. If the step is measured, the ratio is shown.
+    A compiled step is predicted as if it ran eagerly; the measured ratio is shown. It usually takes less, but may take
+    more with convolutions, whose inputs Inductor copies.
 
     On many ranks, this is the anatomy of the first rank, which needs the most memory, and the bytes that it sends. With
-    `mesh` the ranks need not exist: the step of the first rank runs on fake tensors, without communication.
+    `mesh` the ranks need not exist.
 
     Args:
         step: the step.

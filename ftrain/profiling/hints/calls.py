@@ -98,15 +98,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_trial = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and record it."""
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self._ranks.append(kernel_rank(func))
         if func in FIRST_FACTOR and not self._is_trial and not is_unrecorded():
             first, second = args[FIRST_FACTOR[func] :][:2]
-            *batch, rows, inner = first.shape
+            rows, inner = first.shape[-2:]
             columns = second.shape[-1]
-            flops = 2 * rows * inner * columns * (batch[0] if batch else 1)
+            flops = 2 * first.numel() * columns
             is_float32 = first.dtype == torch.float32 and float32_precision() == "highest"
             is_exact = is_float32 or first.dtype == torch.float64
             self.matmuls.append(Matmul(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
@@ -126,7 +125,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; run attention again with other arguments, to find those that force a slower kernel."""
+        # Attention runs again with other arguments, to find those that force a slower kernel.
         kwargs = kwargs or {}
         if func not in unfused.ATTENTION or is_unrecorded():
             return func(*args, **kwargs)

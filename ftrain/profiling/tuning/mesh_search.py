@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from ftrain.backends.format_bytes import format_bytes, parse_bytes
-from ftrain.errors import BatchError, FtrainError, OptionError
+from ftrain.errors import BatchError, DeviceError, FtrainError, OptionError
 from ftrain.profiling.anatomy import Anatomy, anatomy_for
 from ftrain.profiling.anatomy.kinds import BATCH
 from ftrain.profiling.anatomy.planned import MeshLayout, plan, require_pair
@@ -21,7 +22,7 @@ from ftrain.profiling.tuning.candidates import (
     nothing_fits,
     with_at_most_two,
 )
-from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, MeshTrial, MeshTrials, Remat
+from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, MeshTrial, MeshTrials
 from ftrain.step.step import Step
 from ftrain.step.traffic import SENT_PER_BYTE
 from ftrain.transforms.remat.wrapper import NAME as REMAT
@@ -41,7 +42,7 @@ def mesh_trials(
     rows = list(search.rows())
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.estimate, row.layout.level))
     if not fitting:
-        raise nothing_fits(rows, f"{format_bytes(search.memory)} per rank", search.advice)
+        raise DeviceError(nothing_fits(rows, f"{format_bytes(search.memory)} per rank", search.advice))
     best = dataclasses.replace(fitting[0], verdict="<- least time")
     ordered = [best, *fitting[1:], *(row for row in rows if not row.fits)]
     return MeshTrials(best.step, ordered, search.memory, search.examples, mesh=search.mesh)
@@ -72,7 +73,7 @@ class _MeshSearch:
             for choice in (FULL, NO_REMAT):  # First the one that needs less memory.
                 row = self._fewest(layout, choice)
                 yield row
-                if choice is FULL and row.predicted is not None and not row.fits:
+                if choice == FULL and row.predicted is not None and not row.fits:
                     break
 
     def _layouts(self) -> Iterator[MeshLayout]:
@@ -86,7 +87,7 @@ class _MeshSearch:
         params, others = nbytes(state.params), nbytes((state.opt_state, state.frozen, state.slots))
         return (params + others) // layout.shard + (params if layout.level in (1, 2) else 0)
 
-    def _fewest(self, layout: MeshLayout, choice: Remat) -> MeshTrial:
+    def _fewest(self, layout: MeshLayout, choice: str) -> MeshTrial:
         possible = counts(self.examples // self._ranks, self._current_microbatches)
         try:
             row = self._predict(layout, choice, possible[-1])
@@ -95,17 +96,16 @@ class _MeshSearch:
             return MeshTrial(possible[-1], choice, self._step, verdict=f"does not apply: {line}", layout=layout)
         if not row.fits:
             return row
-        low, high = 0, len(possible) - 1
-        while low < high:
-            middle = (low + high) // 2
-            other = self._predict(layout, choice, possible[middle])
-            if other.fits:
-                row, high = other, middle
-            else:
-                low = middle + 1
-        return row
+        rows = {possible[-1]: row}
 
-    def _predict(self, layout: MeshLayout, choice: Remat, microbatches: int) -> MeshTrial:
+        def fits(microbatches: int) -> bool:
+            rows[microbatches] = self._predict(layout, choice, microbatches)
+            return rows[microbatches].fits
+
+        fewest = bisect_left(possible, True, hi=len(possible) - 1, key=fits)
+        return rows[possible[fewest]]
+
+    def _predict(self, layout: MeshLayout, choice: str, microbatches: int) -> MeshTrial:
         simulated = self.anatomy(layout, choice, microbatches)
         more = max(microbatches - 2, 0)
         bytes_by_axis, shares = _sent(simulated, layout, more), layout.between_nodes(self.mesh[1])
@@ -126,7 +126,7 @@ class _MeshSearch:
             between=round(sum(nbytes * shares[axis] for axis, nbytes in bytes_by_axis.items())),
         )
 
-    def anatomy(self, layout: MeshLayout, choice: Remat, microbatches: int) -> Anatomy:
+    def anatomy(self, layout: MeshLayout, choice: str, microbatches: int) -> Anatomy:
         """Return the anatomy of at most two microbatches, since more do not take more memory."""
         step, batch = with_at_most_two(self._step, microbatches, choice, self._batch)
         return anatomy_for("tune", step, self._state, batch, mesh=layout[:2], level=layout.level)
@@ -136,7 +136,7 @@ class _MeshSearch:
         text = ". More ranks divide the state further"
         if not least.flops:  # Only a lower bound of its bytes is known.
             return text
-        return f"{text}\n{self.anatomy(least.layout, least.remat, least.microbatches)}"
+        return f"{text}\n{self.anatomy(least.layout, least.policy, least.microbatches)}"
 
 
 def _sent(simulated: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:
