@@ -84,8 +84,8 @@ def private_use(name: str, **fields: Any) -> Backend:
     """Return the record of a PrivateUse1 device, made from the functions of its module, ``torch.<name>``.
 
     Memory is that of `memory_allocated` and `max_memory_allocated`, or zero; autocast dtypes are those of
-    `get_amp_supported_dtype`, or none; `synchronize` and `empty_cache` are used if they exist. The others of `fields`
-    are conservative, unless they are given: no TF32, no graphs, no fused kernels, no pinned memory, gloo, and
+    `get_amp_supported_dtype`, or none; `synchronize` and `empty_cache` are used if they exist. Other fields are
+    conservative where `fields` does not give them: no TF32, no graphs, no fused kernels, no pinned memory, gloo, and
     ``aot_eager`` as compiler.
 
     Raises an OptionError if torch has no such device, or its module lacks a function that a step needs.

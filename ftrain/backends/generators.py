@@ -68,6 +68,16 @@ class seeded:  # noqa: N801
 
 
 @contextmanager
+def seeded_before(launch: Callable[[], object], seed: int, generator: AnyGenerator) -> Iterator[None]:
+    """As `seeded`, on a device that collects operations; `launch` launches those of the context at its end."""
+    with seeded(seed, generator):
+        try:
+            yield
+        finally:
+            launch()
+
+
+@contextmanager
 def without_fused_draws() -> Iterator[None]:
     """Context in which attention and recurrent nets are made of operations, of which dropout is one, in all threads.
 

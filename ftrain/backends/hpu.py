@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule
-from ftrain.backends.generators import Generator
+from ftrain.backends.generators import Generator, seeded_before
 
 FIRST_GENERATION = "GAUDI"
 
@@ -33,18 +31,16 @@ class _Gaudi(DeviceModule):
         functions = self.module.random
         return Generator(functions.get_rng_state, functions.set_rng_state, functions.manual_seed)
 
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        with super().seeded(seed):
-            try:
-                yield
-            finally:
-                if os.environ.get("PT_HPU_LAZY_MODE") == "1":
-                    core: Any = importlib.import_module("habana_frameworks.torch.core")
-                    core.mark_step()
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        return seeded_before(_mark_step, seed, self.generator)
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16,) if self.module.get_device_name() == FIRST_GENERATION else NARROW
+
+
+def _mark_step() -> None:
+    if os.environ.get("PT_HPU_LAZY_MODE") == "1":
+        importlib.import_module("habana_frameworks.torch.core").mark_step()
 
 
 DEVICE = _Gaudi("hpu")

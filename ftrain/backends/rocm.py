@@ -19,15 +19,11 @@ FLOAT8 = "gfx94", "gfx95"
 """MI300 and MI350, for which torchao has float8 (its `Float8TypeConfig`)."""
 
 
-def _float8() -> bool:
-    return str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8)
-
-
 BACKEND = dataclasses.replace(
     cuda.BACKEND,
     platform="AMD GPU",
     autocast_dtypes=lambda: NARROW,
     tf32=lambda: None,
     multiple=lambda dtype: 1,
-    float8=_float8,
+    float8=lambda: str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8),
 )

@@ -35,8 +35,8 @@ def skip_spikes(
     al. 2020, arXiv:2007.14469) over a window, which is the percentile clipping of bitsandbytes.
 
     The metric `spike` says in which steps it acted. A skipped step changes only the step count and
-    ``state.slots["skip_spikes"]``, the norms and the number of spikes. Steps whose norm is infinite or NaN are not
-    skipped, which `skip_nonfinite` does, and the norm is not stored. The norm is that of the gradient that this wrapper
+    ``state.slots["skip_spikes"]``, the norms and the number of spikes. Norms that are infinite or NaN are not stored,
+    and their steps are not skipped: `skip_nonfinite` does that. The norm is that of the gradient that this wrapper
     gets: write it before `clip`. With ``"skip"``, donation saves no memory.
 
     Args:

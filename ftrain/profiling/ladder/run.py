@@ -76,9 +76,10 @@ def ladder(
     require_positive("ladder", "rounds", rounds)
     chosen = _choose(techniques)
     step.require(state)
-    case = Case(step, tree.to(tree.as_tree(batch), tree.device_of(state.params)))
-    runner = _Runner(Original(step, state), case, rounds, throughput or {})
-    data_times = None if data is None else loading(step, runner.original.state_for(step), data, runner.original.device)
+    original = Original(step, state)
+    case = Case(step, tree.to(tree.as_tree(batch), original.device))
+    runner = _Runner(original, case, rounds, throughput or {})
+    data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
     base, *others = runner.rows(ALONE, chosen)
     rows, alone = [base, *others], dict(zip(chosen, others, strict=True))
     if stacked:
@@ -89,7 +90,9 @@ def ladder(
     if base.predicted is not None and base.seconds is not None:
         tried = {each.remedy: row.speed for each, row in alone.items() if each.remedy and row.speed}
         hints = run_rules(facts_of(step, state, case.batch, base.seconds.median, loading=data_times, tried=tried))
-    return Ladder(runner.title, rows, rounds, data_times, hints)
+    params, device = sum(leaf.numel() for leaf in tree.leaves(state.params)), backends.of(original.device).describe()
+    title = f"{step.base.text}, {params:,} parameters, {_examples(case.batch):,} examples; {device}"
+    return Ladder(title, rows, rounds, data_times, hints)
 
 
 def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
@@ -136,13 +139,6 @@ class _Runner:
     case: Case
     rounds: int
     throughput: Throughput
-
-    @property
-    def title(self) -> str:
-        """What runs, and where."""
-        step, params = self.original.step, sum(leaf.numel() for leaf in tree.leaves(self.original.state.params))
-        device = backends.of(self.original.device).describe()
-        return f"{step.base.text}, {params:,} parameters, {_examples(self.case.batch):,} examples; {device}"
 
     def rows(self, group: str, techniques: Sequence[Technique]) -> list[Row]:
         """Return a row for the step as given, and one for each technique: alone, or on top of those before it."""

@@ -53,8 +53,8 @@ def in_float8(loss: Loss) -> Loss:
 def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the layers of a module that multiply in float8, by name: each `nn.Linear` whose sizes are multiples of 16.
 
-    As torchao advises (https://github.com/pytorch/ao/tree/main/torchao/float8), except the head, whose rounding changes
-    the loss most: the last one, or one tied to the embedding.
+    The head is left out, whose rounding changes the loss most: the last one, or one tied to the embedding. Source:
+    https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}

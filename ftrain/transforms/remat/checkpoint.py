@@ -35,7 +35,7 @@ _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 def recomputed(
     first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device = tree.HOST
 ) -> Any:
-    """Return ``first(*args, **kwargs)``; autograd saves only the tensors in these trees.
+    """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments, which may be trees.
 
     When a gradient first needs another tensor that autograd would have saved, `again` runs on the same arguments, under
     the default device and the autocast (of `device` and the host) of the first run, until it has saved all of them. It

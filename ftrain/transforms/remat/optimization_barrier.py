@@ -21,11 +21,7 @@ def _after(value: Tensor, gradient: Tensor) -> Tensor:
     return value.clone()
 
 
-@_after.register_fake
-def _(value: Tensor, gradient: Tensor) -> Tensor:
-    return value.clone()
-
-
+_after.register_fake(lambda value, gradient: value.clone())
 # It saves no tensors, so that a recomputation finds as many as the first run.
 _after.register_autograd(lambda ctx, grad: (grad, None))
 

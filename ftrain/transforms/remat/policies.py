@@ -84,8 +84,8 @@ class _Result(NamedTuple):
 class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context of the first run of a function, which saves the results that a policy keeps for a second run.
 
-    Views, casts, in-place operations, random draws and operations that are not differentiated are always recomputed,
-    since later operations would compute something else; so is a result that was overwritten.
+    Views, casts, in-place operations, random draws and operations that are not differentiated are always recomputed:
+    without them later operations would compute something else. So is a result that was overwritten.
     """
 
     def __init__(self, keeps: Keeps) -> None:

@@ -57,8 +57,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function ``(op, *args, **kwargs) -> bool``
             decides for each call of an operation, such as ``torch.ops.aten.mm.default``, whether to keep its result;
             views, casts, random numbers and in-place operations are always recomputed.
-        blocks: types of modules or their dotted names, or a mapping from these to policies, or a function ``(name,
-            module)`` that returns a policy, or None for a module that is not a block.
+        blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
+            ``(name, module) -> policy``, which is None for a module that is not a block.
         budget: a share in [0, 1] of the bytes that the blocks would keep without this wrapper, besides their inputs.
             Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that as little as possible is
             recomputed, by an estimate of floating-point operations, memory traffic and the overhead of policies on the
@@ -82,7 +82,12 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             "or a function (name, module) -> policy"
         )
     if budget is not None:
-        _require_budget(budget, policy, blocks)
+        require_range(NAME, "budget", budget, 0.0, 1.0, closed=True)
+        if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
+            raise OptionError(
+                f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and "
+                "give blocks as a list, or leave out budget="
+            )
 
     def wrap(loss: Loss) -> Loss:
         policies = _policies_of_blocks(loss, policy, blocks)
@@ -132,15 +137,6 @@ def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None,
         return output
 
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=(*loss.wrapper_texts, text))
-
-
-def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
-    require_range(NAME, "budget", budget, 0.0, 1.0, closed=True)
-    if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
-        raise OptionError(
-            f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
-            "blocks as a list, or leave out budget="
-        )
 
 
 def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
