@@ -1,10 +1,10 @@
 """The CPU: always available, with autocast to bfloat16 and float16, and fused optimizer kernels.
 
 On x86, matmuls in bfloat16 are native if the CPU has AVX512_BF16, and in float16 if it has AVX512_FP16; CPUs with AMX
-have both. Without these instructions kernels convert to float32 and back: on two cores with AVX2, a GPT trained 17
-times slower in bfloat16 than in float32. On ARM they are native if oneDNN computes in the dtype (Graviton 3 and later;
-not measured). They are never native without oneDNN, or if ``ONEDNN_MAX_CPU_ISA`` disables the instructions.
-Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html.
+have both. Without these instructions kernels convert to float32 and back, which is slower (17 times for a GPT on two
+cores with AVX2). On ARM they are native if oneDNN computes in the dtype (not measured). They are never native without
+oneDNN, or if ``ONEDNN_MAX_CPU_ISA`` disables the instructions. Source:
+https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html.
 """
 
 from __future__ import annotations

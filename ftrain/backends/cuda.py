@@ -30,11 +30,6 @@ def _is_ampere() -> bool:
     return torch.cuda.get_device_capability() >= AMPERE
 
 
-def _float8() -> bool:
-    """From 8.9 (Ada, Hopper) on: https://docs.pytorch.org/ao/stable/workflows/training.html."""
-    return torch.cuda.get_device_capability() >= ADA
-
-
 def _multiple(dtype: torch.dtype) -> int:
     """Tensor cores (from 7.0 on) are fastest with axes that are multiples of 16 bytes; from 8.0 on, of 128 bytes.
 
@@ -52,7 +47,8 @@ BACKEND = DEVICE.record(
     distributed="nccl",
     tf32=lambda: float32_matmul_precision("high") if _is_ampere() else None,
     multiple=_multiple,
-    float8=_float8,
+    # https://docs.pytorch.org/ao/stable/workflows/training.html
+    float8=lambda: torch.cuda.get_device_capability() >= ADA,
     pinned_memory=True,
     fused_optimizers=True,
     fused_found_inf=True,

@@ -1,10 +1,8 @@
 """Records of devices whose module, ``torch.<name>``, has the functions of `torch.cuda`.
 
-Torch requires these functions of `torch.accelerator` (https://docs.pytorch.org/docs/stable/accelerator.html) and of a
-PrivateUse1 device, which a package adds to torch in Python or in C++
-(https://docs.pytorch.org/docs/stable/accelerator/index.html,
-https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html). The tests train on such a device, which is
-in host memory.
+Torch requires them of `torch.accelerator` (https://docs.pytorch.org/docs/stable/accelerator.html) and of a PrivateUse1
+device, which a package adds to torch in Python or in C++ (https://docs.pytorch.org/docs/stable/accelerator/index.html,
+https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html). The tests train on such a device.
 """
 
 from __future__ import annotations
@@ -86,15 +84,11 @@ def private_use(name: str, **fields: Any) -> Backend:
     """Return the record of a PrivateUse1 device, made from the functions of its module, ``torch.<name>``.
 
     Memory is that of `memory_allocated` and `max_memory_allocated`, or zero; autocast dtypes are those of
-    `get_amp_supported_dtype`, or none; `synchronize` and `empty_cache` are used if they exist. The other fields are
-    conservative: no TF32, no graphs, no fused kernels, no pinned memory, and ``aot_eager`` as compiler.
+    `get_amp_supported_dtype`, or none; `synchronize` and `empty_cache` are used if they exist. Other fields are
+    conservative where `fields` does not give them: no TF32, no graphs, no fused kernels, no pinned memory, gloo, and
+    ``aot_eager`` as compiler.
 
-    Args:
-        name: name of the device, as given to `torch.utils.rename_privateuse1_backend`.
-        fields: fields of `Backend` that replace those above, such as `distributed`.
-
-    Raises:
-        OptionError: if torch has no such device, or its module lacks a function that a step needs.
+    Raises an OptionError if torch has no such device, or its module lacks a function that a step needs.
 
     >>> private_use("npux")
     Traceback (most recent call last):
@@ -149,8 +143,7 @@ def float32_precision() -> str:
 def float32_matmul_precision(precision: str) -> Iterator[None]:
     """Context with a precision of `torch.set_float32_matmul_precision`: ``"high"`` allows TF32.
 
-    Raises:
-        OptionError: if a newer setting of torch was used, since torch then cannot say what to restore.
+    Raises an OptionError if a newer setting of torch was used, since torch then cannot say what to restore.
     """
     try:
         previous = torch.get_float32_matmul_precision()

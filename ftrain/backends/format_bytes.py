@@ -32,10 +32,7 @@ def unit_of(value: float, base: int = 1024, names: Sequence[str] = UNITS) -> tup
 
 
 def parse_bytes(function: str, memory: int | str) -> int:
-    """Return the bytes of an amount of memory: a number of bytes, or text with a unit. Errors name `function`.
-
-    Raises:
-        OptionError: if it is neither.
+    """Return the bytes of a number of bytes, or of text with a unit. Raises an OptionError for anything else.
 
     >>> parse_bytes("tune", "8GB"), parse_bytes("tune", "1.5 GiB"), parse_bytes("tune", 1024)
     (8000000000, 1610612736, 1024)

@@ -24,8 +24,8 @@ AnyGenerator: TypeAlias = Generator | torch.Generator
 LOCK = threading.RLock()
 """Held while the state of a generator is read or set.
 
-Torch holds a lock of its own while it makes a tensor of the state, and Python may then switch to another thread. If
-that thread read the state too, it would wait for torch's lock and keep Python's, for which the first thread waits.
+Torch holds a lock of its own meanwhile, and Python may switch to another thread. If that read a state too, it would
+wait for torch's lock and keep Python's, for which the first thread waits.
 """
 
 
@@ -68,11 +68,21 @@ class seeded:  # noqa: N801
 
 
 @contextmanager
-def without_fused_draws() -> Iterator[None]:
-    """Context in which attention and recurrent nets are made of operations, of which dropout is one.
+def seeded_before(launch: Callable[[], object], seed: int, generator: AnyGenerator) -> Iterator[None]:
+    """As `seeded`, on a device that collects operations; `launch` launches those of the context at its end."""
+    with seeded(seed, generator):
+        try:
+            yield
+        finally:
+            launch()
 
-    The fused kernels of GPUs draw random numbers within. It is a setting of the process, so it holds in all threads.
-    Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html, and
+
+@contextmanager
+def without_fused_draws() -> Iterator[None]:
+    """Context in which attention and recurrent nets are made of operations, of which dropout is one, in all threads.
+
+    The fused kernels of GPUs draw random numbers within. Sources:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html, and
     https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cudnn (MIOpen has the same switch).
     """
     enabled = torch.backends.cudnn.enabled

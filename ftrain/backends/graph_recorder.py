@@ -17,10 +17,7 @@ from ftrain.errors import DeviceError
 class GraphRecorder:
     """A `Recorder` whose graphs share one memory pool: run them one after another, and copy their outputs.
 
-    Args:
-        module: ``torch.<name>``, with `graph`, `graph_pool_handle` and streams like those of `torch.cuda`.
-        name: name of the device; its class of graphs is called ``<NAME>Graph``.
-        options: options of ``module.graph``.
+    `module` is ``torch.<name>``, with streams and a `graph` like those of `torch.cuda`, which gets the options.
     """
 
     def __init__(self, module: Any, name: str, options: Mapping[str, Any]) -> None:
@@ -30,9 +27,8 @@ class GraphRecorder:
     def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         """Record the work of a function; return a function that replays the work, and the outputs.
 
-        Raises:
-            DeviceError: if the vendor's package is too old to have graphs.
-            RuntimeError: from torch, when the device cannot record the work.
+        Raises a DeviceError if the vendor's package is too old to have graphs; torch raises a RuntimeError when the
+        device cannot record the work.
         """
         if not hasattr(self._module, self._graph_type):
             raise DeviceError(f"torch.{self._name} has no {self._graph_type}")

@@ -40,13 +40,10 @@ def _memory() -> Memory:
 
 
 def free() -> int | None:
-    """Return the bytes that are available without swapping, within the limits of control groups (cgroup v2).
+    """Return the bytes that are available without swapping; None if the system does not report its memory.
 
-    Containers and jobs of SLURM have such limits; each group is limited by those around it, too. None if the system
-    does not report its memory.
+    Containers and jobs of SLURM have limits (cgroup v2); each control group is limited by those around it, too.
     """
-    if not MEMINFO.exists():
-        return None
     available = _field(MEMINFO, "MemAvailable:")
     if available is None:
         return None
@@ -78,10 +75,9 @@ def keep_freed() -> None:
     """Let the C library keep up to 64 MiB of freed memory for the next step. It takes no memory itself.
 
     Otherwise glibc returns the memory of a step to the system when the step ends, and the system clears each page again
-    for the next one: 1 to 3% of the time of a step with two million parameters, and up to 7% if ranks communicate.
-    When a block of up to 32 MiB is freed, glibc keeps from then on twice the size of the block. So this allocates and
-    frees one such block, whose pages are never used. Other C libraries do not change, and neither does a process with
-    ``MALLOC_TRIM_THRESHOLD_``.
-    Source: mallopt(3), M_MMAP_THRESHOLD.
+    for the next one: 1 to 3% of the time of a step with two million parameters, and up to 7% if ranks communicate. When
+    a block of up to 32 MiB is freed, glibc keeps from then on twice its size; so this allocates and frees one, whose
+    pages are never used. Nothing changes in other C libraries, or with ``MALLOC_TRIM_THRESHOLD_``. Source: mallopt(3),
+    M_MMAP_THRESHOLD.
     """
     torch.empty(LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")

@@ -2,13 +2,11 @@
 
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
 ``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi the record has only
-bfloat16. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
-There is no empty_cache, although memory is pooled (`PT_HPU_POOL_STRATEGY`, `PT_HPU_POOL_MEM_ACQUIRE_PERC`,
-https://github.com/HabanaAI/gaudi-pytorch-bridge).
+bfloat16. Fused kernels: https://github.com/pytorch/pytorch/pull/148666. There is no empty_cache, although memory is
+pooled (https://github.com/HabanaAI/gaudi-pytorch-bridge).
 
-In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
-https://docs.habana.ai/en/latest/PyTorch/PyTorch_Gaudi_Theory_of_Operations.html) operations are collected until
-`mark_step` (https://docs.habana.ai/en/latest/PyTorch/Reference/mark_step.html), here at the end of every step.
+In lazy mode (``PT_HPU_LAZY_MODE=1``, no longer the default) operations are collected until `mark_step`
+(https://docs.habana.ai/en/latest/PyTorch/Reference/mark_step.html), here at the end of every step.
 
 Source: https://docs.habana.ai/en/latest/PyTorch/Reference/Python_Packages.html. Not run on hardware.
 """
@@ -17,14 +15,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule
-from ftrain.backends.generators import Generator
+from ftrain.backends.generators import Generator, seeded_before
 
 FIRST_GENERATION = "GAUDI"
 
@@ -35,13 +31,8 @@ class _Gaudi(DeviceModule):
         functions = self.module.random
         return Generator(functions.get_rng_state, functions.set_rng_state, functions.manual_seed)
 
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        with super().seeded(seed):
-            try:
-                yield
-            finally:
-                _mark_step()
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        return seeded_before(_mark_step, seed, self.generator)
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16,) if self.module.get_device_name() == FIRST_GENERATION else NARROW
@@ -49,8 +40,7 @@ class _Gaudi(DeviceModule):
 
 def _mark_step() -> None:
     if os.environ.get("PT_HPU_LAZY_MODE") == "1":
-        core: Any = importlib.import_module("habana_frameworks.torch.core")
-        core.mark_step()
+        importlib.import_module("habana_frameworks.torch.core").mark_step()
 
 
 DEVICE = _Gaudi("hpu")

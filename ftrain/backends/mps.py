@@ -1,9 +1,8 @@
 """Apple's GPUs, part of torch as `torch.mps`.
 
-There is one device and no float64 (https://docs.pytorch.org/docs/stable/notes/mps.html). Torch does not report the
-peak of memory; the record returns the memory that the driver has allocated, cache included, which is an upper bound of
-the peak since the cache was last emptied. Fused kernels are those of https://github.com/pytorch/pytorch/pull/127242.
-There are no graphs and no TF32; `torch.distributed` runs over gloo.
+There is one device and no float64 (https://docs.pytorch.org/docs/stable/notes/mps.html). Torch does not report the peak
+of memory; the record returns what the driver has allocated, cache included, which is an upper bound of the peak since
+the cache was last emptied. Fused kernels are those of https://github.com/pytorch/pytorch/pull/127242.
 
 Source: https://docs.pytorch.org/docs/stable/mps.html. Not run on hardware.
 """

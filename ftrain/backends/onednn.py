@@ -16,8 +16,8 @@ _LIBRARY: Any = torch.library.Library("ftrain", "FRAGMENT")  # type: ignore[no-u
 def is_faster() -> bool:
     """Whether oneDNN multiplies large float32 matrices faster than MKL, the BLAS of torch for x86.
 
-    On AMD's CPUs MKL is no faster than vectors of 256 bits allow. On an EPYC of family 26 oneDNN was more than 2 times
-    as fast with AVX-512, and 1.15 times without. No other family was measured, and none of Intel, the maker of MKL.
+    On AMD's CPUs MKL is no faster than vectors of 256 bits allow. On an EPYC of family 26, the only one measured,
+    oneDNN was more than 2 times as fast with AVX-512, and 1.15 times without.
     """
     onednn: Any = torch.backends.mkldnn
     mkl: Any = torch.backends.mkl

@@ -23,8 +23,8 @@ TEXTS = (
     "status_alloc_failed",
     "allocation_failed",
 )
-"""Parts of the error messages of devices without an error class, of allocators of the host, of compilers that report
-the error that stopped them, of threads without memory for their stack, and of kernel libraries:
+"""Parts of the error messages of devices without an error class, of allocators of the host, of compilers, of threads
+without memory for their stack, and of kernel libraries:
 ``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t;
 ``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``,
 https://docs.nvidia.com/deeplearning/cudnn/backend/latest/api/cudnn-graph-library.html#cudnnstatus-t."""
@@ -39,8 +39,8 @@ HEADROOM = 1 << 30
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host ran out of memory.
 
-    That oneDNN "could not create a primitive" counts only if the host cannot reserve another GiB, because of a limit
-    such as ``ulimit -v`` or without overcommitment. Otherwise smaller microbatches would not help.
+    That oneDNN "could not create a primitive" counts only if the host cannot reserve another GiB (``ulimit -v``):
+    otherwise smaller microbatches would not help.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

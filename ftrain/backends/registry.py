@@ -59,22 +59,21 @@ class Backend:
         describe: returns the name of the hardware, for messages.
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
         seeded: context that seeds torch's global generators with a 63-bit seed and restores them when it ends. Every
-            step runs in it; on a device that queues work lazily, the end of the context launches the work.
-        generators: saves the states of the generators that `seeded` seeds, and returns a function that restores them.
-            Recomputed operations then draw the same random numbers.
+            step runs in it; on a device that queues work lazily, its end launches the work.
+        generators: saves the states of these generators, and returns a function that restores them.
         synchronize: waits until the device has done all queued work.
         memory: returns the bytes in use.
         distributed: name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend has a reduce-scatter of its own. If it is made of an all-reduce, it sends
-            twice as much; ranks then use an all-to-all and add, and also gather by all-to-all.
+        reduce_scatter: whether that backend has a reduce-scatter that is not made of an all-reduce, which sends twice
+            as much. Without one, ranks use an all-to-all and add, and also gather by all-to-all.
         emulated_dtypes: those of `autocast_dtypes` whose matmuls convert to float32 and back, which is slower than
             float32.
         free: returns the free bytes, including those of the cache; None if the device does not report them.
         multiple: ``dtype -> int``; matmuls are fastest when the lengths of their axes are multiples of it.
         tf32: returns a context in which float32 matmuls may use TF32; None if the device has no TF32.
         empty_cache: returns cached memory to the device; None if there is no cache to empty.
-        caches_memory: whether the memory of a freed tensor is cached for the next one, so that allocation costs almost
-            nothing. Default: whether there is an `empty_cache`.
+        caches_memory: whether freed memory is cached, so that allocation costs almost nothing. Default: whether there
+            is an `empty_cache`.
         compile_backend: backend of `torch.compile`.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels support the device.
@@ -87,8 +86,7 @@ class Backend:
         float8: whether the device of this machine multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         immediate: whether the device has done its work when a call returns, so that reading a value never waits.
         platform: the hardware, for messages, where `name` does not say it.
-        package: the vendor's package that adds the device to torch. It is imported when the backend is requested by
-            name.
+        package: the vendor's package that adds the device to torch, imported when the backend is requested by name.
         install: how to install that package, for messages.
     """
 
@@ -151,9 +149,8 @@ _scanned = False
 def register(backend: Backend) -> None:
     """Add a backend, or replace the one of the same name.
 
-    Raises:
-        OptionError: if it is not a `Backend`; if torch has no device type of that name and the record has no `package`
-            that adds it.
+    Raises an OptionError if it is not a `Backend`, or if torch has no device type of that name and the record has no
+    `package` that adds it.
     """
     if not isinstance(backend, Backend):
         raise OptionError(f"backends.register: found {backend!r}; needs a Backend record")
@@ -174,9 +171,8 @@ def names() -> list[str]:
 def get(name: str) -> Backend:
     """Return the backend of that name, after importing the vendor's package.
 
-    Raises:
-        DeviceError: for an unknown name or a device that this machine lacks; the message lists the available ones, or
-            says what to install.
+    Raises a DeviceError for an unknown name or a device that this machine lacks; the message lists the available ones,
+    or says what to install.
     """
     if name not in _records:
         _load_entry_points()
@@ -192,22 +188,16 @@ def get(name: str) -> Backend:
 
 
 def of(device: torch.device | str) -> Backend:
-    """Return the backend of a device.
-
-    Raises:
-        DeviceError: if no backend is registered for its type.
-    """
+    """Return the backend of a device. Raises a DeviceError if no backend is registered for its type."""
     # No availability check: every step calls this, for tensors that are on the device already.
     name = device.type if isinstance(device, torch.device) else device.split(":")[0]
     return _records.get(name) or get(name)
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``, which must be available.
+    """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``.
 
-    Raises:
-        DeviceError: for an unknown or unavailable device (the message lists the available ones), and for a device
-            that is not the current one of its type.
+    Raises a DeviceError for one that is unknown, unavailable, or not the current one of its type.
     """
     backend = get(str(device).split(":")[0])
     try:
@@ -223,8 +213,7 @@ def resolve(device: torch.device | str) -> torch.device:
 def require_current(device: torch.device) -> None:
     """Check that a device with an index is the current device, since backends use its generators, streams and memory.
 
-    Raises:
-        DeviceError: if another device is the current one.
+    Raises a DeviceError if another device is the current one.
     """
     if device == torch.device(device.type):
         return
@@ -253,10 +242,7 @@ def widest(device: torch.device) -> torch.dtype:
 def default() -> Backend:
     """Return the backend that the environment variable `FTRAIN_BACKEND` names, else an accelerator, else the CPU.
 
-    No vendor's package is imported for this: a device whose package is not loaded yet must be named.
-
-    Raises:
-        DeviceError: if the named backend is not available.
+    No vendor's package is imported for this. Raises a DeviceError if the named backend is not available.
     """
     chosen = os.environ.get(CHOICE)
     if chosen:

@@ -1,8 +1,7 @@
 """AMD GPUs: torch serves them as device type ``cuda`` and `torch.cuda`, and says so in `torch.version.hip`.
 
-A build of torch supports NVIDIA or AMD, not both, so AMD has a record of its own. All AMD GPUs that ROCm supports
-compute in bfloat16. There is no TF32: `allow_tf32` affects NVIDIA GPUs only. The `torch.distributed` backend ``nccl``
-is RCCL.
+All AMD GPUs that ROCm supports compute in bfloat16. There is no TF32: `allow_tf32` affects NVIDIA GPUs only. The
+`torch.distributed` backend ``nccl`` is RCCL.
 
 Source: https://docs.pytorch.org/docs/stable/notes/hip.html. Not run on hardware.
 """
@@ -20,15 +19,11 @@ FLOAT8 = "gfx94", "gfx95"
 """MI300 and MI350, for which torchao has float8 (its `Float8TypeConfig`)."""
 
 
-def _float8() -> bool:
-    return str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8)
-
-
 BACKEND = dataclasses.replace(
     cuda.BACKEND,
     platform="AMD GPU",
     autocast_dtypes=lambda: NARROW,
     tf32=lambda: None,
     multiple=lambda dtype: 1,
-    float8=_float8,
+    float8=lambda: str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8),
 )

@@ -68,8 +68,7 @@ def on_host(leaf: Tensor, pinned: bool) -> Tensor:
 def in_file(leaf: Tensor, directory: Path) -> Tensor:
     """Return an uninitialized tensor like another, in a new memory-mapped file that is removed with the tensor.
 
-    Raises:
-        DeviceError: if the disk is too full.
+    Raises a DeviceError if the disk is too full.
     """
     handle, path = tempfile.mkstemp(prefix="ftrain-", dir=directory)
     try:
@@ -101,10 +100,9 @@ def _reserve(handle: int, size: int, directory: Path) -> None:
 
 
 def as_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the path of a directory for offloaded tensors, after creating it and checking that it is writable.
+    """Return the path of a directory for offloaded tensors, after creating it.
 
-    Raises:
-        OptionError: if it is not a path, or cannot be written.
+    Raises an OptionError if it is not a path, or cannot be written.
     """
     path = as_path("offload", "directory", directory)
     try:

@@ -1,10 +1,9 @@
 """TPUs, and the other devices that PyTorch/XLA supports, by `torch_xla`.
 
-Operations are collected, and `torch_xla.sync` compiles and launches them
-(https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
-(https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There is no
-cache to empty (XLA keeps freed memory and reuses it, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no
-graphs to record (each step is one) and no TF32; the compiler is ``openxla``.
+Operations are collected, and `torch_xla.sync` compiles and launches them, here at the end of every step. Autocast is to
+bfloat16 (https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There
+is no cache to empty (XLA keeps freed memory, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no graphs to
+record (each step is one) and no TF32.
 
 Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
 """
@@ -12,13 +11,11 @@ Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ftrain.backends.generators import Generator, save_generators, seeded
+from ftrain.backends.generators import Generator, save_generators, seeded_before
 from ftrain.backends.registry import Backend, Memory
 
 
@@ -35,15 +32,6 @@ def _generator() -> Generator:
     return Generator(model.get_rng_state, model.set_rng_state, model.set_rng_state)
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with seeded(seed, _generator()):
-        try:
-            yield
-        finally:
-            _xla().sync()
-
-
 def _memory() -> Memory:
     info = _model().get_memory_info()
     # Not all versions report the peak.
@@ -58,7 +46,7 @@ BACKEND = Backend(
     available=lambda: _xla().device_count() > 0,
     describe=lambda: f"{_xla('torch_xla.runtime').device_type()} by XLA",
     autocast_dtypes=lambda: (torch.bfloat16,),
-    seeded=_seeded,
+    seeded=lambda seed: seeded_before(_xla().sync, seed, _generator()),
     generators=lambda: save_generators(_generator()),
     synchronize=lambda: _xla().sync(wait=True),
     memory=_memory,

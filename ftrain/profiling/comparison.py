@@ -58,10 +58,11 @@ class Original:
     def measured_peak(self, variant: Step, batch: PyTree, at_rest: int) -> int | None:
         """Run a variant whose state and batch take `at_rest` bytes, wait for the device, and return those at the peak.
 
-        Returns None if a copy of the state does not fit beside the original.
+        None if a copy of the state does not fit beside the original.
         """
         try:
-            return at_rest + measure(variant, self.state_for(variant), batch).beyond_start
+            beyond_start, _ = measure(variant, self.state_for(variant), batch)
+            return at_rest + beyond_start
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -32,12 +32,9 @@ WIDTH = 14
 def report(names: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of the report; the measurements take a few seconds per device.
 
-    Args:
-        names: names of devices, whose packages are imported. Default: all devices that are available without importing
-            a vendor's package.
-
-    Raises:
-        DeviceError: for a device that is not available; the message lists those that are, or says what to install.
+    `names` are those of devices, whose packages are imported; by default all devices that are available without
+    importing a vendor's package. Raises a DeviceError for a device that is not available; the message lists those that
+    are, or says what to install.
     """
     chosen = [backends.get(name) for name in names]
     yield from _versions()
@@ -64,7 +61,6 @@ def _versions() -> Iterator[str]:
 
 
 def _status(record: Backend) -> str:
-    """Return whether the device is available, without importing the vendor's package."""
     if record.present:
         return _try(lambda record: record.describe(), record)
     if not record.package:
@@ -117,7 +113,6 @@ def _attention(record: Backend) -> str:
 
 
 def _matmuls(record: Backend) -> str:
-    """Return the rate of a square matmul in float32 and in each narrow dtype."""
     texts = [f"{dtype_name(dtype)} {_matmul(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
     tf32 = record.tf32()
     if tf32 is not None:

@@ -10,11 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class Running:
-    """Follows the submodules of a module as they run.
-
-    Args:
-        module: the module; None for a loss without a module.
-    """
+    """Follows the submodules of a module as they run; the module is None for a loss without one."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}

@@ -17,15 +17,10 @@ MOST_SHOWN = 20
 
 
 class PrecisionRow(NamedTuple):
-    """What a part of a model lost to a narrow dtype. Shares are of elements, in [0, 1], as `ftrain.with_amp` defines.
+    """What a part of a model lost to a narrow dtype: shares of elements in [0, 1], as `ftrain.with_amp` defines them.
 
-    Args:
-        part: name of the module or block.
-        overflow: share of its outputs that overflowed.
-        underflow: share of its outputs that underflowed.
-        grad_overflow: share of the gradient of its outputs that overflowed; 0 without a gradient.
-        grad_underflow: share of that gradient that underflowed; 0 without a gradient.
-        first: the first step with an overflow, forward or backward; None without one, or if steps are not known.
+    They are of the outputs of a module or block, and of the gradient of these; 0 without a gradient. `first` is the
+    first step with an overflow, forward or backward; None without one, or if steps are not known.
     """
 
     part: str
@@ -40,9 +35,8 @@ class PrecisionRow(NamedTuple):
 class PrecisionReport:
     """The result of `precision_report`; `print` shows it as a table.
 
-    Args:
-        rows: every watched part. First the parts in which an overflow begins, by step and share; then the parts that
-            contain them, or whose gradient overflowed; then the others, by the share that underflowed.
+    Its rows are every watched part. First the parts in which an overflow begins, by step and share; then the parts that
+    contain them, or whose gradient overflowed; then the others, by the share that underflowed.
     """
 
     rows: tuple[PrecisionRow, ...]
@@ -72,11 +66,10 @@ def _percent(share: float) -> str:
 def precision_report(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> PrecisionReport:
     """Return where a narrow dtype overflows or underflows in a model, from steps ``with_amp(..., watch=True)``.
 
-    Reads the metrics, and so waits for the device if they are on one.
+    Waits for the device if the metrics are on one.
 
     Args:
-        metrics: metrics of one step, or the history of `ftrain.fit` or any of its records. Shares are means over the
-            steps.
+        metrics: metrics of one step, or the history of `ftrain.fit` or any of its records. Shares are means over steps.
 
     Raises:
         OptionError: if it is neither, or the steps were not watched.

@@ -162,10 +162,7 @@ def _close(racers: Mapping[K, Racer]) -> None:
 class Loading(NamedTuple):
     """Seconds per batch of a source of data.
 
-    Args:
-        alone: to load the batch, and nothing else.
-        ready: to train on it when it is on the device already.
-        together: to load it and to train on it.
+    They are to load it and nothing else (`alone`), to train on it when it is on the device already (`ready`), and both.
     """
 
     alone: float

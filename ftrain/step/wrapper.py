@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
@@ -35,6 +36,19 @@ class OnLoss:
 
     wrap: Callable[[Loss], Loss]
     order: int = 2
+
+
+def extend_scope(
+    loss: Loss, inner: Callable[[bool], AbstractContextManager[Any]]
+) -> Callable[[bool], AbstractContextManager[None]]:
+    """Return a `Loss.scope` that enters the scope of a loss, and then ``inner(training)``."""
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training), inner(training):
+            yield
+
+    return scope
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError, StructureError, require_positive, require_range
+from ftrain.errors import StructureError, require_positive, require_range, whole_number
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
@@ -22,11 +22,8 @@ def ema(decay: float = 0.999) -> Wrapper:
 
     .. math:: a \leftarrow d\,a + (1 - d)\,p
 
-    after every update; it starts at the initial parameters. `averaged` returns the state with the average in place of
-    the parameters.
-
-    Args:
-        decay: :math:`d` in [0, 1).
+    with the decay :math:`d` in [0, 1), after every update; it starts at the initial parameters. `averaged` returns the
+    state with the average.
 
     Raises:
         OptionError: when `decay` is not in its range.
@@ -56,8 +53,8 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
     .. math:: a \leftarrow a + (p - a) / n
 
     after update `start` + `every` and then after each `every`-th update, where :math:`n` counts these averages. Before
-    the first, :math:`a` equals the parameters. `averaged` returns the state with the average in place of the
-    parameters; its BatchNorm statistics are those of the trained parameters. Updates that a wrapper skips do not count.
+    the first, :math:`a` equals the parameters. Updates that a wrapper skips do not count. `averaged` returns the state
+    with the average; its BatchNorm statistics are those of the trained parameters.
 
     Args:
         start: number of updates before the averaging begins.
@@ -67,8 +64,7 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
         OptionError: when `start` or `every` is not in its range.
     """
     require_positive(SWA, "every", every)
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise OptionError(f"swa: start is {start!r}, needs a whole number of at least 0")
+    start = whole_number(SWA, "start", start)
 
     def wrap(update: UpdateFn) -> UpdateFn:
         def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -116,8 +112,7 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
         kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
 
     Raises:
-        StructureError: when the state has no such average, when it has both and `kind` is None, or when `state` is
-            not a state.
+        StructureError: when the state has no such average, or both and `kind` is None, or is not a state.
     """
     require_state("averaged", state)
     kinds = [name for name in (EMA, SWA) if name in state.slots]

@@ -10,6 +10,6 @@ def donated() -> Wrapper:
     """Reuse the memory of the old state for the new one; using the old state afterwards raises `ConsumedError`.
 
     The result is the same to the bit. `fit` donates by default. Where an update may be refused (fp16,
-    `skip_nonfinite`), both states are needed until that is known, and no memory is saved.
+    `skip_nonfinite`), both states are needed until then, and no memory is saved.
     """
     return Wrapper("donated", step=OnStep(donate=True))

@@ -13,9 +13,8 @@ def empty_cache(every: int) -> Wrapper:
     """Return the memory that the device's allocator has cached to the device after every n-th step.
 
     Use it for other processes on the device, and against fragmentation where the lengths of batches change. Torch must
-    then allocate the memory again, which takes time (often a tenth of a step for ``every=1``). The host does this after
-    it has queued the step, outside of any graph. On a device without such a cache a warning in the log says once that
-    this does nothing.
+    then allocate the memory again: often a tenth of a step for ``every=1``. The host does this after it has queued the
+    step, outside of any graph. On a device without such a cache, the log says once that this does nothing.
 
     Args:
         every: the cache is emptied after each step whose number, the state's `step`, is a multiple of this.

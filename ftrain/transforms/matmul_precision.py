@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Literal
 
 from ftrain.backends.device_module import float32_matmul_precision
 from ftrain.errors import ComposeError, OptionError
-from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper
 from ftrain.types import Loss
 
 CHOICES = ("highest", "high", "medium")
@@ -21,11 +21,8 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
 
     As `torch.set_float32_matmul_precision`: ``"highest"`` is float32, ``"high"`` may use TF32 (10 bits of mantissa) or
     three bfloat16 matmuls, ``"medium"`` one bfloat16 matmul. Where a device has none of these, all three are float32.
-    The setting of the process is changed while the step runs or is compiled, and then restored: it is not safe for
-    steps of different precision in several threads at once.
-
-    Args:
-        precision: ``"highest"``, ``"high"`` or ``"medium"``.
+    The setting of the process is changed while the step runs or is compiled, so steps of different precision must not
+    run in several threads at once.
 
     Raises:
         OptionError: for another precision.
@@ -41,18 +38,12 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
 def set_matmul_precision(loss: Loss, text: str, precision: Callable[[], AbstractContextManager[None]]) -> Loss:
     """Return a loss whose step runs in the context ``precision()``; `text` is how the wrapper prints.
 
-    Raises:
-        ComposeError: when another wrapper of the loss sets the precision already.
+    Raises a ComposeError when another wrapper of the loss sets the precision already.
     """
     if loss.matmul_precision:
         raise ComposeError(
             f"{text}: {loss.matmul_precision} sets the precision of float32 matmuls already; leave out one of the "
             f"two:\n{loss.text}"
         )
-
-    @contextmanager
-    def scope(training: bool) -> Iterator[None]:
-        with loss.scope(training), precision():
-            yield
-
+    scope = extend_scope(loss, lambda training: precision())
     return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), matmul_precision=text)

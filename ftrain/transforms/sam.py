@@ -24,16 +24,12 @@ def sam(rho: float = 0.05) -> Wrapper:
 
     .. math:: g = \nabla L(p + \rho\, \nabla L(p) / \lVert \nabla L(p) \rVert_2)
 
-    with one norm over all parameters, so that a step runs forward and backward twice. Both passes have the same batch,
-    the same random numbers (dropout) and the same buffers at their start. Loss, metrics and new buffers (statistics of
-    BatchNorm) are those of the first pass, at the parameters themselves. Where the gradient is zero, the parameters are
-    not moved.
+    with the distance :math:`\rho` and one norm over all parameters. A step runs forward and backward twice, with the
+    same batch, random numbers (dropout) and buffers. Loss, metrics and new buffers (statistics of BatchNorm) are those
+    of the first pass, at the parameters themselves. Where the gradient is zero, the parameters are not moved.
 
     Written after `accumulate`, it moves the parameters along the gradient of the whole batch; written before it, along
     that of each microbatch, which the paper calls m-sharpness.
-
-    Args:
-        rho: distance :math:`\rho` by which the parameters are moved.
 
     Raises:
         OptionError: when `rho` is not a positive number.

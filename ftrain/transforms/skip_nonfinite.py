@@ -20,12 +20,12 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
 
     A bad step changes only the step count and this wrapper's counters, which are on the device: `skipped` (all bad
     steps), `in_a_row` (bad steps since the last good one), `steps`, and `reached` (the step at which `in_a_row` last
-    equalled the limit). The position among the wrappers makes no difference; float16 overflows count as bad steps. The
+    equalled the limit). Its position among the wrappers makes no difference; float16 overflows count as bad steps. The
     metric `skipped` says which steps were bad.
 
     Args:
         limit: the number of bad steps in a row that is an error, even if good steps have followed. `fit` raises it when
-            it next reads metrics, within `log_every` steps; in your own loop call `step.check(state)`.
+            it next reads metrics; in your own loop call `step.check(state)`.
 
     Raises:
         OptionError: when `limit` is not a positive whole number.

@@ -35,10 +35,10 @@ def skip_spikes(
     ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
     window, which is the percentile clipping of bitsandbytes.
 
-    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` has the norms and the number of
-    spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are not stored, and
-    such steps are not skipped: `skip_nonfinite` does that. The norm is that of the gradient that this wrapper gets:
-    write it before `clip`. With ``"skip"``, donation saves no memory.
+    The metric `spike` says in which steps it acted. A skipped step changes only the step count and
+    ``state.slots["skip_spikes"]``, the norms and the number of spikes. Norms that are infinite or NaN are not stored,
+    and their steps are not skipped: `skip_nonfinite` does that. The norm is that of the gradient that this wrapper
+    gets: write it before `clip`. With ``"skip"``, donation saves no memory.
 
     Args:
         factor: what the quantile is multiplied by.
@@ -81,9 +81,8 @@ def skip_spikes(
 
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
     on_grad = OnGrad(wrap, may_refuse_updates=action == "skip", reads_norm=True)
-    return Wrapper(
-        NAME, text, grad=on_grad, slot=SlotSpec(partial(_initial_slot, window)), validate=_require_whole_batches
-    )
+    slot = SlotSpec(partial(_initial_slot, window))
+    return Wrapper(NAME, text, grad=on_grad, slot=slot, validate=_require_whole_batches)
 
 
 def _require_whole_batches(step: Any) -> None:

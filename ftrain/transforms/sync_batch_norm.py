@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ftrain.parallel.mesh import Group
 from ftrain.parallel.rows import current
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.blocks import forwarding
-from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper
 from ftrain.types import Loss
 
 NAME = "sync_batch_norm"
@@ -28,10 +28,9 @@ FORWARDS = _BatchNorm.forward, nn.SyncBatchNorm.forward
 def sync_batch_norm() -> Wrapper:
     """Let BatchNorm normalise by the mean and variance over the examples of all ranks of `sharded`.
 
-    In a training step, every `torch.nn` BatchNorm of the module that is in training mode uses the statistics of the
-    whole batch (with `accumulate`, of the whole microbatch), in both passes and in its running statistics. Each layer
-    waits for two all-reduces in the forward pass and one in the backward pass, of a few numbers per channel. Calls of
-    ``F.batch_norm`` are not changed.
+    In a training step, every `torch.nn` BatchNorm that is in training mode uses the statistics of the whole batch (with
+    `accumulate`, of the whole microbatch), in both passes and in its running statistics. Each layer waits for two
+    all-reduces in the forward pass and one in the backward pass. Calls of ``F.batch_norm`` are not changed.
 
     Raises:
         ComposeError: from the step, for a loss without a module or without BatchNorm, or for a subclass of BatchNorm
@@ -42,14 +41,12 @@ def sync_batch_norm() -> Wrapper:
     def wrap(loss: Loss) -> Loss:
         layers = _batch_norms(loss)
 
-        @contextmanager
-        def scope(training: bool) -> Iterator[None]:
-            # Within the scope of the loss, in which other wrappers may have replaced forwards too.
-            with loss.scope(training):
-                forwards = [(layer, partial(_forward, layer, layer.forward)) for layer in layers]
-                with forwarding(forwards) if training else nullcontext():
-                    yield
+        def synchronised(training: bool) -> AbstractContextManager[None]:
+            # Other wrappers of the loss may have replaced forwards, too.
+            forwards = [(layer, partial(_forward, layer, layer.forward)) for layer in layers]
+            return forwarding(forwards) if training else nullcontext()
 
+        scope = extend_scope(loss, synchronised)
         return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, NAME))
 
     def sends(step: Any) -> dict[str, str]:

@@ -22,9 +22,9 @@ GROUP_BYTES = 1 << 19
 def update_in_backward() -> Wrapper:
     """Update each parameter within the backward pass, when its gradient is complete (Lv et al. 2023, arXiv:2306.09782).
 
-    The gradient is then freed before the next one is computed: at most the largest gradient exists, not all of them.
-    The result is the same to the bit. With donation, a step that fails in its backward pass has consumed its state,
-    some of which is updated. In a step that is compiled whole, the compiler decides when a gradient is freed.
+    The gradient is then freed before the next one is computed. The result is the same to the bit. With donation, a step
+    that fails in its backward pass has consumed its state, some of which is updated. In a step that is compiled whole,
+    the compiler decides when a gradient is freed.
 
     Raises:
         ComposeError: beside a wrapper that needs all gradients at once (`clip`, `accumulate`, `skip_nonfinite`, fp16,

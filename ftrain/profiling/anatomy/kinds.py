@@ -18,6 +18,8 @@ KINDS = (
     "temporaries",
 )
 PARAMETERS, FROZEN, GATHERED, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
+COPIED = PARAMETERS, FROZEN, GATHERED, COPIES
+"""The kinds whose casts are low-precision copies."""
 
 
 def classify(recorder: AllocationRecorder) -> None:
@@ -39,11 +41,12 @@ def classify(recorder: AllocationRecorder) -> None:
         return allocation.phase == UPDATE and first_end < allocation.start < recorder.update_start
 
     for allocation in timeline.allocations:
+        cast_of = allocation.cast_of
         if allocation.kind:
             continue
         if allocation.is_gathered:
             allocation.kind = GATHERED
-        elif allocation.phase == FORWARD and _is_parameter(allocation.cast_of):
+        elif allocation.phase == FORWARD and cast_of is not None and cast_of.kind in COPIED:
             allocation.kind = COPIES
         elif allocation.phase == FORWARD and outlives(allocation, starts):
             allocation.kind = ACTIVATIONS
@@ -51,7 +54,3 @@ def classify(recorder: AllocationRecorder) -> None:
             allocation.kind = GRADIENTS
         else:
             allocation.kind = TEMPORARIES
-
-
-def _is_parameter(allocation: Allocation | None) -> bool:
-    return allocation is not None and allocation.kind in (PARAMETERS, FROZEN, GATHERED, COPIES)

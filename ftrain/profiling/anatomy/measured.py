@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import profile
@@ -22,30 +22,18 @@ MEMORY = "[memory]"
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
-class Measured(NamedTuple):
-    """The measured memory and time of a step.
+def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str, float]]:
+    """Return the bytes that a step allocates at its peak, and its seconds by group of operations.
 
-    Args:
-        beyond_start: bytes at the peak, without those that were allocated before the step.
-        seconds: time by group of operations: of kernels on a device, and on a CPU of each operation without those that
-            it calls.
-    """
-
-    beyond_start: int
-    seconds: dict[str, float]
-
-
-def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
-    """Run a step twice, the second time under torch's profiler, and wait for the device.
-
-    A step that donates consumes the state.
+    The seconds are of kernels on a device, and on a CPU of each operation without those that it calls. Runs the step
+    twice, the second time under torch's profiler, and waits for the device. A step that donates consumes the state.
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
     with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
         step(state, batch)
         backends.of(device).synchronize()
-    return Measured(_peak(profiler, device), _seconds(profiler, on_host=device == tree.HOST))
+    return _peak(profiler, device), _seconds(profiler, on_host=device == tree.HOST)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     """Return the step on ranks that do not exist, which runs on fake tensors only; `mesh` and `level` as for `anatomy`.
 
     Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
-    step cannot run on ranks, or not at this level.
+    step cannot run on these ranks.
     """
     options_of_step = _options_of_sharded(step)
     if options_of_step is None and mesh is None:

@@ -12,19 +12,29 @@ from torch import Tensor, nn
 from ftrain import tree
 from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
 from ftrain.backends.transfers import is_abstract, is_in_file
-from ftrain.errors import FtrainError, TraceError
+from ftrain.errors import FtrainError, StructureError, TraceError
+from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
 from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
-from ftrain.profiling.step_variants import nbytes
+from ftrain.profiling.step_variants import nbytes, remove_wrapper
 from ftrain.step.core import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, TrainState, UpdateFn, replace
 
 
-def abstract_state(step: Step, module: nn.Module) -> TrainState:
-    """Return the initial state of a step whose loss has a module, as fake tensors."""
-    mode, slots = FakeTensorMode(allow_non_fake_inputs=True), slots_of(module)
+def whole_state(function: str, step: Step, state: TrainState | None) -> TrainState:
+    """Return a state, or without one the initial state of a step on one device, as fake tensors.
+
+    Raises a StructureError if there is no state and the loss has no module.
+    """
+    if state is not None:
+        return state
+    if step.base.module is None:
+        raise StructureError(
+            f"{function}: {step.base.text} has no module; pass a state: {function}(step, step.init(params), batch)"
+        )
+    mode, slots = FakeTensorMode(allow_non_fake_inputs=True), slots_of(step.base.module)
     fakes: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name not in fakes:
@@ -32,7 +42,7 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
             fake = fake_like(mode, tensor, tree.HOST)
             fakes[slot.name] = fake if slot.is_buffer else nn.Parameter(fake, tensor.requires_grad)
     with mode, bound(slots, [fakes[slot.name] for slot in slots]):
-        return step.init()
+        return remove_wrapper(step, SHARDED).init()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -58,19 +58,14 @@ class Anatomy:
     @cached_property
     def at_peak(self) -> dict[str, int]:
         """Bytes at the peak, by kind."""
-        sizes = Counter[str]()
-        for allocation in self._alive_at_peak:
-            sizes[allocation.kind] += allocation.size
+        sizes = _sums((each.kind, each.size) for each in self._alive_at_peak)
         return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
 
     @cached_property
     def activations(self) -> dict[str, int]:
         """Bytes at the peak that are saved for the backward pass, by the module that computed them."""
-        sizes = Counter[str]()
-        for allocation in self._alive_at_peak:
-            if allocation.kind == ACTIVATIONS:
-                sizes[_block(allocation.module)] += allocation.size
-        return dict(sizes)
+        saved = (each for each in self._alive_at_peak if each.kind == ACTIVATIONS)
+        return dict(_sums((_block(each.module), each.size) for each in saved))
 
     @property
     def _alive_at_peak(self) -> list[Allocation]:
@@ -86,10 +81,7 @@ class Anatomy:
     @cached_property
     def flops(self) -> dict[str, int]:
         """Floating-point operations by group."""
-        counts = Counter[str]()
-        for operation in self.timeline.operations:
-            counts[operation.group] += operation.flops
-        return dict(counts)
+        return dict(_sums((each.group, each.flops) for each in self.timeline.operations))
 
     @cached_property
     def traffic(self) -> list[Traffic]:
@@ -99,11 +91,7 @@ class Anatomy:
     @property
     def at_rest(self) -> Counter[str]:
         """Bytes that are allocated before the step, by kind."""
-        by_kind = Counter[str]()
-        for allocation in self.timeline.allocations:
-            if not allocation.phase:
-                by_kind[allocation.kind] += allocation.size
-        return by_kind
+        return _sums((each.kind, each.size) for each in self.timeline.allocations if not each.phase)
 
     @property
     def measured_ratio(self) -> float | None:
@@ -138,12 +126,8 @@ class Anatomy:
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Plot the memory over the operations of the step.
 
-        Args:
-            path: a PNG or SVG file to write. Default: none.
-
-        Raises:
-            OptionError: for a path with another suffix.
-            FtrainError: if matplotlib is not installed.
+        `path` is a PNG or SVG file to write. Raises an OptionError for another suffix, and an FtrainError without
+        matplotlib.
         """
         file, figure = as_file(path), blank(8.0, 4.0)
         axes, phases = figure.add_subplot(), [each.phase for each in self.timeline.operations]
@@ -220,6 +204,13 @@ class Anatomy:
                 line += f"  {seconds * 1e3:>10,.2f} ms  {seconds / max(total_seconds, 1e-12):6.1%}"
             lines.append(line)
         return lines
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
+    sums = Counter[str]()
+    for key, number in pairs:
+        sums[key] += number
+    return sums
 
 
 def _block(name: str) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
-from ftrain.errors import StructureError
-from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
-from ftrain.profiling.anatomy.predicted import abstract_state, predict
+from ftrain.profiling.anatomy.predicted import predict, whole_state
 from ftrain.profiling.anatomy.record import Anatomy
-from ftrain.profiling.step_variants import remove_wrapper, require_step
+from ftrain.profiling.step_variants import require_step
 from ftrain.step.across_ranks import ranks_of, require_all_ranks
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -29,16 +27,16 @@ def anatomy(
     """Return the memory and the work of a step, predicted and measured.
 
     The prediction runs the step operation by operation on fake tensors, so a model may be larger than this machine. It
-    counts the state, the batch and every tensor that the step allocates. It does not count constants of the loss, the
-    saved state of torch's generator (5 KB on a CPU), and what kernels allocate for their own use, which is only
-    measured; with convolutions and `nn.LSTM` on a CPU it can be as large as the activations. The groups of operations
-    are those of Ivanov et al. 2021 (arXiv:2007.00072).
+    counts every tensor of the state, the batch and the step; not constants of the loss, the saved state of torch's
+    generator (5 KB on a CPU), and what kernels allocate for their own use, which is only measured: with convolutions
+    and `nn.LSTM` on a CPU as much as the activations. The groups of operations are those of Ivanov et al. 2021
+    (arXiv:2007.00072).
 
-    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor stores fewer results, but
-    may take more with convolutions, whose inputs Inductor copies. If the step is measured, the ratio is shown.
+    A compiled step is predicted as if it ran eagerly; the measured ratio is shown. It usually takes less, but may take
+    more with convolutions, whose inputs Inductor copies.
 
     On many ranks, this is the anatomy of the first rank, which needs the most memory, and the bytes that it sends. With
-    `mesh` the ranks need not exist: the step of the first rank runs on fake tensors, without communication.
+    `mesh` the ranks need not exist.
 
     Args:
         step: the step.
@@ -88,21 +86,5 @@ def anatomy_for(
     if ranks_of(step.wrappers) > 1:
         require_all_ranks(function)
     # Only a step that donates writes to its state.
-    measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
-    at_peak = predicted.at_rest.total() + measured.beyond_start
-    return dataclasses.replace(predicted, measured=at_peak, seconds=measured.seconds)
-
-
-def whole_state(function: str, step: Step, state: TrainState | None) -> TrainState:
-    """Return a state, or without one the initial state of a step on one device, as fake tensors.
-
-    Raises a StructureError if there is no state and the loss has no module.
-    """
-    if state is not None:
-        return state
-    if step.base.module is None:
-        text = step.base.text
-        raise StructureError(
-            f"{function}: {text} has no module; pass a state: {function}(step, step.init(params), batch)"
-        )
-    return abstract_state(remove_wrapper(step, SHARDED), step.base.module)
+    beyond_start, seconds = run_measured(step, tree.clone(state) if step.donate else state, batch)
+    return dataclasses.replace(predicted, measured=predicted.at_rest.total() + beyond_start, seconds=seconds)

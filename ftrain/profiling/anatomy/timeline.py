@@ -118,7 +118,6 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 allocation.kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record it."""
         if func is torch.ops.prim.device.default:
             return args[0].device  # A shortcut for half of all calls.
         kwargs = kwargs or {}
@@ -151,7 +150,6 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _phase(self) -> str:
-        """Return the phase of the step that the calling thread runs."""
         # The autograd engine has a task while it computes gradients, rematerialisation included.
         if in_backward():
             return BACKWARD
@@ -159,6 +157,5 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return FORWARD if torch.is_grad_enabled() or self.running.is_followed else UPDATE
 
     def _source(self, args: Any) -> Allocation | None:
-        """Return the allocation of the first tensor among the arguments."""
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
         return self._live.get(storage_id(first))

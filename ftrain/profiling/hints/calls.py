@@ -98,16 +98,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_trial = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and record it."""
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self._ranks.append(kernel_rank(func))
         if func in FIRST_FACTOR and not self._is_trial and not is_unrecorded():
             first, second = args[FIRST_FACTOR[func] :][:2]
-            *batch, rows, inner = first.shape
+            rows, inner = first.shape[-2:]
             columns = second.shape[-1]
-            flops = 2 * rows * inner * columns * (batch[0] if batch else 1)
-            is_exact = _is_exact(first.dtype)
+            flops = 2 * first.numel() * columns
+            is_float32 = first.dtype == torch.float32 and float32_precision() == "highest"
+            is_exact = is_float32 or first.dtype == torch.float64
             self.matmuls.append(Matmul(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
         return returned
 
@@ -115,10 +115,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def kernel_rank(operation: Any) -> int:
     """Return the rank of a fused attention kernel."""
     return MIDDLE if "efficient" in operation.name() else FASTEST
-
-
-def _is_exact(dtype: torch.dtype) -> bool:
-    return dtype == torch.float64 or (dtype == torch.float32 and float32_precision() == "highest")
 
 
 class _AttentionRecorder(TorchFunctionMode):
@@ -129,7 +125,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; run attention again with other arguments, to find those that force a slower kernel."""
+        # Attention runs again with other arguments, to find those that force a slower kernel.
         kwargs = kwargs or {}
         if func not in unfused.ATTENTION or is_unrecorded():
             return func(*args, **kwargs)

@@ -83,20 +83,17 @@ class Facts:
     attentions: Sequence[Attention]
     compiled: bool
     mixed: bool
-    """Whether the step has mixed precision."""
     operations: int
     flops: int
     """Floating-point operations of all matmuls of the step."""
     multiple: Callable[[torch.dtype], int]
     """``dtype -> number`` that lengths of axes should be multiples of."""
     tf32: bool
-    """Whether the device has TF32."""
     rate: float
     """Floating-point operations per second of a large matmul, in the dtype of the largest one of the step."""
     launch: float
     """Seconds to launch an operation."""
     seconds: float
-    """Seconds of the step."""
     loading: Loading | None = None
     tried: Mapping[Remedy, Interval] = field(default_factory=dict)
     """Examples per second with a remedy, relative to the step, for those that were measured."""
@@ -105,13 +102,7 @@ class Facts:
 
 
 class Hint(NamedTuple):
-    """Something that makes a step slow.
-
-    Args:
-        name: name of the rule.
-        evidence: what was measured.
-        advice: what to do.
-    """
+    """Something that makes a step slow: the name of a rule, the evidence that was measured, and advice what to do."""
 
     name: str
     evidence: str

@@ -30,12 +30,11 @@ ROUNDS = 7
 def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree] | None = None) -> list[Hint]:
     """Return what makes a step slow on this machine, and what to do about it.
 
-    The rules look for: data that the device waits for; operations that take longer to launch than the matmuls take; a
-    batch too small to fill the device; matmuls in a dtype that the device emulates; a step that is faster in bfloat16
-    where that is native; TF32 that is off; axes of matmuls whose lengths are not multiples of what the device needs
-    (8 for 16-bit dtypes on NVIDIA GPUs, and 64 from compute capability 8.0 on, by NVIDIA's guide to matrix
-    multiplication); and arguments of attention that force a slower kernel. Takes seconds, or minutes if the step is
-    compiled: it runs on copies of the state, in bfloat16 too, and with twice the batch if that is predicted to fit.
+    The rules look for data that the device waits for, launches that take longer than the matmuls, a batch too small to
+    fill the device, a dtype that is emulated or slower than another, axes of matmuls whose lengths are not multiples of
+    what the device needs (`Backend.multiple`), and arguments of attention that force a slower kernel. Takes seconds, or
+    minutes if the step is compiled: it runs on copies of the state, in bfloat16 too, and with twice the batch if that
+    is predicted to fit.
 
     Args:
         step: the step.

@@ -68,12 +68,8 @@ class Row:
 class Ladder:
     """The result of `ftrain.ladder`; `print` shows it as a table.
 
-    Args:
-        title: what was measured, and where.
-        rows: first the step as given, then each technique alone, then the stacks.
-        rounds: number of times that each was timed.
-        loading: times of the data; None if there was no data.
-        hints: what makes the step slow.
+    Its rows are first the step as given, then each technique alone, then the stacks. Each was timed for this number of
+    rounds; `loading` is None if there was no data.
     """
 
     title: str
@@ -98,12 +94,8 @@ class Ladder:
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Plot speed against memory, relative to the step as given.
 
-        Args:
-            path: a PNG or SVG file to write. Default: none.
-
-        Raises:
-            OptionError: for a path with another suffix.
-            FtrainError: if matplotlib is not installed.
+        `path` is a PNG or SVG file to write. Raises an OptionError for another suffix, and an FtrainError without
+        matplotlib.
         """
         file, figure = as_file(path), blank(9.0, 4.5)
         axes, base = figure.add_subplot(), self.rows[0].peak or 1
@@ -135,7 +127,9 @@ class Ladder:
                 lines.append(_line(row, "" if row.method == last_method else row.method, base, unit))
                 last_method = row.method
         if self.loading is not None:
-            lines.append(_loading_line(self.loading))
+            waiting = f"the device waits {self.loading.waiting:.0%} of the time"
+            times = f"{self.loading.alone * 1e3:.3g} ms/batch; {waiting}"
+            lines.append(f"{'data preloading':<22} {'data as given':<25} {times}")
         lines += ["", *_legend(self.rounds)]
         if any(row.emulated for row in self.rows):
             lines.append(EMULATED)
@@ -173,8 +167,3 @@ def _line(row: Row, method: str, base: int, unit: int) -> str:
         f"{row.peak / base:.0%}" if row.peak and base else "",
         "" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
     ).rstrip()
-
-
-def _loading_line(loading: Loading) -> str:
-    text = f"{loading.alone * 1e3:.3g} ms/batch; the device waits {loading.waiting:.0%} of the time"
-    return f"{'data preloading':<22} {'data as given':<25} {text}"

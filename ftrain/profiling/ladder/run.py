@@ -13,11 +13,11 @@ from ftrain.backends.oom import is_out_of_memory
 from ftrain.errors import FtrainError, OptionError, TraceError, require_positive
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
-from ftrain.profiling.hints import Hint, facts_of, run_rules
+from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import nbytes, require_one_rank, require_step
-from ftrain.profiling.timing import Interval, Loading, interval, loading, race
+from ftrain.profiling.timing import interval, loading, race
 from ftrain.step.autocast import DTYPES
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -45,20 +45,19 @@ def ladder(
     """Measure how much time and memory the techniques of the performance guides save for a step.
 
     The techniques are those of "Methods and tools for efficient training on a single GPU" in the documentation of
-    transformers, and a few more. Each is tried alone; then those that made the step faster are stacked on top of each
-    other, and so are those that made it smaller. All take turns with the step as given, and speeds are relative to it
-    in the same round. Memory is that of `ftrain.anatomy`; for a step that reads the value of a tensor it is only
-    measured, and there are no hints. A technique that does not apply, or does not fit into memory, is a row that says
-    why. Steps run as they are passed: `fit` donates, which here is a technique. Takes a minute or more, most of it to
-    compile.
+    transformers, and a few more. Each is tried alone; then those that made the step faster are stacked, and so are
+    those that made it smaller. All take turns with the step as given, and speeds are relative to it in the same round.
+    Memory is that of `ftrain.anatomy`; for a step that reads the value of a tensor it is only measured, and there are
+    no hints. A technique that does not apply or fit is a row that says why. `fit` donates, which here is a technique.
+    Takes a minute or more, most of it to compile.
 
     Args:
         step: the step.
         state: its state, which does not change: all steps run on copies.
         batch: a batch.
         data: batches, to measure whether the device waits for them; their position is restored.
-        techniques: those to try, by name (``"remat()"``) or by method (``"mixed precision"``), or a `Technique` of
-            your own. Default: all of `ftrain.profiling.ladder.TECHNIQUES`.
+        techniques: those to try, by name (``"remat()"``) or by method (``"mixed precision"``), or a `Technique` of your
+            own. Default: all of `ftrain.profiling.ladder.TECHNIQUES`.
         stacked: whether to try stacks too.
         throughput: name -> function that counts something in a batch, such as tokens. The first replaces examples in
             the table.
@@ -77,25 +76,23 @@ def ladder(
     require_positive("ladder", "rounds", rounds)
     chosen = _choose(techniques)
     step.require(state)
-    case = Case(step, tree.to(tree.as_tree(batch), tree.device_of(state.params)))
-    runner = _Runner(Original(step, state), case, rounds, throughput or {})
-    data_times = None if data is None else loading(step, runner.original.state_for(step), data, runner.original.device)
+    original = Original(step, state)
+    case = Case(step, tree.to(tree.as_tree(batch), original.device))
+    runner = _Runner(original, case, rounds, throughput or {})
+    data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
     base, *others = runner.rows(ALONE, chosen)
     rows, alone = [base, *others], dict(zip(chosen, others, strict=True))
     if stacked:
         for group, stack in ((FASTER, _fastest(alone)), (SMALLER, _smallest(alone, base))):
             if len(stack) > 1:
                 rows += runner.rows(group, stack)[1:]
-    hints = [] if base.predicted is None or base.seconds is None else _hints(runner, base.seconds, alone, data_times)
-    return Ladder(runner.title, rows, rounds, data_times, hints)
-
-
-def _hints(
-    runner: _Runner, seconds: Interval, alone: Mapping[Technique, Row], data_times: Loading | None
-) -> list[Hint]:
-    step, state, batch = runner.case.step, runner.original.state, runner.case.batch
-    tried = {each.remedy: row.speed for each, row in alone.items() if each.remedy is not None and row.speed is not None}
-    return run_rules(facts_of(step, state, batch, seconds.median, loading=data_times, tried=tried))
+    hints = []
+    if base.predicted is not None and base.seconds is not None:
+        tried = {each.remedy: row.speed for each, row in alone.items() if each.remedy and row.speed}
+        hints = run_rules(facts_of(step, state, case.batch, base.seconds.median, loading=data_times, tried=tried))
+    params, device = sum(leaf.numel() for leaf in tree.leaves(state.params)), backends.of(original.device).describe()
+    title = f"{step.base.text}, {params:,} parameters, {_examples(case.batch):,} examples; {device}"
+    return Ladder(title, rows, rounds, data_times, hints)
 
 
 def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
@@ -128,7 +125,6 @@ def _smallest(alone: Mapping[Technique, Row], base: Row) -> list[Technique]:
 
 
 def _best(costs: Mapping[Technique, float]) -> list[Technique]:
-    """Return the technique of each method that costs least."""
     best: dict[str, Technique] = {}
     for technique in sorted(costs, key=lambda each: costs[each]):
         best.setdefault(technique.method, technique)
@@ -143,13 +139,6 @@ class _Runner:
     case: Case
     rounds: int
     throughput: Throughput
-
-    @property
-    def title(self) -> str:
-        """What runs, and where."""
-        step, params = self.original.step, sum(leaf.numel() for leaf in tree.leaves(self.original.state.params))
-        device = backends.of(self.original.device).describe()
-        return f"{step.base.text}, {params:,} parameters, {_examples(self.case.batch):,} examples; {device}"
 
     def rows(self, group: str, techniques: Sequence[Technique]) -> list[Row]:
         """Return a row for the step as given, and one for each technique: alone, or on top of those before it."""
@@ -231,7 +220,6 @@ def _examples(batch: PyTree) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return why something did not run."""
     if is_out_of_memory(error):
         return "does not fit: out of memory"
     if isinstance(error, FtrainError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.errors import ComposeError
 from ftrain.profiling.anatomy import Anatomy
 from ftrain.profiling.step_variants import (
@@ -13,11 +16,13 @@ from ftrain.profiling.step_variants import (
     remove_wrapper,
     with_microbatches,
 )
-from ftrain.profiling.tuning.record import UNCHANGED, Remat
+from ftrain.profiling.tuning.record import UNCHANGED, WRAPPERS, Trial
 from ftrain.step.microbatch import take_examples
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import PyTree
+
+T = TypeVar("T", bound=Trial)
 
 
 def microbatches_or_zero(step: Step) -> int:
@@ -35,21 +40,32 @@ def counts(length: int, current: int) -> list[int]:
     return sorted(count for count in {*powers, current, length} if count <= length and length % count == 0)
 
 
-def candidate(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> Step:
+def candidate(step: Step, microbatches: int, choice: str, batch: PyTree) -> Step:
     """Return a step with a number of microbatches, 0 for no change, and a choice of rematerialisation."""
     if microbatches:
         step = with_microbatches(step, microbatches, batch)
-    if choice is UNCHANGED:
+    if choice == UNCHANGED:
         return step
     step = remove_wrapper(step, REMAT)
-    return add_wrapper(step, choice.wrapper) if choice.wrapper else step
+    return add_wrapper(step, WRAPPERS[choice]) if choice in WRAPPERS else step
 
 
-def with_at_most_two(step: Step, microbatches: int, choice: Remat, batch: PyTree) -> tuple[Step, PyTree]:
+def with_at_most_two(step: Step, microbatches: int, choice: str, batch: PyTree) -> tuple[Step, PyTree]:
     """Return a candidate with at most two of its microbatches, and their batch: more do not take more memory."""
     if microbatches > 2:
         batch = take_examples(batch, slice(2 * (length_of(batch) // microbatches)))
     return candidate(step, min(microbatches, 2), choice, batch), batch
+
+
+def nothing_fits(rows: Sequence[T], limit: str, advice: Callable[[T], str]) -> str:
+    """Return the message for candidates that all need more than a limit; `advice` is for the one that needs least."""
+    known = [row for row in rows if row.predicted is not None]
+    if not known:
+        return f"tune: nothing could be predicted: {rows[0].verdict}"
+    # Of those without FLOPs only a lower bound of their bytes is known.
+    least = min(known, key=lambda row: (not row.flops, row.measured or row.predicted or 0))
+    peak = format_bytes(least.measured or least.predicted or 0)
+    return f"tune: nothing fits into {limit}; with {least.setting} the peak is {peak}{advice(least)}"
 
 
 def flops_with(predicted: Anatomy, more: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from ftrain.backends.format_bytes import format_bytes, parse_bytes
@@ -10,7 +11,7 @@ from ftrain.errors import BatchError, DeviceError, FtrainError, OptionError
 from ftrain.profiling.anatomy import Anatomy, anatomy_for
 from ftrain.profiling.anatomy.kinds import BATCH
 from ftrain.profiling.anatomy.planned import MeshLayout, plan, require_pair
-from ftrain.profiling.anatomy.run import whole_state
+from ftrain.profiling.anatomy.predicted import whole_state
 from ftrain.profiling.step_variants import length_of, nbytes, remove_wrapper
 from ftrain.profiling.tuning.candidates import (
     candidate,
@@ -18,9 +19,10 @@ from ftrain.profiling.tuning.candidates import (
     flops_with,
     microbatch_starts,
     microbatches_or_zero,
+    nothing_fits,
     with_at_most_two,
 )
-from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, MeshTrial, MeshTrials, Remat
+from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, MeshTrial, MeshTrials
 from ftrain.step.step import Step
 from ftrain.step.traffic import SENT_PER_BYTE
 from ftrain.transforms.remat.wrapper import NAME as REMAT
@@ -40,7 +42,7 @@ def mesh_trials(
     rows = list(search.rows())
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.estimate, row.layout.level))
     if not fitting:
-        raise _nothing_fits(search, rows)
+        raise DeviceError(nothing_fits(rows, f"{format_bytes(search.memory)} per rank", search.advice))
     best = dataclasses.replace(fitting[0], verdict="<- least time")
     ordered = [best, *fitting[1:], *(row for row in rows if not row.fits)]
     return MeshTrials(best.step, ordered, search.memory, search.examples, mesh=search.mesh)
@@ -59,7 +61,6 @@ class _MeshSearch:
         self._state = state
         self._current_microbatches = microbatches_or_zero(step)
         self._initial = whole_state("tune", self._step, state)
-        self._of_level_1: dict[tuple[MeshLayout, Remat], Anatomy] = {}
 
     def rows(self) -> Iterator[MeshTrial]:
         """Yield for each layout and choice of rematerialisation the fewest microbatches that fit, or why none does."""
@@ -72,7 +73,7 @@ class _MeshSearch:
             for choice in (FULL, NO_REMAT):  # First the one that needs less memory.
                 row = self._fewest(layout, choice)
                 yield row
-                if choice is FULL and row.predicted is not None and not row.fits:
+                if choice == FULL and row.predicted is not None and not row.fits:
                     break
 
     def _layouts(self) -> Iterator[MeshLayout]:
@@ -86,7 +87,7 @@ class _MeshSearch:
         params, others = nbytes(state.params), nbytes((state.opt_state, state.frozen, state.slots))
         return (params + others) // layout.shard + (params if layout.level in (1, 2) else 0)
 
-    def _fewest(self, layout: MeshLayout, choice: Remat) -> MeshTrial:
+    def _fewest(self, layout: MeshLayout, choice: str) -> MeshTrial:
         possible = counts(self.examples // self._ranks, self._current_microbatches)
         try:
             row = self._predict(layout, choice, possible[-1])
@@ -95,17 +96,16 @@ class _MeshSearch:
             return MeshTrial(possible[-1], choice, self._step, verdict=f"does not apply: {line}", layout=layout)
         if not row.fits:
             return row
-        low, high = 0, len(possible) - 1
-        while low < high:
-            middle = (low + high) // 2
-            other = self._predict(layout, choice, possible[middle])
-            if other.fits:
-                row, high = other, middle
-            else:
-                low = middle + 1
-        return row
+        rows = {possible[-1]: row}
 
-    def _predict(self, layout: MeshLayout, choice: Remat, microbatches: int) -> MeshTrial:
+        def fits(microbatches: int) -> bool:
+            rows[microbatches] = self._predict(layout, choice, microbatches)
+            return rows[microbatches].fits
+
+        fewest = bisect_left(possible, True, hi=len(possible) - 1, key=fits)
+        return rows[possible[fewest]]
+
+    def _predict(self, layout: MeshLayout, choice: str, microbatches: int) -> MeshTrial:
         simulated = self.anatomy(layout, choice, microbatches)
         more = max(microbatches - 2, 0)
         bytes_by_axis, shares = _sent(simulated, layout, more), layout.between_nodes(self.mesh[1])
@@ -126,32 +126,17 @@ class _MeshSearch:
             between=round(sum(nbytes * shares[axis] for axis, nbytes in bytes_by_axis.items())),
         )
 
-    def anatomy(self, layout: MeshLayout, choice: Remat, microbatches: int) -> Anatomy:
+    def anatomy(self, layout: MeshLayout, choice: str, microbatches: int) -> Anatomy:
         """Return the anatomy of at most two microbatches, since more do not take more memory."""
-        key = layout._replace(level=1), choice
-        if layout.level == 2 and microbatches == 1 and key in self._of_level_1:
-            # Levels 1 and 2 differ only between microbatches.
-            return dataclasses.replace(self._of_level_1[key], layout=layout)
         step, batch = with_at_most_two(self._step, microbatches, choice, self._batch)
-        simulated = anatomy_for("tune", step, self._state, batch, mesh=layout[:2], level=layout.level)
-        if layout.level == 1 and microbatches == 1:
-            self._of_level_1[key] = simulated
-        return simulated
+        return anatomy_for("tune", step, self._state, batch, mesh=layout[:2], level=layout.level)
 
-
-def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
-    known = [row for row in rows if row.predicted is not None]
-    if not known:
-        return DeviceError(f"tune: nothing could be predicted: {rows[0].verdict}")
-    # Those without FLOPs were not simulated: their bytes are only a lower bound.
-    least = min(known, key=lambda row: (not row.flops, row.predicted or 0))
-    lines = [
-        f"tune: nothing fits into {format_bytes(search.memory)} per rank; with {least.setting} and {least.layout} the "
-        f"peak is {format_bytes(least.predicted or 0)}. More ranks divide the state further"
-    ]
-    if least.flops:
-        lines.append(repr(search.anatomy(least.layout, least.remat, least.microbatches)))
-    return DeviceError("\n".join(lines))
+    def advice(self, least: MeshTrial) -> str:
+        """Return what to do if nothing fits, and what uses the memory of the candidate that needs least."""
+        text = ". More ranks divide the state further"
+        if not least.flops:  # Only a lower bound of its bytes is known.
+            return text
+        return f"{text}\n{self.anatomy(least.layout, least.policy, least.microbatches)}"
 
 
 def _sent(simulated: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:

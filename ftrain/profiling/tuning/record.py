@@ -12,7 +12,6 @@ from ftrain.profiling.anatomy.planned import MeshLayout
 from ftrain.profiling.hints import Hint
 from ftrain.profiling.timing import Interval
 from ftrain.step.step import Step
-from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.remat.wrapper import remat
 
 FLOPS, NODE, NETWORK = 400e12, 400e9, 50e9
@@ -22,19 +21,13 @@ For an H100 (NVIDIA's data sheet): 40% of the dense bfloat16 rate, most of the N
 Only the ratios matter, and an A100 has similar ones."""
 
 
-@dataclass(frozen=True)
-class Remat:
-    """A choice of rematerialisation, with its name in the table; without a wrapper if it needs none."""
+UNCHANGED, ANY = "as given", "any"
+"""The rematerialisation of the step of the user, and a row for all choices where none applies."""
 
-    text: str
-    wrapper: Wrapper | None = None
-
-
-UNCHANGED, ANY = Remat("as given"), Remat("any")
-"""The choice of the step of the user, and a row for all choices where none applies."""
-
-NO_REMAT, FULL, DOTS = Remat("none"), Remat("full", remat()), Remat("dots", remat("dots"))
-BUDGETS = tuple(Remat(f"budget={share:g}", remat(budget=share)) for share in (0.75, 0.5, 0.25))
+NO_REMAT, FULL, DOTS = "none", "full", "dots"
+BUDGETS = {f"budget={share:g}": remat(budget=share) for share in (0.75, 0.5, 0.25)}
+WRAPPERS = {FULL: remat(), DOTS: remat("dots"), **BUDGETS}
+"""Choice of rematerialisation -> its wrapper, for those that have one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,8 @@ class Trial:
     """A candidate of `tune`: the step with a number of microbatches and a choice of rematerialisation."""
 
     microbatches: int
-    remat: Remat
+    policy: str
+    """The choice of rematerialisation."""
     step: Step = dataclasses.field(repr=False)
     predicted: int | None = None
     """Bytes at the peak; None if they cannot be predicted."""
@@ -61,22 +55,13 @@ class Trial:
         """What distinguishes it, for messages."""
         return f"microbatches={self.microbatches}, remat={self.policy}"
 
-    @property
-    def policy(self) -> str:
-        """The name of the choice of rematerialisation."""
-        return self.remat.text
-
 
 @dataclass(frozen=True)
 class Trials:
     """The result of `trials`; `print` shows it as a table.
 
-    Args:
-        step: the step that was chosen.
-        rows: all candidates.
-        memory: the limit in bytes.
-        examples: number of examples of the batch.
-        hints: what makes the chosen step slow; empty if nothing was timed.
+    It has the step that was chosen, all candidates, the limit of memory in bytes, the number of examples of the batch,
+    and what makes the chosen step slow, if it was timed.
     """
 
     step: Step
@@ -117,6 +102,11 @@ class MeshTrial(Trial):
     """The part of these bytes that goes to other nodes."""
 
     @property
+    def setting(self) -> str:
+        """What distinguishes it, for messages."""
+        return f"{super().setting} and {self.layout}"
+
+    @property
     def estimate(self) -> float:
         """Seconds of the step at the rates `FLOPS`, `NODE` and `NETWORK`, without overlap."""
         return self.flops / FLOPS + (self.sent - self.between) / NODE + self.between / NETWORK
@@ -124,11 +114,7 @@ class MeshTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTrials(Trials):
-    """The result of `trials` for a mesh; `print` shows it as a table.
-
-    Args:
-        mesh: (nodes, devices per node).
-    """
+    """The result of `trials` for a mesh of (nodes, devices per node); `print` shows it as a table."""
 
     mesh: tuple[int, int]
 

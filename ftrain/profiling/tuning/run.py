@@ -11,9 +11,11 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy_for
+from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, measured_hints
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
+from ftrain.profiling.tuning.candidates import nothing_fits
 from ftrain.profiling.tuning.mesh_search import mesh_trials
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
@@ -39,11 +41,10 @@ def tune(
     """Return the step with the microbatches and the rematerialisation that make it fastest within a limit of memory.
 
     The update stays the same, by the laws of `accumulate` and `remat`; dropout and batch statistics are those of each
-    microbatch. If the loss of the batch differs from that of its halves (a sum; a plain number over padding of
-    different lengths; a loss that compares examples), the number of microbatches does not change. Candidates that do
-    not fit by prediction never run, so a model may be larger than this machine. Of the others, the few that compute
-    least are timed, and the fastest is chosen whose measured peak is within the limit. `ftrain.trials` returns all
-    candidates, and what makes the chosen step slow (`ftrain.hints`), which is also logged.
+    microbatch. If the loss of the batch differs from that of its halves (as a sum does), the number of microbatches
+    does not change. Candidates that do not fit by prediction never run, so a model may be larger than this machine. Of
+    the others, the few that compute least are timed, and the fastest is chosen whose measured peak is within the limit.
+    `ftrain.trials` returns all candidates, and what makes the chosen step slow (`ftrain.hints`), which is also logged.
 
     Args:
         step: the step. If it has `accumulate` or `remat`, they are chosen anew.
@@ -54,7 +55,7 @@ def tune(
             Default: the free memory of the device, and what the state takes. The step is measured as it is passed;
             `fit` donates and then needs less, so add ``ft.donated()`` to measure that.
         rounds: number of times that each candidate is timed.
-        mesh: ranks to plan for, as (nodes, devices per node). They need not exist, and nothing is timed. `sharded`,
+        mesh: ranks to plan for, as (nodes, devices per node), which need not exist; nothing is timed. `sharded`,
             `accumulate` and `remat` are then chosen for the batch of all ranks and the memory of one, by an estimate of
             the time from predicted operations and bytes (`print` of the `Trials` shows its rates). The step that is
             returned is `sharded` on ranks that do not exist; make it with ``ft.parallel.mesh`` where they do.
@@ -82,10 +83,7 @@ def trials(
     rounds: int = ROUNDS,
     mesh: tuple[int, int] | None = None,
 ) -> Trials:
-    """Return all candidates of `tune`, with the same arguments and errors, and the step that was chosen.
-
-    Raises as `tune` does.
-    """
+    """Return all candidates of `tune`, with its arguments, and the step that was chosen. Raises as `tune` does."""
     require_step("tune", step, state)
     require_positive("tune", "rounds", rounds)
     if state is not None:
@@ -99,22 +97,24 @@ def trials(
     rows = search.predict()
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        raise _nothing_fits(search, rows)
-    original = search.current_microbatches, search.current_remat
-    fitting.sort(key=lambda row: ((row.microbatches, row.remat) != original, row.flops, row.microbatches))
-    best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
-    by_candidate = {(row.microbatches, row.remat): row for row in [*rows, best, *slower]}
-    examples = tree.batch_length(search.batch) or 1
-    return Trials(best.step, [*by_candidate.values()], search.memory, examples, _hints(search, best))
-
-
-def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
-    """Return candidates with their times, fastest first; if they cannot run, those that compute least first."""
+        raise DeviceError(nothing_fits(rows, format_bytes(search.memory), search.advice))
+    given = search.current_microbatches, search.current_remat
+    fitting.sort(key=lambda row: ((row.microbatches, row.policy) != given, row.flops, row.microbatches))
+    tried, found = fitting[:MOST], list[Hint]()
     if search.original is None:
-        return sorted(rows, key=lambda row: (row.flops, row.microbatches))
-    racers = {
-        index: search.original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)
-    }
+        best = min(tried, key=lambda row: (row.flops, row.microbatches))
+        tried = [dataclasses.replace(best, verdict="<- computes least")]
+    else:
+        tried = _choose(search, search.original, _time(search.original, tried, search.batch, rounds))
+        found = _hints(search.original, tried[0].step, search.batch)
+    by_candidate = {(row.microbatches, row.policy): row for row in [*rows, *tried]}
+    examples = tree.batch_length(search.batch) or 1
+    return Trials(tried[0].step, [*by_candidate.values()], search.memory, examples, found)
+
+
+def _time(original: Original, rows: Sequence[Trial], batch: PyTree, rounds: int) -> list[Trial]:
+    """Return candidates with their times, fastest first."""
+    racers = {index: original.racer(row.step, batch, row.predicted or 0) for index, row in enumerate(rows)}
     times = race(racers, rounds, is_result=lambda index, error: is_out_of_memory(error))
     timed = [
         dataclasses.replace(row, verdict="ran out of memory")
@@ -125,52 +125,28 @@ def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
     return sorted(timed, key=lambda row: row.seconds.median if row.seconds else float("inf"))
 
 
-def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
+def _choose(search: Search, original: Original, rows: Sequence[Trial]) -> list[Trial]:
     """Return the candidates, after moving the first one whose measured peak is within the limit to the front."""
     measured = list(rows)
     for index, row in enumerate(rows):
-        if row.seconds is None and search.original is not None:
+        if row.seconds is None:
             continue
-        peak = _measured_peak(search, row.step)
+        at_rest = anatomy_for("tune", row.step, original.outline(row.step), search.batch).at_rest.total()
+        peak = original.measured_peak(row.step, search.batch, at_rest)
         if peak is None or peak <= search.memory:
             memory = "not measured" if peak is None else f"{format_bytes(peak)} measured"
-            verdict = "<- computes least" if row.seconds is None else f"<- fastest; {memory}"
-            return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
+            chosen = dataclasses.replace(row, measured=peak, verdict=f"<- fastest; {memory}")
+            return [chosen, *measured[:index], *measured[index + 1 :]]
         measured[index] = dataclasses.replace(row, measured=peak, verdict=f"too large: {format_bytes(peak)} measured")
-    raise _nothing_fits(search, measured)
+    raise DeviceError(nothing_fits(measured, format_bytes(search.memory), search.advice))
 
 
-def _measured_peak(search: Search, step: Step) -> int | None:
-    """Return the measured bytes at the peak; None if nothing can run, or a copy of the state does not fit."""
-    if search.original is None:
-        return None
-    at_rest = anatomy_for("tune", step, search.outline(step), search.batch).at_rest.total()
-    return search.original.measured_peak(step, search.batch, at_rest)
-
-
-def _hints(search: Search, best: Trial) -> list[Hint]:
-    """Return what makes the chosen step slow."""
-    if search.original is None or best.seconds is None:
-        return []
+def _hints(original: Original, step: Step, batch: PyTree) -> list[Hint]:
     try:
-        return measured_hints(search.original, best.step, search.batch, with_larger_batch=False)
+        return measured_hints(original, step, batch, with_larger_batch=False)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         # The step fits, but not with a second state beside it.
-        release(error, search.original.device)
+        release(error, original.device)
         return []
-
-
-def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
-    known = [row for row in rows if row.predicted is not None]
-    if not known:
-        return DeviceError(f"tune: nothing could be predicted: {rows[0].verdict}")
-    least = min(known, key=lambda row: row.measured or row.predicted or 0)
-    lines = [
-        f"tune: nothing fits into {format_bytes(search.memory)}; with {least.setting} the peak is "
-        f"{format_bytes(least.measured or least.predicted or 0)}"
-    ]
-    if search.reason_to_keep_microbatches is not None:
-        lines.append(f"The number of microbatches does not change: {search.reason_to_keep_microbatches}")
-    return DeviceError("\n".join([*lines, *search.shortage(least)]))

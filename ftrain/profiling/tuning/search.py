@@ -14,7 +14,7 @@ from ftrain.profiling.comparison import Original
 from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import length_of, nbytes
 from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
-from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
+from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Trial
 from ftrain.step.eval_step import eval_step
 from ftrain.step.microbatch import combined, is_combined, split_batch
 from ftrain.step.step import Step
@@ -99,7 +99,7 @@ class Search:
             "Mean(total, weight)"
         )
 
-    def _predict(self, microbatches: int, choice: Remat) -> Trial:
+    def _predict(self, microbatches: int, choice: str) -> Trial:
         try:
             step = candidate(self.step, microbatches, choice, self.batch)
             smaller, batch = with_at_most_two(self.step, microbatches, choice, self.batch)
@@ -114,11 +114,14 @@ class Search:
         fits = peak <= self.memory
         return Trial(microbatches or 1, choice, step, peak, fits, flops, verdict=UNTRIED if fits else "does not fit")
 
-    def shortage(self, row: Trial) -> list[str]:
-        """Return lines that say what uses the memory of a candidate, with at most two of its microbatches."""
-        microbatches = row.microbatches if self.current_microbatches else 0
-        step, batch = with_at_most_two(self.step, microbatches, row.remat, self.batch)
-        return shortage(step, self.outline(step), batch)
+    def advice(self, least: Trial) -> str:
+        """Return what uses the memory of the candidate that needs least, and what would use less."""
+        lines = [""]
+        if self.reason_to_keep_microbatches is not None:
+            lines.append(f"The number of microbatches does not change: {self.reason_to_keep_microbatches}")
+        microbatches = least.microbatches if self.current_microbatches else 0
+        step, batch = with_at_most_two(self.step, microbatches, least.policy, self.batch)
+        return "\n".join([*lines, *shortage(step, self.outline(step), batch)])
 
     def outline(self, step: Step) -> TrainState | None:
         """Return the state for another step without allocating memory; None without a state."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ftrain import _torch
 from ftrain.errors import ComposeError, FtrainError, OptionError
 from ftrain.step.blocks import forwarding
 from ftrain.step.swap_params import Slot, bound
+from ftrain.step.wrapper import extend_scope
 from ftrain.types import Loss
 
 NAME = "with_amp(fp8)"
@@ -24,11 +24,7 @@ MULTIPLE = 16
 
 
 def require_torchao() -> None:
-    """Check that torchao is installed and can be imported, without importing it.
-
-    Raises:
-        FtrainError: when it is not, or torch lacks what it imports.
-    """
+    """Check that torchao is installed and can be imported, without importing it. Raises an FtrainError if not."""
     if importlib.util.find_spec("torchao") is None:
         raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'ftrain[float8]'")
     if not torch.distributed.is_available():
@@ -38,9 +34,7 @@ def require_torchao() -> None:
 def in_float8(loss: Loss) -> Loss:
     """Return a loss whose `float8_layers` multiply in float8.
 
-    Raises:
-        OptionError: for a loss without a module, or a module without such a layer.
-        ComposeError: for a module with adapters.
+    Raises an OptionError if there are none, and a ComposeError for a module with adapters.
     """
     if loss.module is None:
         raise OptionError(f"{NAME}: {loss.text} has no module in which to find layers; use ft.from_module, or bf16")
@@ -53,20 +47,14 @@ def in_float8(loss: Loss) -> Loss:
             f"multiples of {MULTIPLE}, and the last one, the head, is left out; use bf16"
         )
     forwards = [(layer, _forward(layer)) for layer in layers.values()]
-
-    @contextmanager
-    def scope(training: bool) -> Iterator[None]:
-        with loss.scope(training), forwarding(forwards):
-            yield
-
-    return dataclasses.replace(loss, scope=scope)
+    return dataclasses.replace(loss, scope=extend_scope(loss, lambda training: forwarding(forwards)))
 
 
 def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers of a module that multiply in float8, by name.
+    """Return the layers of a module that multiply in float8, by name: each `nn.Linear` whose sizes are multiples of 16.
 
-    As torchao advises (https://github.com/pytorch/ao/tree/main/torchao/float8): each `nn.Linear` whose sizes are
-    multiples of 16, except the head, whose rounding changes the loss most: the last one, or one tied to the embedding.
+    The head is left out, whose rounding changes the loss most: the last one, or one tied to the embedding. Source:
+    https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}

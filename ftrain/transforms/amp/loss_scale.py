@@ -50,7 +50,7 @@ def scale_of(state: TrainState) -> Tensor:
 
 
 def next_slot(slot: PyTree, finite: Tensor) -> PyTree:
-    """Return the slot after a step, given whether its gradients were finite: as `torch.amp.GradScaler.update`."""
+    """Return the slot after a step, as `torch.amp.GradScaler.update` does."""
     good = slot["good"] + 1
     larger = slot["scale"] * GROWTH
     grow = good >= GROWTH_INTERVAL

@@ -21,9 +21,8 @@ from ftrain.step.blocks import forwarding, unrecorded, watched_by, within
 from ftrain.step.forward import ForwardResult
 from ftrain.step.loss_forms import report
 from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
-from ftrain.step.value_and_grad import around_forward
 from ftrain.transforms.amp.loss_scale import NAME
-from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
+from ftrain.types import Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 MODEL = "(model)"
 """The name of the module itself among its parts."""
@@ -48,31 +47,22 @@ _backward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_backward", defa
 
 
 class _Shares:
-    """Counts of elements by metric, each with the number of all elements."""
+    """Shares of elements by metric, as means, which add up over microbatches and batches."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.metrics: dict[str, Mean] = {}
         self.calls: Counter[str] = Counter()
 
     def add(self, kind: str, part: str, count: Tensor, total: Tensor) -> None:
-        self.counts.setdefault(f"{kind}/{part}", []).append((count, total))
-
-    def metrics(self) -> Metrics:
-        """Return them as means, which add up over microbatches and batches."""
         # In float32, which every device has: exact below 2 ** 24 elements, and to seven digits above.
-        sums = {
-            name: [torch.stack(column).sum().to(torch.float32) for column in zip(*pairs, strict=True)]
-            for name, pairs in self.counts.items()
-        }
-        return {name: Mean(count, total) for name, (count, total) in sums.items()}
+        name, share = f"{kind}/{part}", Mean(count.to(torch.float32), total.to(torch.float32))
+        self.metrics[name] = self.metrics[name].pooled(share) if name in self.metrics else share
 
 
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     """Return a loss that also reports what each part of its model loses to the dtype of its autocast.
 
-    Raises:
-        ComposeError: from the loss, when it ran no part that can be watched.
-        LossError: from the loss, when a part does not run in float32.
+    It raises a ComposeError when it ran no part that can be watched, and a LossError when a part fails in float32.
     """
     named = () if loss.module is None else loss.module.named_modules()
     parts = [_Part(name or MODEL, part, slots_of(part)) for name, part in named]
@@ -93,12 +83,12 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
         shares = _Shares()
         with setting(_forward, shares):
             mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
-        if not shares.counts:
+        if not shares.metrics:
             raise ComposeError(
                 f"with_amp: watch=True: {loss.text} ran no part that can be watched; mark the functions that it "
                 "calls with ft.block(function)"
             )
-        return mean, report(metrics, NAME, **shares.metrics()), new
+        return mean, report(metrics, NAME, **shares.metrics), new
 
     # Otherwise Dynamo would compile the counting, once for each part.
     uncompiled: Any = torch.compiler.disable(counting)  # type: ignore[no-untyped-call]
@@ -109,17 +99,14 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     return dataclasses.replace(loss, fn=fn, scope=scope)
 
 
-def watched_gradients(grad: GradFn) -> GradFn:
-    """Return a gradient function that also reports the gradients of the outputs of the parts of a watched loss."""
-    return around_forward(grad, _watching)
+def reporting_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that also reports the gradients of the outputs of the parts of a watched loss."""
 
-
-def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
     def watching(*args: Any) -> Any:
         shares = _Shares()
 
         def with_shares(metrics: Metrics) -> Metrics:
-            return report(metrics, NAME, **shares.metrics())
+            return report(metrics, NAME, **shares.metrics)
 
         with setting(_backward, shares):
             result = run(*args)

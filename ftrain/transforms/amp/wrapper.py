@@ -17,7 +17,7 @@ from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
 from ftrain.transforms.amp.loss_scale import NAME, initial_slot, next_slot, reporting_scale, scale_of
-from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
+from ftrain.transforms.amp.overflow_counts import reporting_gradients, watched
 from ftrain.transforms.matmul_precision import set_matmul_precision
 from ftrain.types import GradFn, Loss, LossOutput, PyTree
 
@@ -36,17 +36,15 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     step, which is never below 2**-24.
 
     ``"auto"`` is ``"bf16"`` on a device that multiplies in bfloat16 natively (`Backend.native_dtypes`), and float32 on
-    others. It never chooses ``"fp16"``: ask for that by name, for GPUs older than Ampere. `print` shows what it chose
-    as soon as the step has a state.
+    others; `print` shows which as soon as the step has a state. Ask for ``"fp16"`` by name, for GPUs older than Ampere.
 
     ``"tf32"`` lets float32 matmuls run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
     layers of a module, except the last one, multiply in float8 in both passes, by torchao: each tensor is scaled by its
-    largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433). Compared with torchao on emulated matmuls; not run
-    on hardware.
+    largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433). Not run on hardware.
 
     With `watch` the metrics show what each part of the model loses to the dtype; parts are its modules, and in a pure
-    function its `ft.block` functions. `ftrain.precision_report` prints them as a table. They are shares of elements,
-    in [0, 1]; a tiny number is below the smallest normal one, 2**-14 in float16 and 2**-126 in bfloat16:
+    function its `ft.block` functions. `ftrain.precision_report` prints them as a table. They are shares of elements, in
+    [0, 1]; a tiny number is below the smallest normal one, 2**-14 in float16 and 2**-126 in bfloat16:
 
     * ``overflow/<part>``: outputs that are infinite or NaN, but finite when the part runs in float32 with the same
       inputs, parameters and random numbers. So it shows where an overflow starts, and not the parts after it.
@@ -54,7 +52,7 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     * ``grad_overflow/<part>``: gradients of the outputs, with the loss scale, that are infinite or NaN.
     * ``grad_underflow/<part>``: the share of tiny ones among these gradients that are not zero; 1 if all are zero.
 
-    The results stay the same to the bit. Each part runs once more, so that a step takes several times as long. A
+    The results stay the same to the bit. Each part runs once more, so that a step takes several times as long; a
     split-compiled step runs a watched loss uncompiled. A part with arguments other than tensors and numbers (such as
     the caches of transformers) is not watched, but the parts inside it are.
 
@@ -70,9 +68,8 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
             it is watched and a pure loss calls no function marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.
         DeviceError: from `Step.init`, when the device cannot compute in the dtype.
-        StructureError: from `Step.init`, for trainable parameters in float16, and under ``"fp16"`` in bfloat16: their
-            gradients would be as narrow, and vanish when they are divided by the scale. Frozen parameters may be
-            narrow.
+        StructureError: from `Step.init`, for trainable parameters in float16, and under ``"fp16"`` in bfloat16, whose
+            gradients would vanish when they are divided by the scale. Frozen parameters may be narrow.
     """
     name = name_of(dtype)
     if name not in CHOICES:
@@ -83,7 +80,9 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     if name == "fp8":
         require_torchao()
     if name == "tf32":
-        return Wrapper(NAME, "with_amp(tf32)", loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
+        text = "with_amp(tf32)"
+        on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, _tf32))
+        return Wrapper(NAME, text, loss=on_loss, require=_require_tf32, options=options)
     return _with_auto(options) if name == "auto" else _with_autocast(name, options)
 
 
@@ -101,11 +100,12 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
 
     def wrap_grad(grad: GradFn) -> GradFn:
         grad = around_forward(grad, reporting_scale) if is_scaled else grad
-        return watched_gradients(grad) if watch else grad
+        return around_forward(grad, reporting_gradients) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
-        if name == "fp8":
-            _require_float8(backend)
+        if name == "fp8" and not backend.float8():
+            supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
+            raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
         require_dtype(NAME, narrow, backend)
         _require_wide(name, params)
 
@@ -154,16 +154,6 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
         return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items()) if chosen else ""
 
     return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
-
-
-def _require_float8(backend: backends.Backend) -> None:
-    if not backend.float8():
-        supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
-        raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
-
-
-def _with_tf32(loss: Loss) -> Loss:
-    return set_matmul_precision(loss, "with_amp(tf32)", _tf32)
 
 
 @contextmanager

@@ -14,11 +14,7 @@ from ftrain.errors import OptionError, require_positive, require_positive_number
 
 @dataclass(frozen=True)
 class Config:
-    """The options of `ftrain.lora`, which describes them.
-
-    Raises:
-        OptionError: when one is not in its range.
-    """
+    """The options of `ftrain.lora`, which describes them. Raises an OptionError when one is not in its range."""
 
     rank: int
     alpha: float

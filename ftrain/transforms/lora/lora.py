@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
-from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper
 from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.trees import TreeAdapters
@@ -31,9 +30,8 @@ def lora(
     .. math:: y = W x + \frac{\alpha}{r}\, B A\, \mathrm{dropout}(x), \quad A\ (r, in), \quad B\ (out, r)
 
     `Step.init` adds A and B of every target to the parameters, drawn from the seed of the state; the first loss is that
-    of the base, to the bit. Only adapters are trained, and the parameters that ``train_step(..., trainable=)`` names:
-    ``state.params`` and the optimizer state have nothing else, and ``state.frozen`` has the base in its dtype. Adapters
-    are float32, or float64 for a float64 base.
+    of the base, to the bit. Only adapters are trained, and the parameters that ``train_step(..., trainable=)`` names;
+    ``state.frozen`` has the others in their dtype. Adapters are float32, or float64 for a float64 base.
 
     In a module, targets are its `nn.Linear`, `nn.Embedding` and the Conv1D of transformers, and ``W + BA`` is never
     computed (except for the norms of its rows in DoRA). Names in the state are those of peft:
@@ -61,16 +59,13 @@ def lora(
             texts = (*loss.wrapper_texts, options.text())
             return dataclasses.replace(loss, fn=on_tree.around(loss), wrapper_texts=texts, adapters=on_tree)
         adapters = ModuleAdapters(options, loss.module)
-        texts = (*loss.wrapper_texts, options.text(f"targets={len(adapters.targets)}"))
-
-        @contextmanager
-        def scope(training: bool) -> Iterator[None]:
-            with loss.scope(training), adapters.installed():
-                yield
-
-        around, kept = adapters.around(loss), partial(adapters.on_compiled, loss)
         return dataclasses.replace(
-            loss, fn=around, scope=scope, wrapper_texts=texts, adapters=adapters, on_compiled=kept
+            loss,
+            fn=adapters.around(loss),
+            scope=extend_scope(loss, lambda training: adapters.installed()),
+            wrapper_texts=(*loss.wrapper_texts, options.text(f"targets={len(adapters.targets)}")),
+            adapters=adapters,
+            on_compiled=partial(adapters.on_compiled, loss),
         )
 
     return Wrapper(NAME, options.text(), loss=OnLoss(model, order=0))

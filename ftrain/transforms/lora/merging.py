@@ -26,9 +26,8 @@ def merge(step: Step, state: TrainState) -> TrainState:
 
     The result has all parameters of the base under ``params``, as a loss without `lora` needs them: evaluate it with
     ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are computed in the dtype of the
-    adapters and rounded once to that of the weight. ``slots`` keeps the adapters, and the norms of DoRA, for `unmerge`.
-    Of a state that is divided over ranks, each weight is gathered in turn and divided again; then every rank must call
-    this.
+    adapters and rounded once. ``slots`` keeps what `unmerge` needs. Of a state that is divided over ranks, each weight
+    is gathered in turn and divided again; then every rank must call this.
 
     Args:
         step: a step with `lora`.
@@ -58,11 +57,7 @@ def merge(step: Step, state: TrainState) -> TrainState:
 
 
 def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
-    """Return the adapters of a step.
-
-    Raises:
-        ComposeError: when it has none.
-    """
+    """Return the adapters of a step. Raises a ComposeError when it has none."""
     adapters = step.loss.adapters if isinstance(step, Step) else None
     if not isinstance(adapters, ModuleAdapters | TreeAdapters):
         raise ComposeError(f"{function}: the step has no adapters; give one that is composed with ft.lora:\n{step!r}")

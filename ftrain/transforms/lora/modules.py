@@ -22,11 +22,7 @@ from ftrain.types import Loss, LossFn, LossOutput, PyTree
 
 
 class ModuleAdapters:
-    """The adapters of a module.
-
-    Raises:
-        OptionError: for a pattern of targets that matches nothing.
-    """
+    """The adapters of a module. Raises an OptionError for a pattern of targets that matches nothing."""
 
     def __init__(self, config: Config, module: nn.Module) -> None:
         self.config, self.module, self.targets = config, module, find_targets(module, config.targets)
@@ -49,10 +45,8 @@ class ModuleAdapters:
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return some parameters with their new adapters, which are trainable, drawn from a key.
 
-        Warns of a tied weight, which `ftrain.adapters.merge` refuses.
-
-        Raises:
-            StructureError: when a parameter has the name of an adapter.
+        Warns of a tied weight, which `ftrain.adapters.merge` refuses. Raises a StructureError when a parameter has the
+        name of an adapter.
         """
         base = tree.overlay(params, frozen)
         if existing := sorted(self.names & base.keys()):

@@ -66,10 +66,10 @@ def save(
 ) -> None:
     """Save the adapters of a state, and other trained parameters, in files that peft loads.
 
-    ``PeftModel.from_pretrained(base, directory)`` then computes the same as the state. Other trained parameters, named
-    by `trainable`, become peft's `modules_to_save`, and must be those of whole modules. For `load`, the metadata has
-    fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The
-    directory appears by one rename, when everything is on the disk.
+    ``PeftModel.from_pretrained(base, directory)`` then computes the same as the state. Other trained parameters become
+    peft's `modules_to_save`, and must be those of whole modules. For `load`, the metadata has fingerprints of the base,
+    and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The directory appears by one
+    rename, when everything is on the disk.
 
     Every rank of a step with `sharded` must call it, also at level 0; the first rank writes. One rank alone can save a
     whole state (`ftrain.parallel.whole`) with the step without `sharded`.
@@ -101,7 +101,8 @@ def save(
     ranks = _ranks_with("adapters.save", step, state)
     config = ranks.first(described)
     tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in trained.items()}
-    metadata = {FINGERPRINTS: json.dumps(_fingerprints(state))}
+    fingerprints = {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
+    metadata = {FINGERPRINTS: json.dumps(fingerprints)}
     ranks.first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
 
 
@@ -138,8 +139,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         ComposeError: when the step has no `lora`.
         StructureError: when the adapters differ from those of the step, or were trained on another base; the message
             lists the differences.
-        CheckpointError: when a file is missing, malformed or changed, or uses options of peft that ftrain does not
-            support.
+        CheckpointError: when a file is missing, malformed or changed, or uses options of peft that are not supported.
         RankError: when another rank does not call it.
     """
     path, adapters = as_path("adapters.load", "directory", directory), _of_module("adapters.load", step, state)
@@ -204,10 +204,11 @@ def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str
     for target in adapters.targets:
         if not target.name:
             raise StructureError("adapters.save: the target is the model itself, but peft adapts only its submodules")
-        if target.aliases:
+        named = adapters.module.named_modules(remove_duplicate=False)
+        if aliases := [name for name, part in named if part is target.part and name != target.name]:
             raise StructureError(
-                f"adapters.save: the module {target.name} is also {', '.join(target.aliases)}, but peft would adapt it "
-                "under the first name only"
+                f"adapters.save: the module {target.name} is also {', '.join(aliases)}, but peft would adapt it under "
+                "the first name only"
             )
     return {
         "peft_type": "LORA",
@@ -264,10 +265,6 @@ def _wholes(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     for name, leaf in (state.frozen or {}).items():
         if leaf is not None:
             yield name, dtensor.whole(leaf)
-
-
-def _fingerprints(state: TrainState) -> dict[str, str]:
-    return {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
 
 
 def _has_fingerprint(whole: Tensor) -> bool:

@@ -26,20 +26,14 @@ CONV1D = "transformers.pytorch_utils", "Conv1D"
 class Target:
     """A module with an adapter, whose tensors have the names of peft's files.
 
-    Args:
-        name: dotted name of the module.
-        part: the module.
-        weight: the name of its weight among the parameters; if it is tied, it may be named after another module.
-        tied_to: the names that its weight has as that of other modules.
-        aliases: further names of the module.
-        tensors: the tensors of the adapter while the module runs, else None.
+    `weight` is the name of its weight among the parameters; if it is tied, it may be named after another module, and
+    `tied_to` has its names there. `tensors` are those of the adapter while the module runs, else None.
     """
 
     name: str
     part: nn.Module
     weight: str
     tied_to: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
     tensors: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("a", "b", "magnitude")))
 
     @property
@@ -92,8 +86,7 @@ class Target:
 def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     """Return the modules to adapt: those of a supported class whose names match a pattern.
 
-    Raises:
-        OptionError: for a pattern that matches none; the message lists similar names.
+    Raises an OptionError for a pattern that matches none; the message lists similar names.
     """
     parts = dict(module.named_modules())
     # Torch's attention reads the weights of its output layer without calling it.
@@ -110,18 +103,16 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
         chosen.update(matches)
     slots = slots_of(module)
     weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
-    holders, aliases = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
+    holders = defaultdict[int, list[str]](list)
     for name, part in parts.items():
         for key, tensor in _torch.parameters_of(part).items():
             holders[id(tensor)].append(f"{name}.{key}" if name else key)
-    for name, part in module.named_modules(remove_duplicate=False):
-        aliases[id(part)].append(name)
     targets = []
     for name, part in adaptable.items():
         if name in chosen:
             tensors = _torch.parameters_of(part)
             tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != _weight_of(name))
-            targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to, tuple(aliases[id(part)][1:])))
+            targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to))
     return targets
 
 

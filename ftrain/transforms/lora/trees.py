@@ -20,11 +20,7 @@ BASE, ADAPTERS = "base", "adapters"
 
 
 class TreeAdapters:
-    """The adapters of a tree; `text` is that of its loss.
-
-    Raises:
-        OptionError: for an option that needs a module.
-    """
+    """The adapters of a tree; `text` is that of its loss. Raises an OptionError for an option that needs a module."""
 
     def __init__(self, config: Config, text: str) -> None:
         self.config = config
@@ -42,8 +38,7 @@ class TreeAdapters:
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return the trainable and the frozen parameters with new adapters, drawn from a key, among the trainable.
 
-        Raises:
-            OptionError: for a pattern that matches no matrix.
+        Raises an OptionError for a pattern that matches no matrix.
         """
         chosen = self._chosen(tree.overlay(params, frozen))
         adapters = {}

@@ -44,31 +44,24 @@ class _HostStorage:
         return self._on_device
 
 
-class _Resident(NamedTuple):
-    """A saved tensor that stays on the device, and its version when it was saved."""
+class _Saved(NamedTuple):
+    """A saved tensor, with its version when it was saved.
+
+    If it is a view of a storage on the host, `tensor` is empty and only shares its version counter.
+    """
 
     tensor: Tensor
     version: int
-
-
-class _Offloaded(NamedTuple):
-    """A saved tensor as a view of a storage on the host; `tensor` is empty and only shares its version counter."""
-
-    tensor: Tensor
-    version: int
-    storage: _HostStorage
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    storage: _HostStorage | None = None
+    shape: torch.Size = torch.Size()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
 
 
 class ActivationOffloader:
     """Copies saved tensors to the host in the forward pass, each storage once, and back in the backward pass.
 
-    Args:
-        device: device of the step.
-        resident: tensors that stay on the device, such as parameters.
-        min_bytes: smaller storages stay on the device.
+    The `resident` tensors, such as parameters, and storages below `min_bytes` stay on the device.
     """
 
     def __init__(self, device: torch.device, resident: Iterable[Any], min_bytes: int) -> None:
@@ -82,21 +75,17 @@ class ActivationOffloader:
         self._saved: WeakValueDictionary[int, _HostStorage] = WeakValueDictionary()
         self._count = 0
 
-    def pack(self, tensor: Tensor) -> _Resident | _Offloaded:
-        """Save a tensor.
-
-        Raises:
-            TraceError: while a graph is captured.
-        """
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Save a tensor. Raises a TraceError while a graph is captured."""
         if _torch.is_capturing():
             raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
         version = _torch.version_of(tensor)
         if not self._is_offloaded(tensor):
-            return _Resident(tensor.detach(), version)
+            return _Saved(tensor.detach(), version)
         counter = tensor.detach()
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         storage, offset = self._host_storage(tensor, version), int(tensor.storage_offset())
-        return _Offloaded(counter, version, storage, tensor.shape, tensor.stride(), offset)
+        return _Saved(counter, version, storage, tensor.shape, tensor.stride(), offset)
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
         if type(tensor) not in PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
@@ -119,18 +108,14 @@ class ActivationOffloader:
             self._count += 1
         return storage
 
-    def unpack(self, saved: _Resident | _Offloaded) -> Tensor:
-        """Return a saved tensor.
-
-        Raises:
-            LossError: when it was changed in place after it was saved.
-        """
+    def unpack(self, saved: _Saved) -> Tensor:
+        """Return a saved tensor. Raises a LossError when it was changed in place after it was saved."""
         if _torch.version_of(saved.tensor) != saved.version:
             raise LossError(
                 "offload: a tensor that a gradient needs was changed in place after it was computed; use the "
                 "operation that is not in place (x = x.add(1) and not x.add_(1))"
             )
-        if isinstance(saved, _Resident):
+        if saved.storage is None:
             return saved.tensor
         saved.storage.start_copy(self._copier.back)
         flat = saved.storage.on_device()

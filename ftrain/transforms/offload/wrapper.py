@@ -34,16 +34,15 @@ def offload(
 
     ``"activations"``: what autograd saves for the backward pass is copied to host memory, pinned where that helps, and
     back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); on a device with streams, while it computes.
-    Parameters, buffers, the batch and small tensors stay on the device. With `remat` the inputs of blocks are
-    offloaded. A graph cannot contain the copies, so that ``compiled(lowering="auto")`` splits the step.
+    Parameters, buffers, the batch and small tensors stay. With `remat` the inputs of blocks are offloaded.
+    ``compiled(lowering="auto")`` splits the step: a graph cannot contain the copies.
 
     ``"opt_state"``: the optimizer state is in host memory, pinned where that helps (Ren et al. 2021, arXiv:2101.06840),
     or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857). An update copies it to the
     device for some parameters at a time; on a device with streams, the next ones are copied while these are updated.
-    The leaves of `TrainState.opt_state` are ordinary tensors of the host, which are saved, resumed and copied like
-    others; a copy (`ftrain.tree.clone`) is in memory until a step has written it to files. A donated state is
-    overwritten; otherwise the new one has its own memory, or files. The files have no names, and are freed with the
-    state. The host waits for the copies at the end of each update. On the host itself, ``directory=`` saves memory too.
+    The leaves of `TrainState.opt_state` are ordinary tensors of the host. A donated state is overwritten; otherwise the
+    new one has its own memory, or files, which have no names and are freed with it. A copy (`ftrain.tree.clone`) is in
+    memory until a step has written it to files. The host waits for the copies at the end of each update.
 
     Both leave results the same to the bit.
 
@@ -57,10 +56,10 @@ def offload(
         TraceError: from the step, for activations when ``compiled(lowering="whole")``.
         LossError: from the step, when the loss changes a tensor in place that its gradient needs.
         ComposeError: for the state, with ``compiled(lowering="whole")``, with a wrapper that may refuse an update
-            (`skip_nonfinite`, fp16), for which the old and the new state must exist at once, or for an optimizer that
-            cannot update parameters one by one.
-        DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the
-            disk is full.
+            (`skip_nonfinite`, fp16), which needs the old and the new state at once, or for an optimizer that cannot
+            update parameters one by one.
+        DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the disk
+            is full.
     """
     if what not in KINDS:
         raise OptionError(f"offload: what is {what!r}; choices are {', '.join(KINDS)}")

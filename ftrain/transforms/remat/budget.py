@@ -23,8 +23,8 @@ MAX_SUMS = 2000
 """The largest number of partial sums in the search. Blocks of a few kinds have fewer, and the choice is exact."""
 
 BYTE, LOOKUP = 16, 1_000_000
-"""In floating-point operations: the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32, on CPUs
-and GPUs), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
+"""In floating-point operations: the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32), and the
+time in which Python looks up whether the result of an operation is kept, about 10 us."""
 
 CHECKPOINTED = (
     "remat: the loss recomputes a block by a checkpoint of its own, beside which a budget cannot choose; turn that off "
@@ -45,9 +45,8 @@ class PolicyCost(NamedTuple):
 class Budget:
     """The policies of the blocks of a loss, in the order in which it runs them.
 
-    Args:
-        loss: the loss.
-        share: share in [0, 1] of the bytes that its blocks keep for the backward pass besides their inputs.
+    They keep at most a share in [0, 1] of the bytes that all blocks would keep for the backward pass besides their
+    inputs.
     """
 
     def __init__(self, loss: Loss, share: float) -> None:
@@ -57,11 +56,7 @@ class Budget:
         self._recomputes = False
 
     def begin(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> None:
-        """Prepare for one run of the loss on a batch.
-
-        Raises:
-            TraceError: when the loss reads the value of a tensor, or fails on fake tensors.
-        """
+        """Prepare for one run of the loss on a batch. Raises a TraceError if it reads a value."""
         if not torch.is_grad_enabled():
             self._remaining = iter(())
             return
@@ -75,8 +70,7 @@ class Budget:
     def next_policy(self) -> str:
         """Return the policy of the block that runs next.
 
-        Raises:
-            LossError: when another checkpoint runs a block again, which then must have the policy of its first run.
+        Raises a LossError when another checkpoint runs a block again, which then must have the policy of its first run.
         """
         if self._recomputes and _torch.in_backward():
             raise LossError(CHECKPOINTED)
@@ -115,11 +109,9 @@ class Budget:
 
 
 def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
-    """Return a policy for each block, so that the least is recomputed within a share of the largest sizes.
+    """Return a policy for each block, so that the least is recomputed within a share of the sum of the largest sizes.
 
-    Args:
-        costs: for each block the costs of its policies, one of which keeps nothing.
-        share: share in [0, 1] of the sum of the largest sizes.
+    `costs` are for each block those of its policies, one of which keeps nothing.
     """
     limit = share * sum(max(cost.size for cost in block_costs) for block_costs in costs)
     # A multiple-choice knapsack. Of the partial sums only those stay that no other one beats in memory and work.
@@ -175,7 +167,6 @@ class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [cost for cost in costs if cost.size < saved or cost is save_all]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         if isinstance(func, _torch.OpOverload) and not func.is_view:

@@ -35,25 +35,17 @@ _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 def recomputed(
     first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device = tree.HOST
 ) -> Any:
-    """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments.
+    """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments, which may be trees.
 
     When a gradient first needs another tensor that autograd would have saved, `again` runs on the same arguments, under
-    the autocast and the default device of the first run, until it has saved all of them. It must compute the same to
-    the bit. This does what `torch.utils.checkpoint` does with ``use_reentrant=False``, with a fifth less overhead on
-    the host, and detects more cases in which gradients would be wrong.
+    the default device and the autocast (of `device` and the host) of the first run, until it has saved all of them. It
+    must compute the same to the bit. Changes that the first run makes to containers among the arguments are undone.
+    This does what `torch.utils.checkpoint` does with ``use_reentrant=False``, with a fifth less overhead on the host,
+    and detects more cases in which gradients would be wrong.
 
-    Args:
-        first: the function.
-        again: the function for later runs.
-        args: trees of tensors and other objects. Autograd saves the tensors, so that hooks for saved tensors get them.
-            Changes that the first run makes to containers are undone.
-        kwargs: as `args`.
-        device: where it computes; the autocast of this device and of the host is restored.
-
-    Raises:
-        LossError: when the function takes a gradient by `torch.func`. In the backward pass, when a tensor among the
-            arguments, or one that would have been saved, was changed in place, or when the second run saves fewer
-            tensors, or one of another shape, dtype or device.
+    Raises a LossError when the function takes a gradient by `torch.func`; and in the backward pass, when a tensor among
+    the arguments, or one that would have been saved, was changed in place, or when the second run saves fewer tensors,
+    or one of another shape, dtype or device.
     """
     if not torch.is_grad_enabled():
         return first(*args, **kwargs)

@@ -21,11 +21,7 @@ def _after(value: Tensor, gradient: Tensor) -> Tensor:
     return value.clone()
 
 
-@_after.register_fake
-def _(value: Tensor, gradient: Tensor) -> Tensor:
-    return value.clone()
-
-
+_after.register_fake(lambda value, gradient: value.clone())
 # It saves no tensors, so that a recomputation finds as many as the first run.
 _after.register_autograd(lambda ctx, grad: (grad, None))
 
@@ -36,7 +32,7 @@ def is_in(graph: fx.GraphModule) -> bool:
 
 
 def after(gradient: Tensor, values: PyTree) -> PyTree:
-    """Return copies of the tensors in a tree that a compiler computes only after a gradient.
+    """Return a tree whose tensors are copies that a compiler computes only after a gradient.
 
     Parameters are not copied, because a copy would take more memory than it saves.
     """

@@ -47,11 +47,7 @@ POLICIES = (FULL, *KEPT, NONE)
 
 
 def require_policy(policy: Any) -> None:
-    """Check that a policy is one of `POLICIES` or a function.
-
-    Raises:
-        OptionError: when it is neither.
-    """
+    """Check that a policy is one of `POLICIES` or a function. Raises an OptionError if not."""
     is_known = policy in POLICIES if isinstance(policy, str) else callable(policy) and not isinstance(policy, type)
     if not is_known:
         raise OptionError(
@@ -89,8 +85,7 @@ class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context of the first run of a function, which saves the results that a policy keeps for a second run.
 
     Views, casts, in-place operations, random draws and operations that are not differentiated are always recomputed:
-    they cost little, and without them later operations would compute something else. So is a result that was
-    overwritten after the first run.
+    without them later operations would compute something else. So is a result that was overwritten.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -113,7 +108,6 @@ class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_reused = was_reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         if not (is_unrecorded() or self._is_reused or _is_recomputed(func, args, kwargs)):
@@ -153,7 +147,6 @@ class _Reusing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results = {func: iter(saved) for func, saved in results.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, unless its result was saved."""
         kwargs = kwargs or {}
         if func in self._results and not _is_recomputed(func, args, kwargs):
             result = next(self._results[func], None)

@@ -33,6 +33,7 @@ IN_TRANSFORM = (
     "remat: a block that runs within a transform of torch.func (grad, vmap, jvp ...) keeps its activations, since they "
     "cannot be recomputed there; for a gradient by torch.autograd.grad(..., create_graph=True) they can"
 )
+NO_CACHE = "remat: %s runs without its cache of keys and values (use_cache=False), which recomputed blocks fill twice"
 _LOGGED = WeakSet[nn.Module]()
 """The modules of which the log says that they run without their cache."""
 
@@ -45,10 +46,10 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
 
     Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016, arXiv:1604.06174).
     By default the blocks are the repeated children of the module's `ModuleList` and `Sequential`; in a pure function,
-    the functions marked by `ft.block`. Blocks inside a block are recomputed one by one when it is recomputed: this has
-    a lower peak of memory, and runs them once more. Models of transformers that fill a cache of keys and values
-    (``config.use_cache``) run without it; the log says so once, and also if a block runs within a transform of
-    `torch.func`, where its activations are kept.
+    the functions marked by `ft.block`. Blocks inside a block are recomputed one by one when it is recomputed, which
+    needs less memory and runs them once more. Models of transformers that fill a cache of keys and values
+    (``config.use_cache``) run without it, and a block within a transform of `torch.func` keeps its activations; the log
+    says so once.
 
     Args:
         policy: which activations to keep. ``"full"`` recomputes everything, ``"dots"`` keeps matmuls, convolutions and
@@ -57,20 +58,20 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             decides for each call of an operation, such as ``torch.ops.aten.mm.default``, whether to keep its result;
             views, casts, random numbers and in-place operations are always recomputed.
         blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
-            ``(name, module)`` that returns a policy, or None for a module that is not a block.
+            ``(name, module) -> policy``, which is None for a module that is not a block.
         budget: a share in [0, 1] of the bytes that the blocks would keep without this wrapper, besides their inputs.
-            Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that the kept bytes are within the share
-            and as little as possible is recomputed, by an estimate of floating-point operations, memory traffic and the
-            overhead of policies on the host. Blocks are measured on fake tensors when the loss first gets a batch of a
-            shape; blocks inside a block are part of it.
+            Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that as little as possible is
+            recomputed, by an estimate of floating-point operations, memory traffic and the overhead of policies on the
+            host. Blocks are measured on fake tensors when the loss first gets a batch of a shape; blocks inside a block
+            are part of it.
 
     Raises:
-        OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
-            such block.
+        OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no such
+            block.
         ComposeError: from the step, when the loss ran no block.
         LossError: from the step, when an argument of a block or a tensor that it keeps was overwritten before the block
-            was recomputed, when the block needed other tensors when it was recomputed, or when with a budget a
-            checkpoint of the loss recomputes it.
+            was recomputed, when it then needed other tensors, or when with a budget a checkpoint of the loss recomputes
+            it.
         TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
     require_policy(policy)
@@ -81,7 +82,12 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             "or a function (name, module) -> policy"
         )
     if budget is not None:
-        _require_budget(budget, policy, blocks)
+        require_range(NAME, "budget", budget, 0.0, 1.0, closed=True)
+        if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
+            raise OptionError(
+                f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and "
+                "give blocks as a list, or leave out budget="
+            )
 
     def wrap(loss: Loss) -> Loss:
         policies = _policies_of_blocks(loss, policy, blocks)
@@ -133,15 +139,6 @@ def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None,
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=(*loss.wrapper_texts, text))
 
 
-def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
-    require_range(NAME, "budget", budget, 0.0, 1.0, closed=True)
-    if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
-        raise OptionError(
-            f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
-            "blocks as a list, or leave out budget="
-        )
-
-
 def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
     blocks = [f"blocks={len(chosen)}"] if chosen else []
     if budget is not None:
@@ -182,10 +179,7 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
 
 
 class _Repeatable:
-    """A block that can run again on the parameters, buffers and random numbers of its first run.
-
-    `same_draws` makes a context in which torch draws these numbers.
-    """
+    """A block that can run again on the parameters, buffers and random numbers (`same_draws`) of its first run."""
 
     def __init__(
         self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, same_draws: Context
@@ -260,10 +254,7 @@ def _same_draws(tensors: Sequence[Tensor], device: torch.device) -> Context:
 
 
 def _without_cache(module: nn.Module | None) -> Context:
-    """Return a function that makes a context in which a module of transformers fills no cache of keys and values.
-
-    It fills one if the ``config.use_cache`` of the module, or of one inside it, is True.
-    """
+    """Return ``() -> context`` in which no ``config.use_cache`` in a module of transformers is True."""
     modules = module.modules() if module is not None else ()
     configs: list[Any] = [getattr(each, "config", None) for each in modules]
 
@@ -272,11 +263,7 @@ def _without_cache(module: nn.Module | None) -> Context:
         caching = [config for config in configs if getattr(config, "use_cache", None) is True]
         if module is not None and caching and module not in _LOGGED:
             _LOGGED.add(module)
-            log_on_first_rank(
-                "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is "
-                "recomputed would fill twice",
-                type(module).__name__,
-            )
+            log_on_first_rank(NO_CACHE, type(module).__name__)
         try:
             for config in caching:
                 config.use_cache = False
