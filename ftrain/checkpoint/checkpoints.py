@@ -110,7 +110,6 @@ class Checkpoints:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._buffers: Sequence[Tensor] = ()
-        self._values: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
@@ -150,7 +149,6 @@ class Checkpoints:
             remove_abandoned(self.directory)
             for step in self.steps():
                 finish_replacement(self._step_path(step), step)
-            self._read_metrics()
         return was_used
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -326,10 +324,19 @@ class Checkpoints:
         return None
 
     def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
-        last = None if before is None else whole_number("Checkpoints.latest", "before", before)
-        if best:
-            return [self._best(last)]
-        return [step for step in reversed(self.steps()) if last is None or step <= last]
+        last = float("inf") if before is None else whole_number("Checkpoints.latest", "before", before)
+        steps = [step for step in reversed(self.steps()) if step <= last]
+        if not best:
+            return steps
+        if self.best is None:
+            raise OptionError(
+                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
+            )
+        found = self._best(steps)
+        if not found:
+            until = "" if before is None else f" up to step {before}"
+            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
+        return found
 
     def _write(
         self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
@@ -343,7 +350,6 @@ class Checkpoints:
             path = self._step_path(step)
             with system_errors(self.directory):
                 write_or_replace(path, step, lambda new: write_verified(new, content, notes, ranks))
-            self._note_metric(step)
             try:
                 self._rotate(step)
             except OSError as error:
@@ -351,46 +357,27 @@ class Checkpoints:
                     f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
                 ) from error
 
-    def _read_metrics(self) -> None:
-        self._values = {}
-        for step in self.steps():
-            self._note_metric(step)
+    def _best(self, steps: Sequence[int]) -> list[int]:
+        """Return the step with the best metric, the earliest of equally good ones; [] if none has a finite one."""
+        values = {step: self._metric(step) for step in steps}
+        finite = [step for step, value in values.items() if abs(value) < float("inf")]
+        return sorted(finite, key=lambda step: (MODES[self.mode] * values[step], step))[:1]
 
-    def _best(self, last: int | None = None) -> int:
-        if self.best is None:
-            raise OptionError(
-                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
-            )
-        if self._lock is None:
-            self._read_metrics()
-        steps = [step for step in self._values if last is None or step <= last]
-        if not steps:
-            until = "" if last is None else f" up to step {last}"
-            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
-        # The earliest one if several are equally good.
-        return min(steps, key=lambda step: (MODES[self.mode] * self._values[step], step))
-
-    def _note_metric(self, step: int) -> None:
-        """Remember the metric of `best` of a checkpoint."""
-        if self.best is None:
-            return
+    def _metric(self, step: int) -> float:
+        """Return the metric of `best` of a checkpoint; NaN if it has none."""
         try:
-            value = read_manifest(self.path(step)).metrics.get(self.best)
+            value = read_manifest(self.path(step)).metrics.get(self.best or "")
         except UnreachableError:
             raise
         except CheckpointError:
-            return
-        if isinstance(value, int | float) and abs(value) < float("inf"):
-            self._values[step] = float(value)
+            return float("nan")
+        return float(value) if isinstance(value, int | float) else float("nan")
 
     def _rotate(self, verified: int) -> None:
         """Remove old checkpoints, after the checkpoint of this step was verified."""
         # The run resumed from an older checkpoint, so later ones are damaged and do not count.
         steps = [step for step in self.steps() if step <= verified]
-        steps_to_keep = {*steps[-self.keep :]}
-        self._values = {step: value for step, value in self._values.items() if step in steps}
-        if self._values:
-            steps_to_keep.add(self._best())
+        steps_to_keep = {*steps[-self.keep :], *(self._best(steps) if self.best else ())}
         for step in steps:
             if step not in steps_to_keep and not files.exists(self._pin_path(step)):
                 discard(self.path(step))
