@@ -79,7 +79,8 @@ def _flock(descriptor: int) -> bool:
     return True
 
 
-def _fsync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Sync what was written to disk, so that other machines can read it too."""
     if FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, FULL_SYNC)
@@ -127,7 +128,7 @@ def created(path: Path) -> Iterator[int]:
     """Context of a new file, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS) as descriptor:
         yield descriptor
-        _fsync(descriptor)
+        sync(descriptor)
 
 
 @contextmanager
@@ -135,7 +136,7 @@ def opened_to_write(path: Path) -> Iterator[int]:
     """Context of an existing file to write to, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | NO_LINKS) as descriptor:
         yield descriptor
-        _fsync(descriptor)
+        sync(descriptor)
 
 
 def resize(descriptor: int, length: int) -> None:
@@ -160,7 +161,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, f"has {length:,} bytes, and {offset:,} were written: it was cut off or removed")
         os.ftruncate(descriptor, offset)
         write_at(descriptor, data, offset)
-        _fsync(descriptor)
+        sync(descriptor)
     if not offset:
         sync_directory(path.parent)
 
@@ -175,16 +176,11 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
         remaining = remaining[count:]
 
 
-def sync(descriptor: int) -> None:
-    """Sync what was written to disk, so that other machines can read it."""
-    _fsync(descriptor)
-
-
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk."""
     with _descriptor(path, os.O_RDONLY | DIRECTORY) as descriptor:
         try:
-            _fsync(descriptor)
+            sync(descriptor)
         except OSError as error:
             if error.errno not in UNSYNCABLE:
                 raise

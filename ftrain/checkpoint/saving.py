@@ -54,7 +54,7 @@ class LocalTree:
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: the blocks of each tensor that is divided, by the number of the tensor and the rank that writes them.
+        blocks: the blocks of each divided tensor, by the number of the tensor and the rank that writes them.
         locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
     """
 
@@ -64,7 +64,7 @@ class LocalTree:
 
     @functools.cached_property
     def entries(self) -> list[TensorEntry]:
-        """Its tensors as the manifest lists them, still without digests; made in the thread that writes."""
+        """Its tensors as in the manifest, without digests; made in the thread that writes."""
         return _entries(self.flat)
 
 
@@ -86,19 +86,18 @@ def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
 
     The copies go to `buffers`, those of the last call, where these have the same shapes, strides and dtypes.
     """
-    if len(buffers) != len(tree.locals):
-        buffers = [torch.empty(0)] * len(tree.locals)
-    pairs = zip(tree.locals.items(), buffers, strict=True)
-    locals_ = {number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs}
-    return dataclasses.replace(tree, locals=locals_)
+    earlier, copies = dict(zip(tree.locals, buffers, strict=False)), {}
+    for number, tensor in tree.locals.items():
+        buffer = earlier.get(number)
+        if buffer is None or _memory_format(buffer) != _memory_format(tensor):
+            # Pinned, so that a copy from an accelerator is asynchronous.
+            buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
+        copies[number] = buffer.copy_(tensor.detach(), non_blocking=True)
+    return dataclasses.replace(tree, locals=copies)
 
 
-def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
-    fits = buffer.dtype == tensor.dtype and buffer.shape == tensor.shape and buffer.stride() == tensor.stride()
-    if not fits:
-        # Pinned, so that a copy from an accelerator is asynchronous.
-        buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
-    return buffer.copy_(tensor.detach(), non_blocking=True)
+def _memory_format(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
@@ -127,7 +126,7 @@ def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves =
 
 
 def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of the additional files. Raises an OptionError if they are not texts by name."""
+    """Return a copy of `texts`. Raises an OptionError if they are not texts by name."""
     if not isinstance(texts, Mapping | None):
         raise OptionError(f"{function}: texts is {texts!r:.60}; needs texts by name, such as {{'config.json': '...'}}")
     return dict(texts or {})
@@ -140,10 +139,9 @@ def require_named(function: str, name: str, trees: Any) -> None:
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check everything in a save that does not depend on the disk, without reading a tensor.
+    """Check what does not depend on the disk, without reading a tensor.
 
-    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name or a text in `texts` is not
-    possible.
+    Raises a CheckpointError for a tree that cannot be saved, and an OptionError for `texts` that cannot.
     """
     _require_free_names(texts, _entries(flatten(tree)))
 
