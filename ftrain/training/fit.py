@@ -165,8 +165,9 @@ def fit(
             del state, point
             _train(run)
     data_ended = steps is None or run.step < steps
-    run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
+    run.history.stopped = run.stopped or ("data" if data_ended else "steps")
     if number := votes.agreed_signal():
+        run.history.stopped = "interrupt"
         _end_by(number, checkpoints, run, prints=agreement.is_first)
     return run.result
 
@@ -189,22 +190,15 @@ def _train(run: Run) -> None:
 
 
 def _end_by(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *, prints: bool) -> None:
-    """End the process by an error if the run is saved; else print that it has ended, for the program goes on."""
-    if checkpoints is not None:
-        raise _interrupted(number, checkpoints, run.result, prints=prints)
-    if prints:
-        Display().say(f"fit: ended by {number.name} after step {run.step}; returns what was trained")
-
-
-def _interrupted(
-    number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, prints: bool
-) -> Interrupted:
-    """Print where the run is saved, if this rank prints, and return the error that ends the process."""
-    if prints:
+    """Print where the run has ended, and end the process if it is saved; else the program goes on."""
+    where = f" after step {run.step}; returns what was trained"
+    if checkpoints is not None and prints:
         steps = checkpoints.steps()
-        path = checkpoints.path(steps[-1]) if steps else None
-        where = f"saved in {path}; the same call continues from there" if path else "before any step"
-        Display().say(f"fit: ended by {number.name}, {where}")
-    error = Interrupted(EXIT_CODE_BASE + number)
-    error.result = result
-    return error
+        saved = f"saved in {checkpoints.path(steps[-1])}; the same call continues from there" if steps else ""
+        where = f", {saved or 'before any step'}"
+    if prints:
+        Display().say(f"fit: ended by {number.name}{where}")
+    if checkpoints is not None:
+        error = Interrupted(EXIT_CODE_BASE + number)
+        error.result = run.result
+        raise error

@@ -73,8 +73,6 @@ class RunCheckpoints:
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
-        self.enabled = checkpoints is not None
-        """Whether anything is saved."""
         self._pipeline, self._is_first = _pipeline_texts(step), is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._num_batches = _num_batches(data)
@@ -169,8 +167,9 @@ class RunCheckpoints:
         again.
         """
         checkpoint = None
+        passes_once = isinstance(self._data, Iterator) and sources.position(self._data) is None
         try:
-            if self._checkpoints is not None and not _passes_once(self._data):
+            if self._checkpoints is not None and not passes_once:
                 self._checkpoints.wait()
                 checkpoint = self._newest(self._checkpoints, state, on_host=True)
         finally:
@@ -201,11 +200,6 @@ class RunCheckpoints:
             Position(**checkpoint.run["position"]),
             logged=(step, sum(record["step"] == step for record in history)),
         )
-
-    def check(self) -> None:
-        """Raise the CheckpointError of an earlier save in the background that has failed."""
-        if self._checkpoints is not None:
-            self._checkpoints.check()
 
     def wait(self) -> None:
         """Wait for a save in the background, whether it succeeds or not."""
@@ -288,24 +282,17 @@ def _num_batches(data: Iterable[PyTree]) -> int | None:
     return None
 
 
-def _passes_once(data: Iterable[PyTree]) -> bool:
-    return isinstance(data, Iterator) and sources.position(data) is None
-
-
 def _refill(state: TrainState, loaded: TrainState) -> TrainState:
     """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
-    leaves, spec = tree.flatten(state)
-    filled = [_copy_into(leaf, value) for leaf, value in zip(leaves, tree.leaves(loaded), strict=True)]
-    refilled = mark_donatable(tree.unflatten(spec, filled))
+    def copied(leaf: Any, value: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return value
+        # The choice of a kernel may depend on strides, and so may the bits of its result.
+        return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
+
+    refilled = mark_donatable(tree.map(copied, state, loaded))
     consume(state)
     return refilled
-
-
-def _copy_into(leaf: Any, value: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return value
-    # The choice of a kernel may depend on strides, and so may the bits of its result.
-    return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
 def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
