@@ -225,5 +225,3 @@ def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
         if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
             raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")
     return whole.hexdigest()
-
-

@@ -1,10 +1,9 @@
 """The shuffled order of an epoch, in bounded memory.
 
-Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. The order of more indices is a
-bijection that is computed for each index on its own: a generalised Feistel network (Black and Rogaway, "Ciphers with
-arbitrary finite domains", CT-RSA 2002) over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number of
-indices: ``x += F(y)`` and ``y += F(x)`` in turn. A result outside the range is mapped again until it is inside.
-Such a network does not reach all orders of a few indices equally often; therefore these are sorted.
+Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. More are mapped one by one by a
+generalised Feistel network, which does not reach all orders of a few indices equally often (Black and Rogaway, "Ciphers
+with arbitrary finite domains", CT-RSA 2002): over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number
+of indices, ``x += F(y)`` and ``y += F(x)`` in turn. A result outside the range is mapped again until it is inside.
 """
 
 from __future__ import annotations

@@ -48,10 +48,9 @@ def _seed(key_data: tuple[int, int]) -> None:
 
 
 class PreservedState:
-    """Context in which code may use the global generators of torch, Python and numpy; restores their states on exit.
+    """Context that restores the global generators of torch, Python and numpy; `detect` makes `has_drawn` possible.
 
-    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once. `detect` makes
-    `has_drawn` possible.
+    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once.
     """
 
     __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
@@ -155,7 +154,6 @@ class _PythonState:
 
 _GENERATOR: Any = python_random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of Python's module `random`."""
-
 
 _SEEDED = np.random.MT19937(0)
 """The global generator of numpy while samples draw."""

@@ -1,7 +1,6 @@
 """Send batches from a worker process: small tensors by value, within the message.
 
-Torch moves the memory of each tensor into shared memory and sends a file descriptor. This takes about half a
-millisecond whatever the size, a file in ``/dev/shm`` and an open file. A copy of a few kilobytes takes less time.
+Torch sends a file descriptor of shared memory for each tensor, which takes half a millisecond whatever the size.
 """
 
 from __future__ import annotations
@@ -51,14 +50,18 @@ class _ByValuePickler(ForkingPickler):
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, Tensor] = {}
+        """The memory of each tensor as another tensor of bytes, which is pickled once."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that rebuild a small tensor, or NotImplemented for the default."""
         if type(value) is not Tensor or not _is_small(value):
             return NotImplemented
         value = value.resolve_conj().resolve_neg()
-        memory = self._memories.setdefault(_torch.storage_id(value), _Memory(value))
+        number = _torch.storage_id(value)
+        if value is self._memories.get(number):
+            return _from_bytes, (_to_bytes(value),)
+        memory = self._memories.setdefault(number, torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()))
         return _view, (memory, value.dtype, value.storage_offset(), value.size(), value.stride())
 
 
@@ -69,16 +72,6 @@ def _is_small(tensor: Tensor) -> bool:
         and tensor.untyped_storage().nbytes() <= MAX_BYTES
         and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
     )
-
-
-class _Memory:
-    """Pickles as the bytes of a tensor's memory, and unpickles as a tensor of these bytes."""
-
-    def __init__(self, owner: Tensor) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_bytes, (_to_bytes(self._bytes),)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -284,6 +284,7 @@ def _num_batches(data: Iterable[PyTree]) -> int | None:
 
 def _refill(state: TrainState, loaded: TrainState) -> TrainState:
     """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
+
     def copied(leaf: Any, value: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return value
