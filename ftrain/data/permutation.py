@@ -1,9 +1,9 @@
 """The shuffled order of an epoch, in bounded memory.
 
 Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. More are mapped one by one by a
-generalised Feistel network, which does not reach all orders of a few indices equally often (Black and Rogaway, "Ciphers
-with arbitrary finite domains", CT-RSA 2002): over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number
-of indices, ``x += F(y)`` and ``y += F(x)`` in turn. A result outside the range is mapped again until it is inside.
+generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which does not
+reach all orders of a few indices equally often: over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the
+number of indices, ``x += F(y)`` and ``y += F(x)`` in turn. A result outside of the range is mapped again.
 """
 
 from __future__ import annotations

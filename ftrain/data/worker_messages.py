@@ -58,10 +58,10 @@ class _ByValuePickler(ForkingPickler):
         if type(value) is not Tensor or not _is_small(value):
             return NotImplemented
         value = value.resolve_conj().resolve_neg()
-        number = _torch.storage_id(value)
-        if value is self._memories.get(number):
+        bytes_of_memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+        memory = self._memories.setdefault(_torch.storage_id(value), bytes_of_memory)
+        if value is memory:
             return _from_bytes, (_to_bytes(value),)
-        memory = self._memories.setdefault(number, torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()))
         return _view, (memory, value.dtype, value.storage_offset(), value.size(), value.stride())
 
 
