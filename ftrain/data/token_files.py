@@ -123,28 +123,41 @@ def ends_path(path: Path) -> Path:
     return path.with_suffix(".ends.npy")
 
 
-def _token_array(source: str | Path | Tokens) -> Tokens:
-    """Return tokens of shape (tokens,), those of a file as a memory map. Raises a DataError if they are none."""
-    if not isinstance(source, str | os.PathLike | np.ndarray):
-        raise DataError(f"TokenFile: tokens are a {type(source).__name__}; needs a path, or an array: np.asarray(...)")
-    if isinstance(source, np.ndarray):
-        name, array = "the array", source
-    else:
-        name = str(as_path("TokenFile", "tokens", source))
-        try:
-            array = np.load(name, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+class _TokenArray:
+    """An array of tokens. Each process memory-maps the file when it first reads it. Raises a DataError if it cannot."""
+
+    def __init__(self, source: str | Path | Tokens) -> None:
+        if not isinstance(source, str | os.PathLike | np.ndarray):
             raise DataError(
-                f"TokenFile: {name} cannot be read: {error}. It must be a .npy file, as ft.data.write_tokens makes "
-                "them; of a file of numbers without a header, pass np.memmap(path, dtype=np.uint16)"
-            ) from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"TokenFile: {name} has shape {array.shape} and dtype {array.dtype}; needs whole numbers on one axis, as "
-            "ft.data.write_tokens writes them"
-        )
-    # A plain array: slices of a np.memmap take three times as long.
-    return np.asarray(array)
+                f"TokenFile: tokens are a {type(source).__name__}; needs a path, or an array: np.asarray(...)"
+            )
+        self._path = None if isinstance(source, np.ndarray) else as_path("TokenFile", "tokens", source)
+        self._array: Tokens | None = np.asarray(source) if isinstance(source, np.ndarray) else None
+        name = self._path or "the array"
+        if self.array.ndim != 1 or self.array.dtype.kind not in "iu":
+            raise DataError(
+                f"TokenFile: {name} has shape {self.array.shape} and dtype {self.array.dtype}; needs whole numbers on "
+                "one axis, as ft.data.write_tokens writes them"
+            )
+
+    @property
+    def array(self) -> Tokens:
+        """The array, of shape (tokens,)."""
+        if self._array is None:
+            try:
+                # A plain array: slices of a np.memmap take three times as long.
+                self._array = np.asarray(np.load(self._path or "", mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError, EOFError) as error:
+                raise DataError(
+                    f"TokenFile: {self._path} cannot be read: {error}. It must be a .npy file, as "
+                    "ft.data.write_tokens makes them; of a file of numbers without a header, pass np.memmap(path, "
+                    "dtype=np.uint16)"
+                ) from error
+        return self._array
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickling a memory map, to send it to a worker, would copy the whole file.
+        return {**self.__dict__, "_array": None if self._path else sendable(self._array)}
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):
@@ -167,11 +180,11 @@ class TokenFile(Dataset[dict[str, Tensor]]):
 
     def __init__(self, tokens: str | Path | Tokens, length: int) -> None:
         require_positive("TokenFile", "length", length)
-        self._tokens, self._length = _token_array(tokens), length
-        self._count = max(len(self._tokens) - 1, 0) // length
+        self._tokens, self._length = _TokenArray(tokens), length
+        self._count = max(len(self._tokens.array) - 1, 0) // length
         if not self._count:
             raise DataError(
-                f"TokenFile: {len(self._tokens)} tokens are too few for a window of length={length} and the "
+                f"TokenFile: {len(self._tokens.array)} tokens are too few for a window of length={length} and the "
                 "label after it"
             )
 
@@ -179,19 +192,16 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         """Return the number of windows."""
         return self._count
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: sendable(value) for name, value in vars(self).items()}
-
     def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return several windows as one batch of shape (windows, length), as ``default_collate`` would."""
-        array, size = self._tokens, self._length + 1
+        array, size = self._tokens.array, self._length + 1
         windows = np.concatenate([array[i * self._length : i * self._length + size] for i in indices])
         tokens = _to_tensor(windows.reshape(-1, size))
         return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = range(self._count)[index] * self._length
-        window = _to_tensor(self._tokens[start : start + self._length + 1])
+        window = _to_tensor(self._tokens.array[start : start + self._length + 1])
         return {"tokens": window[:-1], "labels": window[1:]}
 
 
@@ -211,27 +221,24 @@ class TokenDocuments(Dataset[dict[str, Tensor]]):
     draws = False
 
     def __init__(self, path: str | Path) -> None:
-        self._tokens = _token_array(path)
-        self._ends = _token_array(ends_path(as_path("TokenDocuments", "path", path)))
-        last = int(self._ends[-1]) if len(self._ends) else 0
-        if last != len(self._tokens):
+        self._tokens, self._ends = _TokenArray(path), _TokenArray(ends_path(as_path("TokenDocuments", "path", path)))
+        ends = self._ends.array
+        last = int(ends[-1]) if len(ends) else 0
+        if last != len(self._tokens.array):
             raise DataError(
-                f"TokenDocuments: {path} has {len(self._tokens)} tokens, and its documents end at {last}; write "
+                f"TokenDocuments: {path} has {len(self._tokens.array)} tokens, and its documents end at {last}; write "
                 "both again"
             )
-        self.lengths = np.diff(self._ends, prepend=0).astype(np.int64)
+        self.lengths = np.diff(ends, prepend=0).astype(np.int64)
 
     def __len__(self) -> int:
         """Return the number of documents."""
-        return len(self._ends)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: sendable(value) for name, value in vars(self).items()}
+        return len(self._ends.array)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = range(len(self))[index]
-        end = int(self._ends[row])
-        return {"tokens": _to_tensor(self._tokens[end - int(self.lengths[row]) : end])}
+        end = int(self._ends.array[row])
+        return {"tokens": _to_tensor(self._tokens.array[end - int(self.lengths[row]) : end])}
 
 
 def _to_tensor(tokens: Tokens) -> Tensor:
