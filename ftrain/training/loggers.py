@@ -19,10 +19,9 @@ of this step all but the first ``count``."""
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null, and values of other
-    types become their text. Each line is written
-    at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
-    its lines of later steps, which it makes again; those of earlier runs in the file stay.
+    The folder is created if it is missing. NaN and infinities become null, and values that JSON lacks their text. Each
+    line is written at once: when a run is killed, only the last one can be incomplete. A run that resumes from a
+    checkpoint removes its lines of later steps, which it makes again; those of earlier runs in the file stay.
 
     Raises:
         OptionError: when `path` is no path.

@@ -43,15 +43,15 @@ class OomRetry:
     """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
 
     The innermost gradient is split, so that the update is the same whatever wrappers there are: with
-    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before.
+    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before. Ranks
+    split a step together.
 
     When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
     be refused (fp16, `skip_nonfinite`) but not by the kernels of the optimizer: such an update overwrites nothing. A
-    compiled step may fail at any operation: its state is copied to the host before the first step with each structure
-    of batches.
+    compiled step may fail anywhere: its state is copied to the host before the first step with each structure of
+    batches.
 
-    It begins with `pieces` pieces. `say` prints a line, and `interrupted` returns whether a signal has come, after
-    which nothing is tried again. Ranks split a step together.
+    `say` prints a line, and `interrupted` returns whether a signal has come, after which nothing is tried again.
     """
 
     def __init__(
@@ -187,12 +187,10 @@ def recorded_pieces(history: History) -> int:
 
 
 def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> Step:
-    """Return a step that computes its gradient in pieces: the same update, with the same state.
+    """Return a step that computes its gradient in pieces: the same update, as `accumulate` says.
 
-    Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
-    that is a `Mean` counts by its weight, and one that is a plain number by its examples. With equal pieces the result
-    is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into single examples.
-    `writes` records when the step begins to overwrite its state.
+    With equal pieces the result is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into
+    single ones. `writes` records when the step begins to overwrite its state.
     """
     wrappers = step.wrappers
     if pieces > 1:
