@@ -24,11 +24,8 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make the same number of these objects, and call their methods in the same order.
-
-    Args:
-        name: says in messages and errors what the ranks agree on.
-        alone: whether this process acts alone, though there may be other ranks.
+    Every rank must make the same number of these objects, and call their methods in the same order. `name` says in
+    errors what they agree on; with `alone`, this process acts alone, though there may be other ranks.
     """
 
     def __init__(self, name: str, *, alone: bool = False) -> None:

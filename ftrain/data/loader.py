@@ -326,23 +326,20 @@ def _batch_sampler(
 
 
 def _is_map_style(dataset: Any) -> bool:
-    # A pair of inputs and labels, most likely, and not two samples.
-    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
-    if are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type):
-        raise DataError(
-            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset, a "
-            "list of samples, or ft.data.arrays(tree of tensors)"
-        )
     if isinstance(dataset, DataLoader):
         raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its .dataset, of samples")
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return True
-    if isinstance(dataset, Iterable):
-        return False
-    raise DataError(
-        f"loader: the dataset is a {type(dataset).__name__}; needs __getitem__ and __len__, or __iter__, as torch's "
-        "Dataset and IterableDataset have"
+    has_rows = (
+        not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     )
+    # A pair of inputs and labels, most likely, and not two samples.
+    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
+    is_other = are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type)
+    if is_other or not (has_rows or isinstance(dataset, Iterable)):
+        raise DataError(
+            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset or "
+            "IterableDataset, a list of samples, or ft.data.arrays(tree of tensors)"
+        )
+    return has_rows
 
 
 def _require_options(
