@@ -52,10 +52,7 @@ class Lock(NamedTuple):
 
 
 def _close_in_child() -> None:
-    """Close the locks that a forked process inherits, which it would keep after its parent has ended.
-
-    Closing leaves the lock of the parent as it is; `fcntl.flock(LOCK_UN)` would release it.
-    """
+    """Close the locks that a forked process inherits; that of the parent stays, which `LOCK_UN` would release."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -187,18 +184,12 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a directory to a name that is not in use.
-
-    The system may replace an empty directory, which loses nothing: no checkpoint is empty.
-    """
+    """Rename a directory to a name that is not in use, except for an empty directory, which no checkpoint is."""
     os.rename(old, new)
 
 
 def hold(path: Path) -> int:
-    """Lock a directory for as long as this process lives, and return the descriptor of the lock.
-
-    Raises an OSError when the directory cannot be opened, or another process has locked it.
-    """
+    """Lock a directory until `release` of the descriptor; raises an OSError if another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | DIRECTORY | NO_LINKS)
     try:
         _flock(descriptor)

@@ -261,10 +261,7 @@ def _write_texts(directory: Path, texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _write_manifest(directory: Path, folders: Sequence[Path], manifest: Manifest) -> None:
-    """Write the manifest, after all other files, and sync the directory and its folders to disk.
-
-    Raises a CheckpointError if it is too long to be read again.
-    """
+    """Write the manifest, after all other files, and sync the directory and its folders to disk."""
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(

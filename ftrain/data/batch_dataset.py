@@ -27,7 +27,6 @@ MAX_LISTED = 8
 """The largest number of samples that a message names."""
 
 READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
-"""What to do when a sample cannot be read."""
 
 
 class BatchDataset(Dataset[FetchedBatch]):
@@ -101,10 +100,7 @@ class BatchDataset(Dataset[FetchedBatch]):
 
 
 def _default_collate(samples: list[Any]) -> PyTree:
-    """Return `default_collate` of samples; if they are dicts of tensors, without its search through types.
-
-    In a worker `default_collate` stacks in shared memory, which small tensors do not need: they are sent by value.
-    """
+    """Return `default_collate` of samples; of dicts of small tensors without its search, and its shared memory."""
     first = samples[0]
     most_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
     if type(first) is dict and all(

@@ -84,11 +84,9 @@ class RunCheckpoints:
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
     def load(self, state: Any, *, donate: bool) -> ResumePoint:
-        """Return the point at which the run begins or continues; raises as `fit` does.
+        """Return the point at which the run begins, with this state, or continues; raises as `fit` does.
 
-        Args:
-            state: the state to begin with; a checkpoint must have the same structure.
-            donate: load into the memory of `state`, which is consumed, if nothing else uses that memory.
+        With `donate`, load into the memory of the state, which is consumed, if nothing else uses that memory.
         """
         step = int(getattr(state, "step", 0))
         begin = ResumePoint(state, step, LastSteps(step), History())
@@ -269,13 +267,10 @@ def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...]
 
 
 def _num_batches(data: Iterable[PyTree]) -> int | None:
-    """Return the number of batches in a pass over data that keeps no position; None if it is not known.
-
-    Not of an iterable dataset, whose length is a guess that torch warns of once it was asked for.
-    """
-    if has_position(data) or isinstance(getattr(data, "dataset", None), IterableDataset):
-        return None
-    if not isinstance(data, Sequence | DataLoader):
+    """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
+    # Torch warns of a length of an iterable dataset, which is a guess.
+    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
+    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
         return None
     with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
         return len(data)
@@ -312,10 +307,7 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
 
 
 def _pipeline_texts(step: Any) -> list[str]:
-    """Return the optimizer and the wrappers of a step as texts; nothing of a function that is no `Step`.
-
-    Without the wrappers that change how a step runs (`compiled`, `donated`, `sharded`), which a run may change.
-    """
+    """Return the optimizer and the wrappers of a `Step` as texts; not those of how it runs, which a run may change."""
     if not isinstance(step, Step):
         return []
     texts = [step.optimizer.text, *(wrapper.text for wrapper in step.wrappers if wrapper.step is None)]
