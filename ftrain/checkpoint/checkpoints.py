@@ -179,11 +179,7 @@ class Checkpoints:
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, oldest first.
-
-        Raises:
-            CheckpointError: when the directory cannot be read.
-        """
+        """Return the steps that have a checkpoint, oldest first; raises a CheckpointError if they cannot be read."""
         with system_errors(self.directory):
             # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
             if not files.is_directory(files.resolved(self.directory)):
@@ -193,11 +189,7 @@ class Checkpoints:
             return [step for step in sorted(steps) if files.is_directory(self.path(step))]
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step: rotation never removes it.
-
-        Raises:
-            CheckpointError: when the step has no checkpoint, or the pin cannot be written.
-        """
+        """Keep the checkpoint of a step: rotation never removes it. Raises a CheckpointError if there is none."""
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
         with system_errors(self.directory):

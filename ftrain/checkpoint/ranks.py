@@ -105,8 +105,6 @@ class Ranks:
         return messages
 
     def _wait_for(self, keys: list[str]) -> None:
-        """Wait until the store has these keys, one per rank."""
-
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
@@ -133,7 +131,6 @@ def _raise(error: BaseException) -> None:
 
 
 def _error_of(rank: int, name: str, text: str) -> FtrainError:
-    """Return the error that another rank has raised."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, FtrainError):
         return kind(f"rank {rank}: {text}")

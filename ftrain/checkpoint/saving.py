@@ -242,7 +242,6 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
-    """Make the folders of files in a directory, and return them."""
     folders = sorted({parent for name in names for parent in (directory / name).parents if directory in parent.parents})
     for folder in folders:
         files.make_directory(folder)

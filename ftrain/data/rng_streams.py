@@ -144,7 +144,6 @@ class _PythonState:
         return None if python_random.getrandbits(32) == self._second else 2
 
     def restore(self) -> None:
-        """Set the generator to this state."""
         python_random.setstate(self._state)
 
     def has_drawn(self) -> bool:

@@ -36,7 +36,6 @@ class _Lines:
         self._path = path
 
     def __call__(self, record: Record) -> None:
-        """Append a record."""
         line = json.dumps(_finite(record), allow_nan=False, default=str)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -76,7 +76,6 @@ def replay(
 
 
 def _records(checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None) -> History:
-    """Return the newest history of a run."""
     if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
         checkpoint = checkpoints.latest()
     return history_of(checkpoint) if checkpoint is not None else History()

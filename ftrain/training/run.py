@@ -240,7 +240,6 @@ class Run:
             rewind(self._loggers, *point.logged)
 
     def _reads_after(self, step: int) -> bool:
-        """Return whether to read the metrics after this step."""
         options = self._options
         return step % options.log_every == 0 or options.evaluates_after(step) or self._checkpoints.is_due(step)
 

@@ -99,7 +99,6 @@ class StepVotes:
 
 
 def _sample(leaf: Any) -> Any:
-    """Return some elements of a tensor, and another leaf as it is."""
     if not tree.is_tensor(leaf):
         return leaf
     flat = leaf.detach().reshape(-1)
