@@ -6,7 +6,6 @@ Torch sends a file descriptor of shared memory for each tensor, which takes half
 from __future__ import annotations
 
 import io
-import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -20,23 +19,13 @@ MAX_BYTES = 1 << 19
 """The largest memory of a tensor that is sent by value. To copy more takes as long as to send a file descriptor."""
 
 
-def to_message(fetched: FetchedBatch) -> Message:
-    """Return the message in which a worker sends a batch; another process receives it as a `FetchedBatch`."""
+def to_message(fetched: FetchedBatch) -> bytes:
+    """Return the pickle that a worker sends of a batch."""
     try:
-        return Message(_pickled(fetched))
+        return _pickled(fetched)
     except Exception as error:
         failure = read_error("a batch cannot be sent from its worker", error)
-        return Message(_pickled(FetchedBatch(fetched.position, error=failure)))
-
-
-class Message:
-    """A pickled object, which unpickling this message returns."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._pickled,)
+        return _pickled(FetchedBatch(fetched.position, error=failure))
 
 
 def _pickled(value: Any) -> bytes:

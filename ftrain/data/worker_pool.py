@@ -38,7 +38,7 @@ def _data_loader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        # Called with what the dataset returns, a batch.
+        # Called with what the dataset returns, a batch; this makes a message of it.
         collate_fn=to_message,  # type: ignore[arg-type]
         timeout=options.timeout,
         # Each epoch draws a number from this generator; the default is the user's global one.
@@ -98,20 +98,20 @@ def read_in_one_worker(
 
 
 def read_from_workers(
-    loader: DataLoader[FetchedBatch], timeout: float, describe_next: Callable[[], str]
+    loader: DataLoader[Any], timeout: float, describe_next: Callable[[], str]
 ) -> Iterator[FetchedBatch]:
     """Yield what workers send. Stop them at the first batch that has an error.
 
     Raises a DataError when a worker cannot be started, dies, or sends no batch within `timeout` seconds; the message
     has the text of `describe_next`, which names the next batch.
     """
-    batches: Iterator[FetchedBatch] | None = None
+    batches: Iterator[bytes] | None = None
     while True:
         try:
             # Starting an epoch may also wait for workers that are still reading for an unfinished epoch.
             with _on_host():
                 batches = iter(loader) if batches is None else batches
-                batch = next(batches)
+                batch: FetchedBatch = pickle.loads(next(batches))
         except StopIteration:
             return
         except (AttributeError, TypeError, pickle.PicklingError) as error:
