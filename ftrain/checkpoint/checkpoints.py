@@ -118,8 +118,8 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process. When this
-                context is open already. On many ranks, also when they have different directories.
+            CheckpointError: when another process has locked it, which the message names; when this context is open
+                already; or when ranks have different directories.
         """
         if self._ranks is not None:
             raise CheckpointError(
@@ -250,7 +250,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
 
-        On many ranks it does nothing, since they see the error at different times: the next `save` or `wait` raises it.
+        Not on many ranks, which see it at different times: the next `save` or `wait` raises it.
         """
         is_alone = self._ranks is None or self._ranks.size == 1
         if is_alone and self._pending is not None and self._pending.done():

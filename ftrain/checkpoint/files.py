@@ -303,9 +303,8 @@ def touch(path: Path) -> None:
 def lock(path: Path, holder: Mapping[str, object]) -> Lock:
     """Lock a file for this process, and write `holder` into it.
 
-    The lock ends with the process, also when that is killed. Opening and closing the file elsewhere does not end it,
-    and forked processes do not inherit it. Raises a BlockingIOError with what the holder wrote when the lock is held,
-    by this process or another.
+    The lock ends with the process, also when that is killed, and no fork inherits it. Raises a BlockingIOError with
+    what the holder wrote when the lock is held, by this process or another.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)

@@ -48,11 +48,7 @@ class LoadedCheckpoint(NamedTuple):
 
     @property
     def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` saved in addition to the state.
-
-        Raises:
-            CheckpointError: when `fit` did not save this checkpoint.
-        """
+        """What `ftrain.fit` saved in addition to the state; raises a CheckpointError if it did not save this."""
         run = self.parts.get("run")
         if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
             raise CheckpointError(

@@ -27,8 +27,7 @@ class NonFiniteLossCheck:
     def __call__(self, records: Sequence[Mapping[str, Any]], params_are_finite: Callable[[], bool]) -> None:
         """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead.
 
-        A NaN that has changed no parameter is no error: it is the mean of a batch that has nothing to average, such as
-        one without labels.
+        A NaN that has changed no parameter is no error: its batch has nothing to average, such as one without labels.
         """
         if self._action == IGNORE:
             return

@@ -48,10 +48,9 @@ class Throughput:
         self._of_rank = dict.fromkeys(counts, 0.0)
 
     def add(self, batch: PyTree) -> None:
-        """Count one step and the items of its batch, which are part of the rates after the next `total`.
+        """Count one step and the items of its batch, for the rates after the next `total`.
 
-        Raises:
-            OptionError: when a function returned something else than a number.
+        Raises an OptionError when a function returned something else than a number.
         """
         self._steps += 1
         for name, count in self._counts.items():

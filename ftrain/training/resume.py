@@ -159,10 +159,9 @@ class RunCheckpoints:
         return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
-        """Return the newest saved point after step number `step` has failed and begun to overwrite its state.
+        """Return the newest saved point after step number `step` has begun to overwrite its state, and failed.
 
-        The memory of `state` is used again. Raises a DeviceError when nothing was saved, or the data cannot be iterated
-        again.
+        The memory of `state` is used again. Raises a DeviceError without a checkpoint, or data to iterate again.
         """
         checkpoint = None
         passes_once = isinstance(self._data, Iterator) and sources.position(self._data) is None

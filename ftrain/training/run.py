@@ -116,8 +116,7 @@ class Run:
     def steps(self) -> Records:
         """Make steps, and yield after each; none if `start` has stopped the run.
 
-        When memory ran out in a step that had begun to overwrite its state, the run goes back to its newest checkpoint.
-        It ends before a step that was abandoned because of a signal.
+        A step that lost its state as memory ran out is followed by those after the newest checkpoint.
         """
         if self.stopped:
             return
