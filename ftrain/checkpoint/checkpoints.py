@@ -21,13 +21,12 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
-from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
 from ftrain.checkpoint.saving import (
     LocalTree,
-    Notes,
     copied_to_host,
     local_tree,
     remove_abandoned,
@@ -232,18 +231,18 @@ class Checkpoints:
             flat = flatten(dict(parts))
             device = device_off_host(leaf.value for leaf in flat.leaves)
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
-            notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
-            self._run = notes.run
+            self._run = self._run or uuid.uuid4().hex
+            draft = Manifest(step, self._run, numbers, environment(device), flat.treedef)
             content = local_tree(flat, ranks.rank)
             if self.async_:
                 content = copied_to_host(content, self._buffers)
                 self._buffers = [*content.locals.values()]
                 backends.of(device).synchronize()
         if not self.async_:
-            self._write(step, content, notes, first, saving)
+            self._write(step, content, draft, first, saving)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = self._pool.submit(self._write, step, content, notes, first, saving)
+        self._pending = self._pool.submit(self._write, step, content, draft, first, saving)
         if wait:
             self.wait()
 
@@ -331,7 +330,7 @@ class Checkpoints:
         return found
 
     def _write(
-        self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
+        self, step: int, content: LocalTree, draft: Manifest, first: Callable[[], None] | None, ranks: Ranks
     ) -> None:
         with ranks.all_or_none():
             if not ranks.is_first:
@@ -341,7 +340,7 @@ class Checkpoints:
                 first()
             path = self._step_path(step)
             with system_errors(self.directory):
-                write_or_replace(path, step, lambda new: write_verified(new, content, notes, ranks))
+                write_or_replace(path, step, lambda new: write_verified(new, content, draft, self.texts, ranks))
             try:
                 self._rotate(step)
             except OSError as error:

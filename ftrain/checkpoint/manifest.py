@@ -7,7 +7,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ class Manifest:
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     tree: Json
-    tensors: tuple[TensorEntry, ...]
-    files: Mapping[str, str]
+    tensors: tuple[TensorEntry, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

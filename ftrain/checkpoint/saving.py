@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,16 +36,6 @@ MIN_BYTES_FOR_THREAD = 2**16
 """Number of bytes below which hashing in another thread takes longer than hashing in this one."""
 MANIFEST_BYTES = 4096
 """Number of bytes of a manifest per tensor, at most, to check the free space."""
-
-
-class Notes(NamedTuple):
-    """What a manifest holds in addition to the tree, and the content of additional files by name."""
-
-    step: int | None
-    run: str
-    metrics: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    texts: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -109,18 +99,20 @@ def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
     return [digests[entry.file, entry.key] for entry in tree.entries]
 
 
-def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves = _write_alone) -> Manifest:
-    """Write a tree as a new directory, atomically; `write_leaves` may write the tensors on many ranks."""
-    _require_free_names(notes.texts, tree.entries)
+def write(
+    path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str], write_leaves: WriteLeaves = _write_alone
+) -> Manifest:
+    """Write a tree as a new directory, atomically, and return its manifest: the draft with tensors and files.
+
+    `write_leaves` may write the tensors on many ranks.
+    """
+    _require_free_names(texts, tree.entries)
     with new_directory(path, [entry.info for entry in tree.entries]) as temporary:
-        folders = _make_folders(temporary, [*notes.texts, *(entry.file for entry in tree.entries)])
+        folders = _make_folders(temporary, [*texts, *(entry.file for entry in tree.entries)])
         digests = write_leaves(temporary, tree)
         pairs = zip(tree.entries, digests, strict=True)
         tensors = tuple(dataclasses.replace(entry, sha256=digest) for entry, digest in pairs)
-        digests_of_texts = _write_texts(temporary, notes.texts)
-        manifest = Manifest(
-            notes.step, notes.run, notes.metrics, notes.environment, tree.flat.treedef, tensors, digests_of_texts
-        )
+        manifest = dataclasses.replace(draft, tensors=tensors, files=_write_texts(temporary, texts))
         _write_manifest(temporary, folders, manifest)
     return manifest
 

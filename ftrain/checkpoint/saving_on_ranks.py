@@ -23,7 +23,7 @@ from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, texts_by_name, write
+from ftrain.checkpoint.saving import LocalTree, local_tree, texts_by_name, write
 from ftrain.checkpoint.treedef import Json, flatten
 from ftrain.errors import CheckpointError, OptionError, as_path
 from ftrain.tree import device_off_host
@@ -77,21 +77,21 @@ def save(
         raise OptionError(f"save: step is {step!r} and run {run!r}; needs a whole number of at least 0, and a str")
     flat = flatten(tree)
     device = device_off_host(leaf.value for leaf in flat.leaves)
-    notes = Notes(step, run, {}, environment(device), texts_by_name("save", texts))
+    texts, draft = texts_by_name("save", texts), Manifest(step, run, {}, environment(device), flat.treedef)
     ranks = Ranks("save", alone=not any(has_many_ranks(leaf.value) for leaf in flat.leaves))
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
         if ranks.size == 1:
-            _write_alone(path, content, notes)
+            _write_alone(path, content, draft, texts)
         elif ranks.is_first:
-            write_verified(path, content, notes, ranks)
+            write_verified(path, content, draft, texts, ranks)
         else:
             help_write(path.parent, content, ranks)
 
 
-def _write_alone(path: Path, tree: LocalTree, notes: Notes) -> None:
+def _write_alone(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str]) -> None:
     try:
-        write(path, tree, notes)
+        write(path, tree, draft, texts)
     except CheckpointError as error:
         if rank_and_size()[1] > 1:
             error.add_note(
@@ -101,16 +101,16 @@ def _write_alone(path: Path, tree: LocalTree, notes: Notes) -> None:
         raise
 
 
-def write_verified(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str], ranks: Ranks) -> Manifest:
     """Write and verify a checkpoint as a new directory, on the first rank; the others call `help_write`."""
     if ranks.size == 1:
-        write(path, tree, notes)
+        write(path, tree, draft, texts)
         return verify(path)
 
     def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
         return _write_and_verify(path.parent, directory.name, _make_files(directory, tree), tree, ranks)
 
-    return write(path, tree, notes, write_on_ranks)
+    return write(path, tree, draft, texts, write_on_ranks)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
