@@ -192,7 +192,7 @@ class Checkpoints:
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
         with system_errors(self.directory):
-            files.touch(self._pin_path(step))
+            files.touch(self._step_path(step).with_suffix(PINNED))
 
     def save(
         self,
@@ -370,8 +370,5 @@ class Checkpoints:
         steps = [step for step in self.steps() if step <= verified]
         steps_to_keep = {*steps[-self.keep :], *(self._best(steps) if self.best else ())}
         for step in steps:
-            if step not in steps_to_keep and not files.exists(self._pin_path(step)):
+            if step not in steps_to_keep and not files.exists(self._step_path(step).with_suffix(PINNED)):
                 discard(self.path(step))
-
-    def _pin_path(self, step: int) -> Path:
-        return self.directory / f"{self._step_path(step).name}{PINNED}"
