@@ -58,11 +58,7 @@ class Loader:
         self._num_iterators = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            ComposeError: if it is unknown: it depends on lengths, or on an iterable dataset without a length.
-        """
+        """Return the number of batches in an epoch; raises a ComposeError if it depends on lengths, or on a stream."""
         num_batches = self._source.num_batches
         if num_batches is None:
             raise ComposeError(

@@ -92,11 +92,7 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function.
-
-    Raises:
-        OptionError: if `length` or `rows` is not a positive integer.
-    """
+    """Return `pack` with these options as a collate function; raises an OptionError as `pack` does."""
     _require_sizes("packed", length, rows)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
