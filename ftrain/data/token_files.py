@@ -56,7 +56,7 @@ class TokenWriter:
         self._write_header(0)
 
     def add(self, tokens: Sequence[int] | Tensor | Tokens) -> None:
-        """Append a document, integers of shape (length,). Raises a DataError if not, or for a small dtype."""
+        """Append a document: integers of shape (length,) that fit the dtype. Raises a DataError if they are not."""
         document = np.asarray(tokens)
         limits = np.iinfo(self._dtype)
         if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
