@@ -51,7 +51,7 @@ class Pad:
                     f"pad: mask= would replace the field {MASK} of the samples; leave it out: it is padded with 0"
                 )
             if not isinstance(batch[self.mask], Tensor) or batch[self.mask].ndim == 1:
-                raise DataError(f"pad: mask={self.mask!r} holds {samples[0][self.mask]!r:.40}; needs a field of sequences")
+                raise DataError(f"pad: mask={self.mask!r} holds {samples[0][self.mask]!r:.40}; needs one of sequences")
             masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
             batch[MASK] = self._padded(MASK, masks)
         return batch
