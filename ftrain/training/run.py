@@ -121,8 +121,7 @@ class Run:
         if self.stopped:
             return
         options, step, retry = self._options, self._step, None
-        if self._agreement.is_first:
-            options.log_if_done(self.step, self._newest.epoch)
+        options.log_if_done(self.step, self._newest.epoch)
         if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
             step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)
