@@ -19,7 +19,6 @@ import numpy.typing as npt
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.errors import OptionError
-from ftrain.random.philox import philox_host
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Permutation: TypeAlias = Callable[[Indices, int, tuple[int, int]], Indices]
@@ -71,10 +70,8 @@ def permuted(positions: Indices, size: int, key_data: tuple[int, int]) -> Indice
 
 @functools.lru_cache(maxsize=8)
 def sorted_draws(size: int, key_data: tuple[int, int]) -> Indices:
-    """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two per block."""
-    block = philox_host(key_data, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
-    draws = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
-    return np.argsort(draws[:size], kind="stable").astype(np.int64)
+    """Return ``0 .. size - 1`` in the order of `ftrain.random.permutation`, which sorts them by draws."""
+    return np.asarray(random.permutation(random.wrap_key_data(key_data), size))
 
 
 def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:
