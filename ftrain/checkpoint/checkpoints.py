@@ -21,13 +21,12 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
-from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
 from ftrain.checkpoint.saving import (
     LocalTree,
-    Notes,
     copied_to_host,
     local_tree,
     remove_abandoned,
@@ -110,7 +109,6 @@ class Checkpoints:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._buffers: Sequence[Tensor] = ()
-        self._values: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
@@ -119,8 +117,8 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process. When this
-                context is open already. On many ranks, also when they have different directories.
+            CheckpointError: when another process has locked it, which the message names; when this context is open
+                already; or when ranks have different directories.
         """
         if self._ranks is not None:
             raise CheckpointError(
@@ -150,7 +148,6 @@ class Checkpoints:
             remove_abandoned(self.directory)
             for step in self.steps():
                 finish_replacement(self._step_path(step), step)
-            self._read_metrics()
         return was_used
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -181,11 +178,7 @@ class Checkpoints:
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, oldest first.
-
-        Raises:
-            CheckpointError: when the directory cannot be read.
-        """
+        """Return the steps that have a checkpoint, oldest first; raises a CheckpointError if they cannot be read."""
         with system_errors(self.directory):
             # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
             if not files.is_directory(files.resolved(self.directory)):
@@ -195,15 +188,11 @@ class Checkpoints:
             return [step for step in sorted(steps) if files.is_directory(self.path(step))]
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step: rotation never removes it.
-
-        Raises:
-            CheckpointError: when the step has no checkpoint, or the pin cannot be written.
-        """
+        """Keep the checkpoint of a step: rotation never removes it. Raises a CheckpointError if there is none."""
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
         with system_errors(self.directory):
-            files.touch(self._pin_path(step))
+            files.touch(self._step_path(step).with_suffix(PINNED))
 
     def save(
         self,
@@ -242,25 +231,25 @@ class Checkpoints:
             flat = flatten(dict(parts))
             device = device_off_host(leaf.value for leaf in flat.leaves)
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
-            notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
-            self._run = notes.run
+            self._run = self._run or uuid.uuid4().hex
+            draft = Manifest(step, self._run, numbers, environment(device), flat.treedef)
             content = local_tree(flat, ranks.rank)
             if self.async_:
                 content = copied_to_host(content, self._buffers)
                 self._buffers = [*content.locals.values()]
                 backends.of(device).synchronize()
         if not self.async_:
-            self._write(step, content, notes, first, saving)
+            self._write(step, content, draft, first, saving)
             return
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = self._pool.submit(self._write, step, content, notes, first, saving)
+        self._pending = self._pool.submit(self._write, step, content, draft, first, saving)
         if wait:
             self.wait()
 
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
 
-        On many ranks it does nothing, since they see the error at different times: the next `save` or `wait` raises it.
+        Not on many ranks, which see it at different times: the next `save` or `wait` raises it.
         """
         is_alone = self._ranks is None or self._ranks.size == 1
         if is_alone and self._pending is not None and self._pending.done():
@@ -326,13 +315,22 @@ class Checkpoints:
         return None
 
     def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
-        last = None if before is None else whole_number("Checkpoints.latest", "before", before)
-        if best:
-            return [self._best(last)]
-        return [step for step in reversed(self.steps()) if last is None or step <= last]
+        last = float("inf") if before is None else whole_number("Checkpoints.latest", "before", before)
+        steps = [step for step in reversed(self.steps()) if step <= last]
+        if not best:
+            return steps
+        if self.best is None:
+            raise OptionError(
+                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
+            )
+        found = self._best(steps)
+        if not found:
+            until = "" if before is None else f" up to step {before}"
+            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
+        return found
 
     def _write(
-        self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None, ranks: Ranks
+        self, step: int, content: LocalTree, draft: Manifest, first: Callable[[], None] | None, ranks: Ranks
     ) -> None:
         with ranks.all_or_none():
             if not ranks.is_first:
@@ -342,8 +340,7 @@ class Checkpoints:
                 first()
             path = self._step_path(step)
             with system_errors(self.directory):
-                write_or_replace(path, step, lambda new: write_verified(new, content, notes, ranks))
-            self._note_metric(step)
+                write_or_replace(path, step, lambda new: write_verified(new, content, draft, self.texts, ranks))
             try:
                 self._rotate(step)
             except OSError as error:
@@ -351,49 +348,27 @@ class Checkpoints:
                     f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
                 ) from error
 
-    def _read_metrics(self) -> None:
-        self._values = {}
-        for step in self.steps():
-            self._note_metric(step)
+    def _best(self, steps: Sequence[int]) -> list[int]:
+        """Return the step with the best metric, the earliest of equally good ones; [] if none has a finite one."""
+        values = {step: self._metric(step) for step in steps}
+        finite = [step for step, value in values.items() if abs(value) < float("inf")]
+        return sorted(finite, key=lambda step: (MODES[self.mode] * values[step], step))[:1]
 
-    def _best(self, last: int | None = None) -> int:
-        if self.best is None:
-            raise OptionError(
-                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
-            )
-        if self._lock is None:
-            self._read_metrics()
-        steps = [step for step in self._values if last is None or step <= last]
-        if not steps:
-            until = "" if last is None else f" up to step {last}"
-            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
-        # The earliest one if several are equally good.
-        return min(steps, key=lambda step: (MODES[self.mode] * self._values[step], step))
-
-    def _note_metric(self, step: int) -> None:
-        """Remember the metric of `best` of a checkpoint."""
-        if self.best is None:
-            return
+    def _metric(self, step: int) -> float:
+        """Return the metric of `best` of a checkpoint; NaN if it has none."""
         try:
-            value = read_manifest(self.path(step)).metrics.get(self.best)
+            value = read_manifest(self.path(step)).metrics.get(self.best or "")
         except UnreachableError:
             raise
         except CheckpointError:
-            return
-        if isinstance(value, int | float) and abs(value) < float("inf"):
-            self._values[step] = float(value)
+            return float("nan")
+        return float(value) if isinstance(value, int | float) else float("nan")
 
     def _rotate(self, verified: int) -> None:
         """Remove old checkpoints, after the checkpoint of this step was verified."""
         # The run resumed from an older checkpoint, so later ones are damaged and do not count.
         steps = [step for step in self.steps() if step <= verified]
-        steps_to_keep = {*steps[-self.keep :]}
-        self._values = {step: value for step, value in self._values.items() if step in steps}
-        if self._values:
-            steps_to_keep.add(self._best())
+        steps_to_keep = {*steps[-self.keep :], *(self._best(steps) if self.best else ())}
         for step in steps:
-            if step not in steps_to_keep and not files.exists(self._pin_path(step)):
+            if step not in steps_to_keep and not files.exists(self._step_path(step).with_suffix(PINNED)):
                 discard(self.path(step))
-
-    def _pin_path(self, step: int) -> Path:
-        return self.directory / f"{self._step_path(step).name}{PINNED}"

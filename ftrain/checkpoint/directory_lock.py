@@ -42,10 +42,7 @@ def published(held: files.Lock) -> str:
 
 
 def require_locked_by(directory: Path, expected: str) -> None:
-    """Check that this rank sees the directory that the first one has locked, and that holds the `published` text.
-
-    Raises a CheckpointError if it is another directory.
-    """
+    """Check that the directory of this rank has the `published` text of the first; raises a CheckpointError if not."""
     waited = 0.0
     while True:
         with suppress(FileNotFoundError):
@@ -65,10 +62,7 @@ def _holder(path: Path) -> str:
 
 
 def require_held(held: files.Lock) -> None:
-    """Check that this process still holds the lock of a directory.
-
-    Raises a CheckpointError when this is a fork of the process that locked it, or the file was removed.
-    """
+    """Check that this process, not its parent, still holds the lock of a directory; raises a CheckpointError if not."""
     directory = held.path.parent
     with system_errors(directory):
         if files.is_held(held):
@@ -87,10 +81,7 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that names the directory of a system error. Raises a CheckpointError in its place.
-
-    A UnicodeError is that of a path that the file system has no characters for.
-    """
+    """Context that raises a CheckpointError that names the directory, in place of a system error."""
     try:
         yield
     except BlockingIOError as error:
@@ -103,5 +94,5 @@ def system_errors(directory: Path) -> Iterator[None]:
             f"Checkpoints: {str(directory)!a} cannot be used: {error}. The user of this process may not read or write "
             "there: give it the permission, or use another directory"
         ) from error
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:  # The file system may have no characters for a path.
         raise CheckpointError(f"Checkpoints: {str(directory)!a} cannot be used: {error}") from error

@@ -52,10 +52,7 @@ class Lock(NamedTuple):
 
 
 def _close_in_child() -> None:
-    """Close the locks that a forked process inherits, which it would keep after its parent has ended.
-
-    Closing leaves the lock of the parent as it is; `fcntl.flock(LOCK_UN)` would release it.
-    """
+    """Close the locks that a forked process inherits; that of the parent stays, which `LOCK_UN` would release."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -79,7 +76,8 @@ def _flock(descriptor: int) -> bool:
     return True
 
 
-def _fsync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Sync what was written to disk, so that other machines can read it too."""
     if FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, FULL_SYNC)
@@ -127,7 +125,7 @@ def created(path: Path) -> Iterator[int]:
     """Context of a new file, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS) as descriptor:
         yield descriptor
-        _fsync(descriptor)
+        sync(descriptor)
 
 
 @contextmanager
@@ -135,7 +133,7 @@ def opened_to_write(path: Path) -> Iterator[int]:
     """Context of an existing file to write to, which is synced to disk when the context ends."""
     with _descriptor(path, os.O_WRONLY | NO_LINKS) as descriptor:
         yield descriptor
-        _fsync(descriptor)
+        sync(descriptor)
 
 
 def resize(descriptor: int, length: int) -> None:
@@ -160,7 +158,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, f"has {length:,} bytes, and {offset:,} were written: it was cut off or removed")
         os.ftruncate(descriptor, offset)
         write_at(descriptor, data, offset)
-        _fsync(descriptor)
+        sync(descriptor)
     if not offset:
         sync_directory(path.parent)
 
@@ -175,34 +173,23 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
         remaining = remaining[count:]
 
 
-def sync(descriptor: int) -> None:
-    """Sync what was written to disk, so that other machines can read it."""
-    _fsync(descriptor)
-
-
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk."""
     with _descriptor(path, os.O_RDONLY | DIRECTORY) as descriptor:
         try:
-            _fsync(descriptor)
+            sync(descriptor)
         except OSError as error:
             if error.errno not in UNSYNCABLE:
                 raise
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a directory to a name that is not in use.
-
-    The system may replace an empty directory, which loses nothing: no checkpoint is empty.
-    """
+    """Rename a directory to a name that is not in use, except for an empty directory, which no checkpoint is."""
     os.rename(old, new)
 
 
 def hold(path: Path) -> int:
-    """Lock a directory for as long as this process lives, and return the descriptor of the lock.
-
-    Raises an OSError when the directory cannot be opened, or another process has locked it.
-    """
+    """Lock a directory until `release` of the descriptor; raises an OSError if another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | DIRECTORY | NO_LINKS)
     try:
         _flock(descriptor)
@@ -316,9 +303,8 @@ def touch(path: Path) -> None:
 def lock(path: Path, holder: Mapping[str, object]) -> Lock:
     """Lock a file for this process, and write `holder` into it.
 
-    The lock ends with the process, also when that is killed. Opening and closing the file elsewhere does not end it,
-    and forked processes do not inherit it. Raises a BlockingIOError with what the holder wrote when the lock is held,
-    by this process or another.
+    The lock ends with the process, also when that is killed, and no fork inherits it. Raises a BlockingIOError with
+    what the holder wrote when the lock is held, by this process or another.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)

@@ -43,13 +43,8 @@ def wait_for_ranks(
 ) -> GaveUp | None:
     """Wait until all ranks have arrived; return None, or a `GaveUp` when one cannot arrive or the wait has timed out.
 
-    Args:
-        store: the store of the process group, whose timeout limits the wait.
-        ranks: this rank and the number of ranks.
-        have_come: function that returns whether all ranks have arrived, in one request.
-        absent: function that returns the ranks that have not.
-        in_order: as in `Heartbeats.why_absent`.
-        abandoned: event that ends the wait.
+    `ranks` are this rank and the number of ranks. `have_come` returns whether all have arrived, in one request, and
+    `absent` those that have not. `in_order` is as in `Heartbeats.why_absent`; `abandoned` ends the wait.
     """
     heartbeats, abandoned = Heartbeats(store, *ranks), abandoned or threading.Event()
     waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
@@ -76,11 +71,8 @@ class Heartbeats:
     def why_absent(self, absent: Callable[[], Sequence[int]], waited: float, *, in_order: bool) -> str:
         """Return why one of the absent ranks cannot arrive any more; "" if all still may.
 
-        Args:
-            absent: function that returns the ranks that have not arrived.
-            waited: number of seconds that this rank has waited.
-            in_order: whether this rank waits between its steps. A rank that is in a later step has then passed by,
-                and does not arrive; a thread that writes in the background waits while all ranks make more steps.
+        `waited` are the seconds so far. With `in_order` this rank waits between its steps: one that is in a later step
+        has passed by. A thread that writes in the background waits while all ranks make more steps.
         """
         # Before asking who is absent: what a rank writes after it has arrived does not count.
         earlier, self._notes = self._notes, {rank: self._read(rank) for rank in range(self._size)}

@@ -59,8 +59,7 @@ class StoredTensor:
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, or of a directory with Hugging Face's names, without reading them.
 
-    Raises:
-        CheckpointError: if there is no such file, or one is malformed.
+    Raises a CheckpointError if there is no such file, or one is malformed.
     """
     if path.name == INDEX:
         path = path.parent

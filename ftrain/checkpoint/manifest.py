@@ -7,7 +7,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,16 +30,10 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint: its path with dots, its dtype without ``torch.``, and the shape of the whole tensor.
 
-    Args:
-        path: path in the tree, written with dots.
-        dtype: dtype of the tensor, without ``torch.``.
-        shape: shape of the whole tensor.
-        file: the file it is in, relative to the checkpoint.
-        key: its name in the file.
-        sha256: digest of its bytes in row-major order.
-        stride: stride of a tensor whose memory is not in row-major order, else None.
+    `key` is its name in the `file`, and `sha256` the digest of its bytes in row-major order. The `stride` is None if
+    that is the order of its memory.
     """
 
     path: str
@@ -64,7 +58,7 @@ class Manifest:
         step: number of training steps done; None for a tree that is not a training state.
         run: id of the run that wrote it; "" without a run.
         metrics: metrics of the state, by name.
-        environment: versions, threads, device and flags, on which the bits of a result may depend.
+        environment: what `environment` returned.
         tree: its structure as JSON, in which a tensor is an index into `tensors`; tied tensors share one index.
         tensors: each tensor once.
         files: name of each additional file -> its sha256.
@@ -75,8 +69,8 @@ class Manifest:
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     tree: Json
-    tensors: tuple[TensorEntry, ...]
-    files: Mapping[str, str]
+    tensors: tuple[TensorEntry, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

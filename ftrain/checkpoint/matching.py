@@ -88,7 +88,6 @@ def _agree(item: Any, need: Any) -> bool:
 
 
 def _description(item: Any) -> str:
-    """Return the container, dtype and shape, or type of an item as text."""
     if isinstance(item, Container):
         return item.kind
     if isinstance(item, TensorEntry):

@@ -24,11 +24,8 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make the same number of these objects, and call their methods in the same order.
-
-    Args:
-        name: says in messages and errors what the ranks agree on.
-        alone: whether this process acts alone, though there may be other ranks.
+    Every rank must make the same number of these objects, and call their methods in the same order. `name` says in
+    errors what they agree on; with `alone`, this process acts alone, though there may be other ranks.
     """
 
     def __init__(self, name: str, *, alone: bool = False) -> None:
@@ -108,8 +105,6 @@ class Ranks:
         return messages
 
     def _wait_for(self, keys: list[str]) -> None:
-        """Wait until the store has these keys, one per rank."""
-
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
@@ -136,7 +131,6 @@ def _raise(error: BaseException) -> None:
 
 
 def _error_of(rank: int, name: str, text: str) -> FtrainError:
-    """Return the error that another rank has raised."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, FtrainError):
         return kind(f"rank {rank}: {text}")

@@ -48,24 +48,13 @@ class LoadedCheckpoint(NamedTuple):
 
     @property
     def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` saved in addition to the state.
-
-        Raises:
-            CheckpointError: when `fit` did not save this checkpoint.
-        """
+        """What `ftrain.fit` saved in addition to the state; raises a CheckpointError if it did not save this."""
         run = self.parts.get("run")
         if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
             raise CheckpointError(
                 f"{self.path}: was not saved by ftrain.fit, which cannot resume from it; use another directory"
             )
         return run
-
-
-class FileOffset(NamedTuple):
-    """An open file, and the offset of a tensor in it."""
-
-    descriptor: int
-    offset: int
 
 
 def load(
@@ -77,8 +66,8 @@ def load(
 ) -> PyTree:
     """Read a tree that `save` has written, and verify every byte of it.
 
-    If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a
-    share of the whole tensors, and an error on one rank is an error on all.
+    If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a share
+    of the tensors, and an error on one rank is an error on all.
 
     Args:
         path: the directory of the checkpoint.
@@ -191,23 +180,25 @@ class _Reader(NamedTuple):
     def read(self, items: Sequence[TensorEntry]) -> list[Tensor]:
         """Read and verify tensors, to the CPU."""
         with _open_tensor_files(self.path, self.manifest) as offsets:
-            return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
+            return _concurrently(lambda item: _read(item, *offsets[item.file, item.key]), items)
 
     def read_blocks(self, blocks: Sequence[tuple[TensorEntry, Block]]) -> list[Tensor]:
         """Read the blocks of this rank to the CPU, and verify its share of their tensors."""
         rank, size = rank_and_size()
         verified = [item for item, _ in blocks[rank::size]]
         with _open_tensor_files(self.path, self.manifest) as offsets:
-            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), verified)
-            return _concurrently(lambda pair: _read_block(pair[0], pair[1], offsets[pair[0].file, pair[0].key]), blocks)
+            _concurrently(lambda item: _check(item, *offsets[item.file, item.key]), verified)
+            return _concurrently(
+                lambda pair: _read_block(pair[0], pair[1], *offsets[pair[0].file, pair[0].key]), blocks
+            )
 
 
-def _read_block(item: TensorEntry, block: Block, at: FileOffset) -> Tensor:
+def _read_block(item: TensorEntry, block: Block, descriptor: int, offset: int) -> Tensor:
     local = torch.empty(block.shape, dtype=item.info.dtype)
     target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
     for start, length in runs(block, item.shape):
         run = target[position : position + length * itemsize]
-        files.read_into(at.descriptor, run, at.offset + start * itemsize)
+        files.read_into(descriptor, run, offset + start * itemsize)
         position += len(run)
     return local
 
@@ -224,7 +215,7 @@ def verify(path: str | Path) -> Manifest:
     with error_names(path):
         manifest = _read_manifest(path)
         with _open_tensor_files(path, manifest) as offsets:
-            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), manifest.tensors)
+            _concurrently(lambda item: _check(item, *offsets[item.file, item.key]), manifest.tensors)
     return manifest
 
 
@@ -299,8 +290,8 @@ def _files_below(path: Path, folder: str = "") -> Iterator[str]:
 
 
 @contextmanager
-def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], FileOffset]]:
-    """Open the files of the tensors, check their headers, and yield the offset of each tensor by file and name."""
+def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], tuple[int, int]]]:
+    """Open the files, check their headers, and yield descriptor and offset of each tensor by its file and name."""
     offsets = {}
     with ExitStack() as stack:
         for file in sorted({item.file for item in manifest.tensors}):
@@ -313,7 +304,7 @@ def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[st
             files.read_into(descriptor, memoryview(header), 0)
             if header != plan.header:
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
-            offsets.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
+            offsets.update({(file, key): (descriptor, offset) for key, offset in plan.offsets.items()})
         yield offsets
 
 
@@ -322,21 +313,21 @@ def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[
         return list(pool.map(function, items))
 
 
-def _read(item: TensorEntry, at: FileOffset) -> Tensor:
+def _read(item: TensorEntry, descriptor: int, offset: int) -> Tensor:
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
-    _check(item, at, as_bytes(tensor))
+    _check(item, descriptor, offset, as_bytes(tensor))
     if item.stride is None:
         return tensor
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: TensorEntry, at: FileOffset, target: memoryview | None = None) -> None:
+def _check(item: TensorEntry, descriptor: int, offset: int, target: memoryview | None = None) -> None:
     """Check the bytes of a tensor; keep them in `target` unless it is None."""
     size, digest = item.info.bytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))
     for start in range(0, size, CHUNK):
         chunk = buffer[: size - start] if target is None else target[start : start + CHUNK]
-        files.read_into(at.descriptor, chunk, at.offset + start)
+        files.read_into(descriptor, chunk, offset + start)
         digest.update(chunk)
     if digest.hexdigest() != item.sha256:
         raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

@@ -82,10 +82,7 @@ def _replacement_path(path: Path) -> Path:
 
 
 def _intact_manifest(path: Path, step: int) -> Manifest | None:
-    """Return the manifest of a checkpoint if it is intact and of this step; else None.
-
-    Raises an UnreachableError when it cannot be known.
-    """
+    """Return the manifest of a checkpoint if it is intact and of this step; else None, unless it is unreachable."""
     try:
         manifest = verify(path)
     except UnreachableError:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,23 +38,13 @@ MANIFEST_BYTES = 4096
 """Number of bytes of a manifest per tensor, at most, to check the free space."""
 
 
-class Notes(NamedTuple):
-    """What a manifest holds in addition to the tree, and the content of additional files by name."""
-
-    step: int | None
-    run: str
-    metrics: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    texts: Mapping[str, str]
-
-
 @dataclass(frozen=True)
 class LocalTree:
     """A flattened tree of which this rank has some blocks; on one rank, all of them.
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: the blocks of each tensor that is divided, by the number of the tensor and the rank that writes them.
+        blocks: the blocks of each divided tensor, by the number of the tensor and the rank that writes them.
         locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
     """
 
@@ -64,7 +54,7 @@ class LocalTree:
 
     @functools.cached_property
     def entries(self) -> list[TensorEntry]:
-        """Its tensors as the manifest lists them, still without digests; made in the thread that writes."""
+        """Its tensors as in the manifest, without digests; made in the thread that writes."""
         return _entries(self.flat)
 
 
@@ -86,19 +76,18 @@ def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
 
     The copies go to `buffers`, those of the last call, where these have the same shapes, strides and dtypes.
     """
-    if len(buffers) != len(tree.locals):
-        buffers = [torch.empty(0)] * len(tree.locals)
-    pairs = zip(tree.locals.items(), buffers, strict=True)
-    locals_ = {number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs}
-    return dataclasses.replace(tree, locals=locals_)
+    earlier, copies = dict(zip(tree.locals, buffers, strict=False)), {}
+    for number, tensor in tree.locals.items():
+        buffer = earlier.get(number)
+        if buffer is None or _memory_format(buffer) != _memory_format(tensor):
+            # Pinned, so that a copy from an accelerator is asynchronous.
+            buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
+        copies[number] = buffer.copy_(tensor.detach(), non_blocking=True)
+    return dataclasses.replace(tree, locals=copies)
 
 
-def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
-    fits = buffer.dtype == tensor.dtype and buffer.shape == tensor.shape and buffer.stride() == tensor.stride()
-    if not fits:
-        # Pinned, so that a copy from an accelerator is asynchronous.
-        buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
-    return buffer.copy_(tensor.detach(), non_blocking=True)
+def _memory_format(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
@@ -110,24 +99,26 @@ def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
     return [digests[entry.file, entry.key] for entry in tree.entries]
 
 
-def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves = _write_alone) -> Manifest:
-    """Write a tree as a new directory, atomically; `write_leaves` may write the tensors on many ranks."""
-    _require_free_names(notes.texts, tree.entries)
+def write(
+    path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str], write_leaves: WriteLeaves = _write_alone
+) -> Manifest:
+    """Write a tree as a new directory, atomically, and return its manifest: the draft with tensors and files.
+
+    `write_leaves` may write the tensors on many ranks.
+    """
+    _require_free_names(texts, tree.entries)
     with new_directory(path, [entry.info for entry in tree.entries]) as temporary:
-        folders = _make_folders(temporary, [*notes.texts, *(entry.file for entry in tree.entries)])
+        folders = _make_folders(temporary, [*texts, *(entry.file for entry in tree.entries)])
         digests = write_leaves(temporary, tree)
         pairs = zip(tree.entries, digests, strict=True)
         tensors = tuple(dataclasses.replace(entry, sha256=digest) for entry, digest in pairs)
-        digests_of_texts = _write_texts(temporary, notes.texts)
-        manifest = Manifest(
-            notes.step, notes.run, notes.metrics, notes.environment, tree.flat.treedef, tensors, digests_of_texts
-        )
+        manifest = dataclasses.replace(draft, tensors=tensors, files=_write_texts(temporary, texts))
         _write_manifest(temporary, folders, manifest)
     return manifest
 
 
 def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of the additional files. Raises an OptionError if they are not texts by name."""
+    """Return a copy of `texts`. Raises an OptionError if they are not texts by name."""
     if not isinstance(texts, Mapping | None):
         raise OptionError(f"{function}: texts is {texts!r:.60}; needs texts by name, such as {{'config.json': '...'}}")
     return dict(texts or {})
@@ -140,10 +131,9 @@ def require_named(function: str, name: str, trees: Any) -> None:
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check everything in a save that does not depend on the disk, without reading a tensor.
+    """Check what does not depend on the disk, without reading a tensor.
 
-    Raises a CheckpointError for a tree that cannot be saved, and an OptionError if a name or a text in `texts` is not
-    possible.
+    Raises a CheckpointError for a tree that cannot be saved, and an OptionError for `texts` that cannot.
     """
     _require_free_names(texts, _entries(flatten(tree)))
 
@@ -244,7 +234,6 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
-    """Make the folders of files in a directory, and return them."""
     folders = sorted({parent for name in names for parent in (directory / name).parents if directory in parent.parents})
     for folder in folders:
         files.make_directory(folder)
@@ -263,10 +252,7 @@ def _write_texts(directory: Path, texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _write_manifest(directory: Path, folders: Sequence[Path], manifest: Manifest) -> None:
-    """Write the manifest, after all other files, and sync the directory and its folders to disk.
-
-    Raises a CheckpointError if it is too long to be read again.
-    """
+    """Write the manifest, after all other files, and sync the directory and its folders to disk."""
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(

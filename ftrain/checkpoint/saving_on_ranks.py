@@ -1,7 +1,6 @@
 """Save a tree on one rank or on many, of which each writes its own blocks into the files that one rank would write.
 
-Ranks send each other no tensors, only digests of blocks: what a rank has written is compared with what another one
-reads from the disk.
+Ranks send each other only digests: what one has written is compared with what another reads from the disk.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, texts_by_name, write
+from ftrain.checkpoint.saving import LocalTree, local_tree, texts_by_name, write
 from ftrain.checkpoint.treedef import Json, flatten
 from ftrain.errors import CheckpointError, OptionError, as_path
 from ftrain.tree import device_off_host
@@ -50,21 +50,19 @@ def save(
 ) -> None:
     """Save a tree exactly, as a new directory that is on disk when this returns.
 
-    Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
-    any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
-    the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
-    files are written to a temporary directory next to `path`, which is renamed when all of them are on disk: a save
-    that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
-    bytes.
+    Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, which any
+    reader of safetensors loads. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds the structure,
+    the other leaves, and a sha256 of every tensor. Nothing is pickled. The files are written to a temporary directory
+    next to `path`, which is renamed when they are on disk: a save that fails or is killed leaves `path` as it was.
 
-    A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks into the
-    files that one rank would write. The first rank writes what is not divided, and no rank ever holds
-    a whole leaf. All ranks must see one directory, whose path may differ. A tree without them, as at level 0 of
-    `sharded`, is saved by the one rank that calls this.
+    A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks, the first one also
+    what is not divided, and none holds a whole leaf. All must see one directory, whose path may differ. Any other
+    tree, as at level 0 of `sharded`, is saved by the one rank that calls this.
 
     Args:
         path: path of the new directory, which must not exist.
-        tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
+        tree: a tree of dense tensors, which may be tied, strided and on any device, and bool, int, float, complex, str
+            and bytes.
         step: number of training steps done, for the manifest.
         run: id of the run, for the manifest.
         texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
@@ -79,21 +77,21 @@ def save(
         raise OptionError(f"save: step is {step!r} and run {run!r}; needs a whole number of at least 0, and a str")
     flat = flatten(tree)
     device = device_off_host(leaf.value for leaf in flat.leaves)
-    notes = Notes(step, run, {}, environment(device), texts_by_name("save", texts))
+    texts, draft = texts_by_name("save", texts), Manifest(step, run, {}, environment(device), flat.treedef)
     ranks = Ranks("save", alone=not any(has_many_ranks(leaf.value) for leaf in flat.leaves))
     with ranks.all_or_none():
         content = local_tree(flat, ranks.rank)
         if ranks.size == 1:
-            _write_alone(path, content, notes)
+            _write_alone(path, content, draft, texts)
         elif ranks.is_first:
-            lead_write(path, content, notes, ranks)
+            write_verified(path, content, draft, texts, ranks)
         else:
             help_write(path.parent, content, ranks)
 
 
-def _write_alone(path: Path, tree: LocalTree, notes: Notes) -> None:
+def _write_alone(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str]) -> None:
     try:
-        write(path, tree, notes)
+        write(path, tree, draft, texts)
     except CheckpointError as error:
         if rank_and_size()[1] > 1:
             error.add_note(
@@ -103,34 +101,25 @@ def _write_alone(path: Path, tree: LocalTree, notes: Notes) -> None:
         raise
 
 
-def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
-    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`."""
+def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str], ranks: Ranks) -> Manifest:
+    """Write and verify a checkpoint as a new directory, on the first rank; the others call `help_write`."""
+    if ranks.size == 1:
+        write(path, tree, draft, texts)
+        return verify(path)
 
     def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
-        tensors = _make_files(directory, tree)
-        return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
+        return _write_and_verify(path.parent, directory.name, _make_files(directory, tree), tree, ranks)
 
-    return write(path, tree, notes, write_on_ranks)
-
-
-def write_verified(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
-    """Write and verify a checkpoint as a new directory, on the first rank of one or many."""
-    if ranks.size > 1:
-        return lead_write(path, tree, notes, ranks)
-    write(path, tree, notes)
-    return verify(path)
+    return write(path, tree, draft, texts, write_on_ranks)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
-    """Write the blocks of a rank that is not the first, and verify its share of the tensors.
-
-    `parent` is the directory in which the first rank makes the checkpoint; its path may differ between ranks.
-    """
+    """Write and verify what a rank that is not the first has to, in the directory `parent` of the checkpoint."""
     _write_and_verify(parent, "", [], tree, ranks)
 
 
 def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> list[str]:
-    """Write and verify tensors on all ranks, and return the digest of each; the first rank says which and where."""
+    """Write and verify tensors on all ranks; return their digests. The first rank says which and where."""
     name, tensors = ranks.first(lambda: (name, tensors))
     directory = parent / name
     targets: list[_Target] = []
@@ -225,7 +214,8 @@ def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
     """Return the digest of a tensor on disk; raise a CheckpointError unless each block is what its rank has written."""
     whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
-    for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):
+    runs_of_ranks = (zip(runs(block, target.shape), repeat(rank)) for rank, block in target.blocks.items())
+    for (start, length), rank in heapq.merge(*runs_of_ranks):
         for first in range(0, length * itemsize, CHUNK):
             chunk = buffer[: length * itemsize - first]
             files.read_into(descriptor, chunk, target.offset + start * itemsize + first)
@@ -235,8 +225,3 @@ def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
         if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
             raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")
     return whole.hexdigest()
-
-
-def _runs_of(rank: int, target: _Target) -> Iterator[tuple[int, int, int]]:
-    for start, length in runs(target.blocks[rank], target.shape):
-        yield start, length, rank

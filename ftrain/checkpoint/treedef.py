@@ -88,16 +88,19 @@ class _Flattener:
         return self.registered(path, tree)
 
     def number(self, path: Path, tensor: Tensor) -> int:
-        """Return the number of a tensor; tied tensors, which share memory, have the same number."""
+        """Return the number of a tensor; tied tensors, the same view of the same memory, have the same number."""
         tensor = tensor if has_many_ranks(tensor) else local_part(tensor)
         problem = _why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
         new = len(self.leaves)
+        identity: tuple[Any, ...] = (new,)
         # Numbers must agree on all ranks, so divided tensors are never tied: a block may be empty, without memory.
-        has_identity = tensor.numel() and not has_many_ranks(tensor)
-        number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
+        if tensor.numel() and not has_many_ranks(tensor):
+            view = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tuple(tensor.shape), tensor.stride()
+            identity = tensor.device, tensor.data_ptr(), *view
+        number = self._numbers.setdefault(identity, new)
         if number == new:
             self.leaves.append(Leaf(path, tensor))
         return number
@@ -154,12 +157,6 @@ def _why_not_savable(tensor: Tensor) -> str:
         return "on the device meta, without values"
     name = dtype_name(tensor.dtype)
     return "" if name in DTYPES else f"{name}, a dtype that cannot be saved"
-
-
-def _tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors that are the same view of the same memory."""
-    view = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tuple(tensor.shape), tensor.stride()
-    return tensor.device, tensor.data_ptr(), *view
 
 
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:

@@ -27,18 +27,16 @@ MAX_LISTED = 8
 """The largest number of samples that a message names."""
 
 READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
-"""What to do when a sample cannot be read."""
 
 
 class BatchDataset(Dataset[FetchedBatch]):
     """The batches of a map-style dataset, indexed by `BatchRequest`; read in this process or by workers.
 
-    Seeding the generators takes longer than reading a small sample. So if the dataset has no attribute ``draws``,
-    samples are read without seeding until one draws random numbers. Its batch is then read again with seeding, as are
-    all later ones in this process.
+    Seeding takes longer than reading a small sample. So if the dataset has no attribute ``draws``, samples are read
+    without it until one draws. Its batch is then read again with seeding, as are all later ones in this process.
 
-    With `skip_errors`, samples that raise are left out; with `refill`, good samples of the batch are repeated in their
-    place, so that the batch keeps its size.
+    With `skip_errors`, samples that raise are left out; with `refill`, good ones of the batch are repeated in their
+    place.
     """
 
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip_errors: bool, refill: bool) -> None:
@@ -54,8 +52,6 @@ class BatchDataset(Dataset[FetchedBatch]):
         self._collate_draws = collate is not default_collate and getattr(collate, "draws", True)
 
     def __getitem__(self, request: BatchRequest) -> FetchedBatch:
-        if request.error is not None:
-            return FetchedBatch(request.position, error=request.error)
         rows = self._rows
         if rows is not None:
             return _built(request, "read", lambda: rows(request.indices))
@@ -104,10 +100,7 @@ class BatchDataset(Dataset[FetchedBatch]):
 
 
 def _default_collate(samples: list[Any]) -> PyTree:
-    """Return `default_collate` of samples; if they are dicts of tensors, without its search through types.
-
-    In a worker `default_collate` stacks in shared memory, which small tensors do not need: they are sent by value.
-    """
+    """Return `default_collate` of samples; of dicts of small tensors without its search, and its shared memory."""
     first = samples[0]
     most_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
     if type(first) is dict and all(

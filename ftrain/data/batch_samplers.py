@@ -85,7 +85,6 @@ def by_tokens(
 
 
 def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
-    """Return the rows at which batches start."""
     starts: list[int] = []
     for row, length in enumerate(rising_lengths):
         num_rows = row - starts[-1] + 1 if starts else 0

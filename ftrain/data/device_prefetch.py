@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,11 @@ class DevicePrefetcher:
 
     def _batches(self) -> Iterator[PyTree]:
         stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
-        ahead, queue = map(partial(self._prefetched, stream), self._data), deque[_Copy]()
+
+        def copied(batch: PyTree) -> _Copy:
+            return _Copy(*_copy(tree.as_tree(batch), self._device, stream), position(self._data))
+
+        ahead, queue = map(copied, self._data), deque[_Copy]()
         failure: Exception | None = None
         is_over = False
         while True:
@@ -94,9 +97,6 @@ class DevicePrefetcher:
         if failure is not None:
             raise failure
         self._epoch_start = self._position = None
-
-    def _prefetched(self, stream: torch.Stream | None, batch: PyTree) -> _Copy:
-        return _Copy(*_copy(tree.as_tree(batch), self._device, stream), position(self._data))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position of `data` after the batches that were yielded; None if it has no position."""

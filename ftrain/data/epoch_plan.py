@@ -1,7 +1,7 @@
 """The batches of an epoch as indices of samples: a pure function of seed, epoch and position.
 
-An epoch is a sequence of windows of the (shuffled) order, and each window is divided into batches independently of the
-others. So a position is the number of a window and that of a batch in it, and resuming costs one window anywhere.
+An epoch is a sequence of windows of the (shuffled) order, each divided into batches by itself. So a position is the
+number of a window and that of a batch in it, and resuming costs one window anywhere.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from ftrain.data import rng_streams
 from ftrain.data.batch_samplers import BatchSampler
 from ftrain.data.fetched_batch import Position
 from ftrain.data.permutation import BLOCK, ORDERS, Indices
-from ftrain.errors import DataError
 
 
 class BatchRequest(NamedTuple):
-    """A batch to be read: the epoch, the indices of the samples, and the position after this batch; or an error."""
+    """A batch to be read: the epoch, the indices of the samples, and the position after this batch."""
 
     epoch: int
     indices: list[int]
     position: Position
-    error: DataError | None = None
-    """The error because of which there is no such batch."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ Position: TypeAlias = dict[str, Any]
 """A position within an epoch: integers and, for an iterable dataset, the state that the dataset itself returned."""
 
 COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
-"""What to do when samples cannot be collated."""
 NO_SHARED_MEMORY = "unable to allocate shared memory(shm)"
 """A part of torch's error when the file system that holds the large tensors of workers is full."""
 MEMORY_REMEDY = (
     "make /dev/shm larger, which a container limits (docker run --shm-size=8g), or pass a smaller num_workers="
 )
-"""What to do then."""
 
 
 class FetchedBatch(NamedTuple):

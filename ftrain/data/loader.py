@@ -34,11 +34,8 @@ from ftrain.types import PyTree
 
 Source: TypeAlias = MapSource | IterableSource
 
-MIN_WINDOW = 4096
-"""The smallest number of samples in a window if batches depend on lengths: many per length, and sorted quickly."""
-
-MIN_WINDOW_BATCHES = 64
-"""The smallest number of batches in such a window."""
+MIN_WINDOW, MIN_WINDOW_BATCHES = 4096, 64
+"""The smallest number of samples and of batches in a window if batches depend on lengths."""
 
 SHARES = "batch_size", "num_ranks"
 """The options whose product is the number of samples in a batch of all ranks."""
@@ -61,11 +58,7 @@ class Loader:
         self._num_iterators = 0
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            ComposeError: if it is unknown: it depends on lengths, or on an iterable dataset without a length.
-        """
+        """Return the number of batches in an epoch; raises a ComposeError if it depends on lengths, or on a stream."""
         num_batches = self._source.num_batches
         if num_batches is None:
             raise ComposeError(
@@ -118,8 +111,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
 
-        If an earlier version saved it, this epoch and the following ones keep the order of that version. The number of
-        ranks may be another one, if all ranks together have as many samples in a batch as before.
+        The order stays that of the version that saved it. The number of ranks may be another one, if all together have
+        as many samples in a batch as before.
 
         Raises:
             DataError: if it is not such a state, or from a loader of other data or options; lists the differences.
@@ -211,16 +204,15 @@ def loader(
 ) -> Loader:
     """Return an iterable of batches of a dataset, in an order that is a pure function of seed, epoch and index.
 
-    Each ``iter()`` is an epoch. `Loader.state_dict` returns the position after the batches that were yielded, even if
-    workers have read further; resuming from it takes the same time anywhere in an epoch. A dataset with
-    ``__getitems__`` is read one batch at a time.
+    Each ``iter()`` is an epoch. `Loader.state_dict` is the position after the batches that were yielded, even if
+    workers have read further; resuming takes the same time anywhere in an epoch. A dataset with ``__getitems__`` is
+    read one batch at a time.
 
     The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample: random
-    augmentation does not depend on the number of workers or on resuming. Seeding takes longer than reading a small
-    sample, so it starts only when a sample has drawn random numbers: the batch is then read again. With the attribute
-    ``draws = False`` or ``draws = True`` of the dataset nothing is detected. Set ``draws = True`` for samples that draw
-    and then restore the state of the generator (``torch.random.fork_rng``), or that seed a generator from
-    ``torch.initial_seed()``: these draws are not detected.
+    augmentation does not depend on workers or resuming. Seeding is slow, so it starts only when a sample has drawn,
+    whose batch is then read again. Not detected are samples that draw and then restore the state of the generator
+    (``torch.random.fork_rng``), or seed one from ``torch.initial_seed()``: give the dataset an attribute
+    ``draws = True``. With ``draws = False`` nothing is seeded.
 
     With `lengths`, batches are formed within windows of the shuffled order: of `batch_size` samples of similar
     lengths; with `max_tokens`, of as many as fit; or with `pack`, of `batch_size` rows of this length, filled with
@@ -228,8 +220,7 @@ def loader(
 
     An iterable dataset keeps its own order (``shuffle=False``), is read by at most one worker, and must already be
     sharded over ranks. Its position is saved if it or its iterator has ``state_dict`` and ``load_state_dict``, or
-    ``get_state`` and ``set_state``; otherwise resuming reads the earlier samples again. ``set_epoch(epoch)`` is called
-    before each epoch if the dataset has it.
+    ``get_state`` and ``set_state``; else resuming reads the earlier samples again. Its ``set_epoch(epoch)`` is called.
 
     Args:
         dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, which is read once, or iterable.
@@ -238,9 +229,8 @@ def loader(
         shuffle: shuffle each epoch; else keep the order of the dataset.
         num_workers: number of processes that read samples; they run as long as the loader exists.
         collate: makes a batch of a list of samples. Default: torch's ``default_collate``, or `packed` with `pack`.
-        drop_last: leave out the last samples if they do not fill a batch on all ranks; else they form a smaller batch,
-            for which the first samples of the epoch are repeated if a rank would have none. With `pack`, no sample is
-            left out.
+        drop_last: leave out the last samples if they do not fill a batch on all ranks (not with `pack`); else they
+            form a smaller batch, for which the first samples of the epoch are repeated if a rank would have none.
         rank: the number of this process.
         num_ranks: number of processes that share each epoch; all get the same number of batches.
         lengths: the length of each sample, or a function of the index.
@@ -248,9 +238,8 @@ def loader(
         pack: the length of a row.
         window: number of samples whose lengths are compared. Default: 4096, or 64 batches if that is more.
         timeout: seconds to wait for a worker.
-        on_error: what to do when a sample raises: "raise"; or "skip" it, count it in ``loader.skipped``, and repeat
-            good samples of the batch so that it keeps its size (not with `pack`). A batch without a good sample is left
-            out, which is an error with several ranks.
+        on_error: "raise" what a sample raises; or "skip" it, count it in ``loader.skipped``, and repeat good samples of
+            the batch in its place (not with `pack`). A batch without any is left out; with several ranks, an error.
         prefetch_factor: number of batches that each worker reads ahead.
         context: start method of workers: "fork", "spawn" or "forkserver". Default: Python's.
 
@@ -333,23 +322,20 @@ def _batch_sampler(
 
 
 def _is_map_style(dataset: Any) -> bool:
-    # A pair of inputs and labels, most likely, and not two samples.
-    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
-    if are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type):
-        raise DataError(
-            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset, a "
-            "list of samples, or ft.data.arrays(tree of tensors)"
-        )
     if isinstance(dataset, DataLoader):
         raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its .dataset, of samples")
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return True
-    if isinstance(dataset, Iterable):
-        return False
-    raise DataError(
-        f"loader: the dataset is a {type(dataset).__name__}; needs __getitem__ and __len__, or __iter__, as torch's "
-        "Dataset and IterableDataset have"
+    has_rows = (
+        not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     )
+    # A pair of inputs and labels, most likely, and not two samples.
+    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
+    is_other = are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type)
+    if is_other or not (has_rows or isinstance(dataset, Iterable)):
+        raise DataError(
+            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset or "
+            "IterableDataset, a list of samples, or ft.data.arrays(tree of tensors)"
+        )
+    return has_rows
 
 
 def _require_options(

@@ -38,18 +38,13 @@ class MapSource:
         # Positions of version 1 do not contain their version.
         self.fingerprint = {**options, **({"order": plan.order_version} if plan.order_version > 1 else {})}
         """The options on which the order of batches depends. A saved position is valid only for equal ones."""
-        self._options = options
-        self._plan, self._workers = plan, workers
-
-    @property
-    def num_batches(self) -> int | None:
+        self.num_batches = plan.num_batches
         """The number of batches in an epoch; None if it depends on the lengths of samples."""
-        return self._plan.num_batches
-
-    @property
-    def num_dropped(self) -> int:
+        self.num_windows: int | None = plan.num_windows
+        """The largest ``window`` of a position; None if positions have none."""
+        self.num_dropped = plan.num_samples - plan.num_used
         """The number of samples that an epoch leaves out, since they do not fill a batch."""
-        return self._plan.num_samples - self._plan.num_used
+        self._plan, self._workers, self._options = plan, workers, options
 
     def for_state(self, state: Mapping[str, Any]) -> MapSource:
         """Return the source that has the order of a saved state, which an earlier version may have written."""
@@ -63,11 +58,6 @@ class MapSource:
             # Those of a function are taken to be the same; what is saved from now on keeps their checksum.
             source.fingerprint.setdefault(LENGTHS, state[LENGTHS])
         return source
-
-    @property
-    def num_windows(self) -> int | None:
-        """The largest ``window`` of a position; None if positions have none."""
-        return self._plan.num_windows
 
     def next_start(self, end: Position) -> Position:
         """Return the position at which the epoch after one that has ended starts."""

@@ -35,16 +35,15 @@ def pack(
 ) -> dict[str, Tensor]:
     """Place documents one after another in rows of one length, starting a new row when the next one does not fit.
 
-    Documents keep their order; ``loader(..., pack=length)`` gives them in an order that leaves little padding. The
-    label of a token is the next token of its document, and -100 for the last one.
+    Documents keep their order; ``loader(..., pack=length)`` gives them in one that leaves little padding. The label of
+    a token is the next one of its document, and -100 for the last one.
 
     Args:
         documents: tokens, or mappings with tokens; empty documents are left out.
         length: number of tokens in a row.
         rows: the number of rows, of which the last ones may be empty. Default: as many as needed.
         pad: the padding token.
-        field: the key of the tokens in a mapping. If it has ``"labels"`` too, these are used as they are, each for the
-            token at the same index.
+        field: the key of the tokens in a mapping. Its ``"labels"``, if any, are used as they are, one for each token.
         cut: split a document that is longer than a row into several documents; else it is an error.
 
     Returns:
@@ -93,11 +92,7 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function.
-
-    Raises:
-        OptionError: if `length` or `rows` is not a positive integer.
-    """
+    """Return `pack` with these options as a collate function; raises an OptionError as `pack` does."""
     _require_sizes("packed", length, rows)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]

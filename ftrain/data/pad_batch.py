@@ -36,8 +36,7 @@ class Pad:
         """Return the batch of some samples, mappings with the same fields.
 
         Raises:
-            DataError: if there are no samples, or they are not such mappings; naming the field, if its tensors cannot
-                be stacked, its dtype cannot hold the padding value, or with `mask`, if samples have a mask.
+            DataError: if there are none, or they are something else; or naming a field that cannot be padded.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
@@ -51,6 +50,8 @@ class Pad:
                 raise DataError(
                     f"pad: mask= would replace the field {MASK} of the samples; leave it out: it is padded with 0"
                 )
+            if not isinstance(batch[self.mask], Tensor) or batch[self.mask].ndim == 1:
+                raise DataError(f"pad: mask={self.mask!r} holds {samples[0][self.mask]!r:.40}; needs one of sequences")
             masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
             batch[MASK] = self._padded(MASK, masks)
         return batch
@@ -138,10 +139,9 @@ def pad(
 
 
 def padding(batch: PyTree) -> Mean:
-    """Return the share of padding in a batch, as a `Mean` over all its tokens.
+    """Return the share of padding in a batch, as a `Mean` over all its tokens, on its device.
 
-    Computed on the device of the batch. To log it, return it as a metric of the loss:
-    ``return loss, {"padding": ft.data.padding(batch)}``.
+    To log it, return it as a metric of the loss: ``return loss, {"padding": ft.data.padding(batch)}``.
 
     Args:
         batch: a dict with a tensor ``documents`` (-1 is padding) or ``attention_mask`` (0 or False is padding).

@@ -1,10 +1,9 @@
 """The shuffled order of an epoch, in bounded memory.
 
-Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. The order of more indices is a
-bijection that is computed for each index on its own: a generalised Feistel network (Black and Rogaway, "Ciphers with
-arbitrary finite domains", CT-RSA 2002) over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number of
-indices: ``x += F(y)`` and ``y += F(x)`` in turn. A result outside the range is mapped again until it is inside.
-Such a network does not reach all orders of a few indices equally often; therefore these are sorted.
+Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. More are mapped one by one by a
+generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which does not
+reach all orders of a few indices equally often: over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the
+number of indices, ``x += F(y)`` and ``y += F(x)`` in turn. A result outside of the range is mapped again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy.typing as npt
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.errors import OptionError
-from ftrain.random.philox import philox_host
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Permutation: TypeAlias = Callable[[Indices, int, tuple[int, int]], Indices]
@@ -72,10 +70,8 @@ def permuted(positions: Indices, size: int, key_data: tuple[int, int]) -> Indice
 
 @functools.lru_cache(maxsize=8)
 def sorted_draws(size: int, key_data: tuple[int, int]) -> Indices:
-    """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two per block."""
-    block = philox_host(key_data, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
-    draws = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
-    return np.argsort(draws[:size], kind="stable").astype(np.int64)
+    """Return ``0 .. size - 1`` in the order of `ftrain.random.permutation`, which sorts them by draws."""
+    return np.asarray(random.permutation(random.wrap_key_data(key_data), size))
 
 
 def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:

@@ -48,10 +48,9 @@ def _seed(key_data: tuple[int, int]) -> None:
 
 
 class PreservedState:
-    """Context in which code may use the global generators of torch, Python and numpy; restores their states on exit.
+    """Context that restores the global generators of torch, Python and numpy; `detect` makes `has_drawn` possible.
 
-    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once. `detect` makes
-    `has_drawn` possible.
+    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once.
     """
 
     __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
@@ -145,7 +144,6 @@ class _PythonState:
         return None if python_random.getrandbits(32) == self._second else 2
 
     def restore(self) -> None:
-        """Set the generator to this state."""
         python_random.setstate(self._state)
 
     def has_drawn(self) -> bool:
@@ -155,7 +153,6 @@ class _PythonState:
 
 _GENERATOR: Any = python_random.getstate.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of Python's module `random`."""
-
 
 _SEEDED = np.random.MT19937(0)
 """The global generator of numpy while samples draw."""

@@ -27,10 +27,9 @@ def position(data: Any) -> dict[str, Any] | None:
 
 
 def seek(data: Any, position: Mapping[str, Any]) -> None:
-    """Set a source to a position that `position` returned; its next pass continues from it.
+    """Set a source to a position that `position` returned, from which its next pass continues.
 
-    Raises:
-        DataError: if the source has neither ``load_state_dict`` nor ``set_state``.
+    Raises a DataError if the source has neither ``load_state_dict`` nor ``set_state``.
     """
     methods = _methods(data)
     if methods is None:

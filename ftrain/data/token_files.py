@@ -56,14 +56,7 @@ class TokenWriter:
         self._write_header(0)
 
     def add(self, tokens: Sequence[int] | Tensor | Tokens) -> None:
-        """Append a document.
-
-        Args:
-            tokens: integers, of shape (length,).
-
-        Raises:
-            DataError: if it has another shape or is not of integers, or if a token does not fit the dtype.
-        """
+        """Append a document: integers of shape (length,) that fit the dtype. Raises a DataError if they are not."""
         document = np.asarray(tokens)
         limits = np.iinfo(self._dtype)
         if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
@@ -161,10 +154,9 @@ class _TokenArray:
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):
-    """A map-style dataset of consecutive windows of a token file.
+    """A map-style dataset of consecutive windows of a token file; the last one is left out if it is not full.
 
     Sample i is ``{"tokens": ..., "labels": ...}``, both int64 of shape (length,); the label of a token is the next one.
-    Windows do not overlap; the last tokens are left out if they do not fill a window.
 
     Args:
         tokens: the path of a ``.npy`` file that `write_tokens` made; or an array, such as ``np.memmap(path,

@@ -1,13 +1,11 @@
 """Send batches from a worker process: small tensors by value, within the message.
 
-Torch moves the memory of each tensor into shared memory and sends a file descriptor. This takes about half a
-millisecond whatever the size, a file in ``/dev/shm`` and an open file. A copy of a few kilobytes takes less time.
+Torch sends a file descriptor of shared memory for each tensor, which takes half a millisecond whatever the size.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,23 +19,13 @@ MAX_BYTES = 1 << 19
 """The largest memory of a tensor that is sent by value. To copy more takes as long as to send a file descriptor."""
 
 
-def to_message(fetched: FetchedBatch) -> Message:
-    """Return the message in which a worker sends a batch; another process receives it as a `FetchedBatch`."""
+def to_message(fetched: FetchedBatch) -> bytes:
+    """Return the pickle that a worker sends of a batch."""
     try:
-        return Message(_pickled(fetched))
+        return _pickled(fetched)
     except Exception as error:
         failure = read_error("a batch cannot be sent from its worker", error)
-        return Message(_pickled(FetchedBatch(fetched.position, error=failure)))
-
-
-class Message:
-    """A pickled object, which unpickling this message returns."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._pickled,)
+        return _pickled(FetchedBatch(fetched.position, error=failure))
 
 
 def _pickled(value: Any) -> bytes:
@@ -51,14 +39,18 @@ class _ByValuePickler(ForkingPickler):
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int, Tensor] = {}
+        """The memory of each tensor as another tensor of bytes, which is pickled once."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that rebuild a small tensor, or NotImplemented for the default."""
         if type(value) is not Tensor or not _is_small(value):
             return NotImplemented
         value = value.resolve_conj().resolve_neg()
-        memory = self._memories.setdefault(_torch.storage_id(value), _Memory(value))
+        bytes_of_memory = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+        memory = self._memories.setdefault(_torch.storage_id(value), bytes_of_memory)
+        if value is memory:
+            return _from_bytes, (_to_bytes(value),)
         return _view, (memory, value.dtype, value.storage_offset(), value.size(), value.stride())
 
 
@@ -69,16 +61,6 @@ def _is_small(tensor: Tensor) -> bool:
         and tensor.untyped_storage().nbytes() <= MAX_BYTES
         and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
     )
-
-
-class _Memory:
-    """Pickles as the bytes of a tensor's memory, and unpickles as a tensor of these bytes."""
-
-    def __init__(self, owner: Tensor) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _from_bytes, (_to_bytes(self._bytes),)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -38,7 +38,7 @@ def _data_loader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        # Called with what the dataset returns, a batch.
+        # Called with what the dataset returns, a batch; this makes a message of it.
         collate_fn=to_message,  # type: ignore[arg-type]
         timeout=options.timeout,
         # Each epoch draws a number from this generator; the default is the user's global one.
@@ -77,15 +77,16 @@ class WorkerPool:
             )
         try:
             for batch in read_from_workers(self._loader, self._options.timeout, self._requests.describe_next):
-                request = self._requests.pop()
+                self._requests.pop()
                 if batch.error is not None:
                     self._loader = None
-                # Not the one that was sent, which has lost its cause.
-                yield batch._replace(error=request.error or batch.error)
+                yield batch
         except DataError:
             # The next epoch starts new workers.
             self._loader = None
             raise
+        if self._requests.error is not None:
+            yield FetchedBatch({}, error=self._requests.error)
 
 
 def read_in_one_worker(
@@ -97,20 +98,20 @@ def read_in_one_worker(
 
 
 def read_from_workers(
-    loader: DataLoader[FetchedBatch], timeout: float, describe_next: Callable[[], str]
+    loader: DataLoader[Any], timeout: float, describe_next: Callable[[], str]
 ) -> Iterator[FetchedBatch]:
     """Yield what workers send. Stop them at the first batch that has an error.
 
     Raises a DataError when a worker cannot be started, dies, or sends no batch within `timeout` seconds; the message
     has the text of `describe_next`, which names the next batch.
     """
-    batches: Iterator[FetchedBatch] | None = None
+    batches: Iterator[bytes] | None = None
     while True:
         try:
             # Starting an epoch may also wait for workers that are still reading for an unfinished epoch.
             with _on_host():
                 batches = iter(loader) if batches is None else batches
-                batch = next(batches)
+                batch: FetchedBatch = pickle.loads(next(batches))
         except StopIteration:
             return
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -164,9 +165,11 @@ class _PendingRequests:
     def __init__(self) -> None:
         self._requests: Iterator[BatchRequest] = iter(())
         self._pending: deque[BatchRequest] = deque()
+        self.error: DataError | None = None
+        """The error that ended the requests. The batches that were requested before are good, and may still come."""
 
     def start(self, requests: Iterable[BatchRequest]) -> None:
-        self._requests = iter(requests)
+        self._requests, self.error = iter(requests), None
         self._pending.clear()
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -175,10 +178,7 @@ class _PendingRequests:
                 self._pending.append(request)
                 yield request
         except DataError as error:
-            # Raised after the batches that were requested before: they are good, but have not arrived yet.
-            failed = BatchRequest(-1, [], {}, error)
-            self._pending.append(failed)
-            yield failed
+            self.error = error
 
     def pop(self) -> BatchRequest:
         return self._pending.popleft()

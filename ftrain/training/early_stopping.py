@@ -17,7 +17,6 @@ Stop: TypeAlias = Callable[[History], str]
 Adapt: TypeAlias = Callable[[Any, History], Any]
 """``(state, history) -> state``, the same one when there is nothing to change."""
 
-
 S = TypeVar("S")
 
 
@@ -40,8 +39,7 @@ def column(function: str, name: str, history: History) -> list[Any]:
 def _folded(function: str, name: str, first: S, advance: Callable[[S, float], S]) -> Callable[[History], S]:
     """Return ``history -> advance(... advance(first, value) ..., value)`` over the values of a metric.
 
-    A history that has grown since the last call is read from there on: a run calls it after each evaluation.
-    It raises an OptionError in the name of `function` when a value is no number, or as `column`.
+    A history that has grown since the last call is read from there on. Raises as `column`, also for no number.
     """
     seen: History | None = None
     count, result = 0, first
@@ -73,8 +71,8 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
         min_delta: a smaller improvement does not count.
 
     Raises:
-        OptionError: for a count that is not positive, or another mode; from `fit`, at the first evaluation, when there
-            is no metric of that name, or it is no number.
+        OptionError: for a count that is not positive, or another mode; from `fit`, when there is no such metric, or it
+            is no number.
     """
     require_positive("patience", "count", count)
     if mode not in ("min", "max"):
@@ -102,8 +100,8 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
         factors: pattern of the names of the scheduled values to multiply. Default: every ``lr``.
 
     Raises:
-        ComposeError: for another rule; and from `fit`, a StructureError when the optimizer is not adjustable, and an
-            OptionError at the first evaluation when there is no metric of that name, or it is no number.
+        ComposeError: for another rule; from `fit`, a StructureError when the optimizer is not adjustable, and an
+            OptionError when there is no such metric, or it is no number.
     """
     if not isinstance(rule, Plateau):
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")

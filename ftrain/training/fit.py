@@ -50,19 +50,18 @@ def fit(
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
     Metrics stay on the device and are read together every `log_every` steps; nothing else waits for the device.
-    Ctrl-C ends the run after the current step and returns the newest state; a second one interrupts at once. If the
-    step is still being compiled, the run ends before it.
+    Ctrl-C ends the run after the current step, or before one that is still being compiled, and returns the newest
+    state; a second one interrupts at once.
 
-    With `checkpoints` the run resumes from the newest checkpoint in the directory: state, position in the data,
-    history and log are bitwise those of a run that was never interrupted, except for times. Ctrl-C and SIGTERM then
-    save after the current step, print the path, and exit the process with code 130 or 143; a second signal ends it at
-    once and does not change earlier checkpoints.
+    With `checkpoints` the run resumes from the newest one in the directory: state, position in the data, history and
+    log are bitwise those of a run that was never interrupted, except for times. Ctrl-C and SIGTERM then save after the
+    current step, print the path, and exit the process with code 130 or 143; a second signal ends it at once and does
+    not change earlier checkpoints.
 
     A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
     shows progress, and calls `stop` and the loggers; `evaluate` and `adapt` run on every rank. All end after the same
-    step, and write each checkpoint together. If `step` is a function (with a model in
-    `torch.nn.parallel.DistributedDataParallel`, for example), the same holds for all ranks of torch's process group:
-    it must make the same number of steps on each.
+    step, and write each checkpoint together. The same holds for a function as `step` on all ranks of torch's process
+    group (with `torch.nn.parallel.DistributedDataParallel`, say): it must make the same number of steps on each.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -71,28 +70,27 @@ def fit(
             tree; its tensors are moved to the device of the state.
         steps: train until the state has made this number of steps, over as many passes as needed.
         epochs: train for this number of passes over the data. Default, without `steps`: 1.
-        evaluate: ``state -> {name: number}``. If the state is donated, it must copy (`ftrain.tree.clone`) what it
-            keeps. Its results are recorded with the prefix ``eval_``, unless the name has it already: the ``loss`` of
-            `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
+        evaluate: ``state -> {name: number}``. It must copy (`ftrain.tree.clone`) what it keeps of a donated state.
+            Names get the prefix ``eval_``, unless they have it: the ``loss`` of `ftrain.evaluate` is ``eval_loss`` in
+            the history, and for `stop`, `adapt` and ``best=``.
         evaluate_every: evaluate every so many steps, and at the end. Default: only at the end.
         stop: ``history -> reason to stop, or ""``, such as `ftrain.patience`. Called after each evaluation; without
             `evaluate`, each time that metrics are read.
         adapt: ``(state, history) -> state``, such as `ftrain.plateau`. Called after `stop`; returns the state to
             continue with, which may be its argument. Consumes the state if `donate` is true.
         checkpoints: where and how often to save; the last state is saved too. Default: nothing is saved.
-        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` requires one, and ``"never"`` requires that
-            there is none.
+        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` requires one, ``"never"`` that there is none.
         loggers: functions that get each record, such as `ftrain.loggers.jsonl`.
         log_every: read metrics every so many steps.
         throughput: functions that count items of a batch, by name, shown per second. With ``sharded(batches="rows")``
             the counts of all ranks are added up; if `step` is a function they are those of the first rank.
         progress: show a bar in a terminal, otherwise lines.
         donate: reuse the memory of each state for the next one; `Step` only.
-        on_oom: ``"split"`` retries a step that runs out of memory, with the same batch in twice as many pieces, and
-            stays at that number: the same update, except that batch statistics, and dropout that is not
-            counter-based, are those of each piece. A loss that is a plain number must be a mean over examples. The
-            record of that step has the number of pieces as ``split``, and a run that resumes keeps it. If the step had
-            begun to overwrite its state, the run goes back to the newest checkpoint. `Step` only.
+        on_oom: ``"split"`` retries a step that runs out of memory, with its batch in twice as many pieces, and stays at
+            that number, which the record has as ``split`` and a run that resumes keeps. The update is the same, except
+            that batch statistics, and dropout that is not counter-based, are those of each piece; a loss that is a
+            plain number must be a mean over examples. If the step had begun to overwrite its state, the run goes back
+            to the newest checkpoint. `Step` only.
         on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
             `skip_nonfinite` or fp16 have skipped: ``"warn"``, and never remove the newest checkpoint before it;
             ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
@@ -104,10 +102,9 @@ def fit(
         ComposeError: when `step` cannot be called, is a class, or is swapped with the state; when `adapt` returns
             None; or for ``on_oom="split"`` if `step` is not a `Step`, or on several ranks with `update_in_backward`, or
             with `compiled` and ``offload("opt_state")``.
-        OptionError: for an `evaluate`, `stop`, `adapt`, logger or count of `throughput` that is not a function, or a
-            `stop` that returns one; `evaluate_every` without `evaluate`, or `stop` or `adapt` with `evaluate` alone; a
-            metric that is not recorded (`patience`, `plateau`, ``best=``); a number that is not positive; another
-            `resume`, `on_oom` or `on_nonfinite`; or arguments that differ from those of the first rank.
+        OptionError: for an argument that is not as above; `evaluate_every` without `evaluate`, or `stop` or `adapt`
+            with `evaluate` alone; a metric that is not recorded (`patience`, `plateau`, ``best=``); or arguments that
+            differ from those of the first rank.
         DeviceError: when not even one example fits in memory, with the `anatomy` of the step; or when a state was
             overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
@@ -115,14 +112,13 @@ def fit(
             a state that was saved after that step may be wrong.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
         CheckpointError: when a checkpoint cannot be read or written, or `resume` does not allow it.
-        StructureError: when the checkpoint is of another model, or of an optimizer or wrapper with a state of another
-            structure (the moments of `adamw` and `lamb` have the same one).
+        StructureError: when the checkpoint has a state of another structure, as of another model.
         Interrupted: after a signal, when there are checkpoints.
         RankError: when another rank has failed between steps, or does not answer.
         Exception: any error of a step, the data or a logger. Every error has the newest state and the history, as
             `fit` returns them, in its ``result``, unless it has another ``result``. With checkpoints, the newest state
-            is saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step
-            or in the data it is not: the state may be overwritten in part, or the position in the data lost.
+            is saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised, but not after one of a
+            step or the data: the state may be overwritten in part, or the position in the data lost.
     """
     # A function may use other ranks in a way that cannot be seen: all ranks of the process group are then one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
@@ -165,8 +161,9 @@ def fit(
             del state, point
             _train(run)
     data_ended = steps is None or run.step < steps
-    run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
+    run.history.stopped = run.stopped or ("data" if data_ended else "steps")
     if number := votes.agreed_signal():
+        run.history.stopped = "interrupt"
         _end_by(number, checkpoints, run, prints=agreement.is_first)
     return run.result
 
@@ -189,22 +186,19 @@ def _train(run: Run) -> None:
 
 
 def _end_by(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *, prints: bool) -> None:
-    """End the process by an error if the run is saved; else print that it has ended, for the program goes on."""
-    if checkpoints is not None:
-        raise _interrupted(number, checkpoints, run.result, prints=prints)
-    if prints:
-        Display().say(f"fit: ended by {number.name} after step {run.step}; returns what was trained")
-
-
-def _interrupted(
-    number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, prints: bool
-) -> Interrupted:
-    """Print where the run is saved, if this rank prints, and return the error that ends the process."""
-    if prints:
+    """Print where the run has ended, and end the process if it is saved; else the program goes on."""
+    where = f" after step {run.step}; returns what was trained"
+    if checkpoints is not None and prints:
         steps = checkpoints.steps()
-        path = checkpoints.path(steps[-1]) if steps else None
-        where = f"saved in {path}; the same call continues from there" if path else "before any step"
-        Display().say(f"fit: ended by {number.name}, {where}")
+        saved = f"saved in {checkpoints.path(steps[-1])}; the same call continues from there" if steps else ""
+        where = f", {saved or 'before any step'}"
+    if prints:
+        Display().say(f"fit: ended by {number.name}{where}")
+    if checkpoints is not None:
+        raise _interrupted(number, run.result)
+
+
+def _interrupted(number: signal.Signals, result: FitResult[Any]) -> Interrupted:
     error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error

@@ -58,9 +58,8 @@ def iterate(
 ) -> Generator[StepRecord, Any, int | None]:
     """Run a step over data and yield after each step: the loop of `fit`, to write your own around it.
 
-    ``send(state)`` replaces the state and returns the record with it; the loop continues from this state. The state
-    before is consumed, if the step donates. When the loop is left within a pass, data that reports its position
-    continues from there the next time.
+    ``send(state)`` replaces the state, which consumes the one before if the step donates, and returns the record with
+    it. When the loop is left within a pass, data that reports its position continues from there the next time.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.

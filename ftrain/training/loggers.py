@@ -19,10 +19,9 @@ of this step all but the first ``count``."""
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null, and values of other
-    types become their text. Each line is written
-    at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
-    its lines of later steps, which it makes again; those of earlier runs in the file stay.
+    The folder is created if it is missing. NaN and infinities become null, and values that JSON lacks their text. Each
+    line is written at once: when a run is killed, only the last one can be incomplete. A run that resumes from a
+    checkpoint removes its lines of later steps, which it makes again; those of earlier runs in the file stay.
 
     Raises:
         OptionError: when `path` is no path.
@@ -37,7 +36,6 @@ class _Lines:
         self._path = path
 
     def __call__(self, record: Record) -> None:
-        """Append a record."""
         line = json.dumps(_finite(record), allow_nan=False, default=str)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -17,10 +17,9 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
     """Warn, in the name of the function that splits the batch, when splitting changes the loss; waits for the device.
 
     The loss of the first example together with the second, the middle and the last one is compared with the combined
-    losses of each alone, evaluated without dropout or a gradient. They differ if the loss is a sum, a plain mean over
-    tokens whose number differs between examples, or if it compares examples. A loss that draws random numbers, as of a
-    diffusion model, draws the same ones for an example alone and in a pair. There is no warning if such an evaluation
-    fails. All ranks evaluate, each these examples by itself, and the first one warns.
+    losses of each alone, without dropout or a gradient. They differ if the loss is a sum, a plain mean over tokens, or
+    if it compares examples. A loss that draws random numbers draws the same ones for an example alone and in a pair.
+    There is no warning if such an evaluation fails. All ranks evaluate, and the first one warns.
     """
     count, step = most_pieces(batch), EvalStep(loss)
     if count < 2:

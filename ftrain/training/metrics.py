@@ -34,9 +34,8 @@ class StepMetrics(NamedTuple):
 def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
     """Return one record for each step; waits for the device.
 
-    Raises:
-        ComposeError: when the metrics of a step are no dict.
-        LossError: when a metric is called ``step`` or ``seconds``.
+    Raises a ComposeError when the metrics of a step are no dict, and a LossError when one is called ``step`` or
+    ``seconds``.
     """
     for step, _, metrics in steps:
         if not isinstance(metrics, Mapping):
@@ -56,8 +55,7 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
 def read_evaluation(returned: Any) -> dict[str, Any]:
     """Return what an evaluation returned as numbers, with ``eval_`` before names that do not begin so.
 
-    Raises:
-        OptionError: when it is not a dict of numbers by name, or two of the names become the same.
+    Raises an OptionError when it is not a dict of numbers by name, or two of the names become the same.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         description = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
@@ -77,12 +75,7 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
 def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copy the metrics of several steps to the host, waiting for the device once for each dtype and shape.
 
-    Args:
-        rows: the metrics of each step: tensors of any shape, `Mean`, or other values.
-
-    Returns:
-        The same, with numbers or nested lists of numbers in place of tensors and of numbers and arrays of numpy. Other
-        values are not changed.
+    Numbers, or nested lists of them, take the place of tensors of any shape, of `Mean`, and of what is of numpy.
     """
     read = [*map(dict, rows)]
     groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}

@@ -27,16 +27,21 @@ class NonFiniteLossCheck:
     def __call__(self, records: Sequence[Mapping[str, Any]], params_are_finite: Callable[[], bool]) -> None:
         """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead.
 
-        A NaN that has changed no parameter is no error: it is the mean of a batch that has nothing to average, such as
-        one without labels.
+        A NaN that has changed no parameter is no error: its batch has nothing to average, such as one without labels.
         """
         if self._action == IGNORE:
             return
         record = next((record for record in records if _is_nonfinite(record)), None)
         if record is None:
             return
-        if all(map(_is_finite_or_nan, records)) and params_are_finite():
-            self._warn_of_empty_mean(record)
+        infinite = [each for each in records if _is_nonfinite(each) and not math.isnan(each["loss"])]
+        if not infinite and params_are_finite():
+            if self._is_first and not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"fit: the loss of step {record['step']} is nan, and the parameters after it are finite: its batch "
+                    "has nothing to average, as if no label counts"
+                )
             return
         text = (
             f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters after it are probably not "
@@ -54,14 +59,6 @@ class NonFiniteLossCheck:
             text += f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed"
         warn(f"{text}. on_nonfinite='raise' stops the run instead")
 
-    def _warn_of_empty_mean(self, record: Mapping[str, Any]) -> None:
-        if self._is_first and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"fit: the loss of step {record['step']} is nan, and the parameters after it are finite: its batch has "
-                "nothing to average, as if no label counts"
-            )
-
     def _newest_good_step(self, step: int) -> int | None:
         if self._checkpoints is None:
             return None
@@ -69,10 +66,6 @@ class NonFiniteLossCheck:
         earlier = [saved for saved in self._checkpoints.steps() if saved < step]
         # The gradient of the last step with a finite loss may not have been finite.
         return max([saved for saved in earlier if saved < step - 1] or earlier, default=None)
-
-
-def _is_finite_or_nan(record: Mapping[str, Any]) -> bool:
-    return not _is_nonfinite(record) or math.isnan(record["loss"])
 
 
 def _is_nonfinite(record: Mapping[str, Any]) -> bool:

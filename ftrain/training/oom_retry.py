@@ -43,15 +43,15 @@ class OomRetry:
     """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
 
     The innermost gradient is split, so that the update is the same whatever wrappers there are: with
-    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before.
+    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before. Ranks
+    split a step together.
 
     When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
     be refused (fp16, `skip_nonfinite`) but not by the kernels of the optimizer: such an update overwrites nothing. A
-    compiled step may fail at any operation: its state is copied to the host before the first step with each structure
-    of batches.
+    compiled step may fail anywhere: its state is copied to the host before the first step with each structure of
+    batches.
 
-    It begins with `pieces` pieces. `say` prints a line, and `interrupted` returns whether a signal has come, after
-    which nothing is tried again. Ranks split a step together.
+    `say` prints a line, and `interrupted` returns whether a signal has come, after which nothing is tried again.
     """
 
     def __init__(
@@ -67,9 +67,7 @@ class OomRetry:
         self._compiled, self._agreement = step.is_compiled, agreement
         self._stand_in, self._graphs = GradientStandIn(), GraphStandIn(agreement)
         is_copied = step.may_refuse_updates and not refuses_in_place(step)
-        self._writes = _StateWrites(is_copied and not self._compiled)
-        if not (agreement.is_alone or self._compiled):
-            self._writes = _AgreedStateWrites(agreement, self._stand_in)
+        self._writes = _StateWrites(is_copied and agreement.is_alone and not self._compiled)
         self._recorded = pieces
         self._split_into(pieces)
 
@@ -81,7 +79,11 @@ class OomRetry:
     def _split_into(self, pieces: int) -> None:
         self._pieces = pieces
         self._fitting: set[Hashable] = set()
-        self._step = split_step(self._original, pieces, self._writes)
+        self._step = split_step(self._original, pieces, self._recording)
+
+    def _recording(self, grad: GradFn) -> GradFn:
+        is_agreed = self._agreement.is_alone or self._compiled
+        return self._writes.record(grad if is_agreed else _on_all_ranks(grad, self._agreement, self._stand_in))
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Run the step, in more pieces if memory runs out.
@@ -186,13 +188,11 @@ def recorded_pieces(history: History) -> int:
     return max((1, *pieces))
 
 
-def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> Step:
-    """Return a step that computes its gradient in pieces: the same update, with the same state.
+def split_step(step: Step, pieces: int, recording: Callable[[GradFn], GradFn] | None = None) -> Step:
+    """Return a step that computes its gradient in pieces: the same update, as `accumulate` says.
 
-    Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
-    that is a `Mean` counts by its weight, and one that is a plain number by its examples. With equal pieces the result
-    is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into single examples.
-    `writes` records when the step begins to overwrite its state.
+    With equal pieces the result is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into
+    single ones. `recording` wraps the gradient, to record when the step begins to overwrite its state.
     """
     wrappers = step.wrappers
     if pieces > 1:
@@ -204,8 +204,8 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
             compile_inner=not takes_rows,
         )
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
-    if writes is not None:
-        wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(writes.record)))
+    if recording is not None:
+        wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(recording)))
     return dataclasses.replace(step, wrappers=wrappers)
 
 
@@ -230,25 +230,18 @@ class _StateWrites:
         return recording
 
 
-class _AgreedStateWrites(_StateWrites):
-    """The same on many ranks: no rank begins to overwrite its state before all have a gradient."""
+def _on_all_ranks(grad: GradFn, agreement: Agreement, stand_in: GradientStandIn) -> GradFn:
+    """Return a gradient that fails unless all ranks have one: none begins to overwrite its state before."""
 
-    def __init__(self, agreement: Agreement, stand_in: GradientStandIn) -> None:
-        super().__init__(keeps_old=False)
-        self._agreement, self._stand_in = agreement, stand_in
+    def agreed(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        stand_in.begin()
+        is_without = stand_in.is_active
+        gradients = grad(state, without_examples(batch) if is_without else batch, rng)
+        if agreement.largest(int(is_without)):
+            raise OutOfMemoryOnRankError("fit: memory ran out on a rank")
+        return gradients
 
-    def record(self, grad: GradFn) -> GradFn:
-        def recording(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            self.begun = False
-            self._stand_in.begin()
-            is_without = self._stand_in.is_active
-            gradients = grad(state, without_examples(batch) if is_without else batch, rng)
-            if self._agreement.largest(int(is_without)):
-                raise OutOfMemoryOnRankError("fit: memory ran out on a rank")
-            self.begun = True
-            return gradients
-
-        return recording
+    return agreed
 
 
 def _split(grad: GradFn, pieces: int) -> GradFn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import ComposeError, OptionError, require_callable, require_positive, warn
+from ftrain.errors import ComposeError, OptionError, log_on_first_rank, require_callable, require_positive, warn
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
@@ -19,8 +18,6 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.progress import Count
-
-log = logging.getLogger("ftrain")
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Options:
         epochs = 1 if self.steps is None and self.epochs is None else self.epochs
         for name, limit, done in (("steps", self.steps, step), ("epochs", epochs, epoch)):
             if limit is not None and done >= limit:
-                log.warning(
+                log_on_first_rank(
                     "fit: no step is made, for %s=%d, and %d were made before; %s= counts from the beginning of the "
                     "run, so pass a larger number to train on",
                     *(name, limit, done, name),

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -24,23 +23,6 @@ SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_BARS = 30.0, 0.1
 DUMB = "dumb", "unknown"
 """Values of ``TERM`` for a terminal without a cursor that moves, where `rich` shows a bar only at its end."""
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Status:
-    """What the display shows; None for what is not known."""
-
-    step: int
-    total: int | None
-    """Steps of the whole run."""
-    seconds: float
-    """Since the start."""
-    seconds_left: float | None
-    rates: Mapping[str, float]
-    """Items per second, by name."""
-    memory: int
-    """Peak memory of the device, in bytes."""
-    metrics: Mapping[str, Any]
 
 
 def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epoch: int, batches: int) -> int | None:
@@ -66,10 +48,9 @@ class Throughput:
         self._of_rank = dict.fromkeys(counts, 0.0)
 
     def add(self, batch: PyTree) -> None:
-        """Count one step and the items of its batch, which are part of the rates after the next `total`.
+        """Count one step and the items of its batch, for the rates after the next `total`.
 
-        Raises:
-            OptionError: when a function returned something else than a number.
+        Raises an OptionError when a function returned something else than a number.
         """
         self._steps += 1
         for name, count in self._counts.items():
@@ -125,7 +106,7 @@ class Display:
         pass
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Return whether to call `update`: to compute a status may take longer than a step."""
+        """Return whether to call `update`, whose text may take longer to make than a step."""
         if not self._enabled:
             return False
         every = max(1, (total or sys.maxsize) // 10)
@@ -133,10 +114,10 @@ class Display:
             step - self._shown_step >= every or seconds - self._shown_seconds >= SECONDS_BETWEEN_LINES or step == total
         )
 
-    def update(self, status: Status) -> None:
-        """Show the status."""
-        self._shown_step, self._shown_seconds = status.step, status.seconds
-        self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
+    def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
+        """Show a text about a step of the whole run, of `total` steps if that is known, so long after its start."""
+        self._shown_step, self._shown_seconds = step, seconds
+        self.say(f"step {step}{f'/{total}' if total else ''}  {text}")
 
     def say(self, text: str) -> None:
         """Print a line. An error of stderr, such as a closed terminal, does not end the run."""
@@ -172,10 +153,10 @@ class Bar(Display):
         """Return whether a tenth of a second has passed, or this is the last step."""
         return seconds - self._shown_seconds >= SECONDS_BETWEEN_BARS or step == total
 
-    def update(self, status: Status) -> None:
+    def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
         """Move the bar."""
-        self._shown_seconds = status.seconds
-        self._progress.update(self._task, completed=status.step, total=status.total, status=describe(status))
+        self._shown_seconds = seconds
+        self._progress.update(self._task, completed=step, total=total, status=text)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -183,18 +164,20 @@ class Bar(Display):
             self._progress.console.print(text)
 
 
-def describe(status: Status) -> str:
-    """Return the status as one line.
+def describe(metrics: Mapping[str, Any], rates: Mapping[str, float], seconds_left: float | None, memory: int) -> str:
+    """Return metrics, items per second, the time left if it is known, and the peak memory (in bytes) as one line.
 
-    >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
+    >>> describe({"loss": 0.5, "lr": 1e-3}, {"tokens": 1234.5}, 2.0, 2**30)
     'loss 0.5000  1,234 tokens/s  0:00:02 left  1.0 GiB'
     """
-    metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN_METRICS or is_share(name))}
-    shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
-    parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MAX_METRICS]]
-    parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
-    parts += [f"{timedelta(seconds=round(status.seconds_left))} left"] if status.seconds_left is not None else []
-    return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])
+    shown = [
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if isinstance(value, float) and not (name in HIDDEN_METRICS or is_share(name))
+    ]
+    parts = [*shown[:MAX_METRICS], *(f"{rate:,.0f} {name}/s" for name, rate in rates.items())]
+    parts += [f"{timedelta(seconds=round(seconds_left))} left"] if seconds_left is not None else []
+    return "  ".join([*parts, f"{memory / GIB:.1f} GiB"])
 
 
 def describe_evaluation(step: int, values: Mapping[str, Any]) -> str:

@@ -27,9 +27,9 @@ def replay(
 
     The steps since the newest checkpoint before it are made again, which gives the same bits. So a loss that is NaN, or
     a spike, can be examined: ``step(*replay(step, state, data, checkpoints, at=1234))``. Steps that
-    ``fit(on_oom="split")`` made in pieces are made in the same number of pieces, if a checkpoint was written later.
-    What ``fit(adapt=)`` did to the state between that checkpoint and the step is not done again. A warning says so if
-    the losses and the scheduled values of the steps are not those of the history.
+    ``fit(on_oom="split")`` made in pieces are made in as many, if a checkpoint was written later. What ``fit(adapt=)``
+    did since that checkpoint is not done again. A warning says if losses or scheduled values are not those of the
+    history.
 
     Args:
         step: the step of the run.
@@ -76,7 +76,6 @@ def replay(
 
 
 def _records(checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None) -> History:
-    """Return the newest history of a run."""
     if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
         checkpoint = checkpoints.latest()
     return history_of(checkpoint) if checkpoint is not None else History()

@@ -73,8 +73,6 @@ class RunCheckpoints:
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
-        self.enabled = checkpoints is not None
-        """Whether anything is saved."""
         self._pipeline, self._is_first = _pipeline_texts(step), is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._num_batches = _num_batches(data)
@@ -86,11 +84,9 @@ class RunCheckpoints:
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
     def load(self, state: Any, *, donate: bool) -> ResumePoint:
-        """Return the point at which the run begins or continues; raises as `fit` does.
+        """Return the point at which the run begins, with this state, or continues; raises as `fit` does.
 
-        Args:
-            state: the state to begin with; a checkpoint must have the same structure.
-            donate: load into the memory of `state`, which is consumed, if nothing else uses that memory.
+        With `donate`, load into the memory of the state, which is consumed, if nothing else uses that memory.
         """
         step = int(getattr(state, "step", 0))
         begin = ResumePoint(state, step, LastSteps(step), History())
@@ -163,14 +159,14 @@ class RunCheckpoints:
         return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
-        """Return the newest saved point after step number `step` has failed and begun to overwrite its state.
+        """Return the newest saved point after step number `step` has begun to overwrite its state, and failed.
 
-        The memory of `state` is used again. Raises a DeviceError when nothing was saved, or the data cannot be iterated
-        again.
+        The memory of `state` is used again. Raises a DeviceError without a checkpoint, or data to iterate again.
         """
         checkpoint = None
+        passes_once = isinstance(self._data, Iterator) and sources.position(self._data) is None
         try:
-            if self._checkpoints is not None and not _passes_once(self._data):
+            if self._checkpoints is not None and not passes_once:
                 self._checkpoints.wait()
                 checkpoint = self._newest(self._checkpoints, state, on_host=True)
         finally:
@@ -201,11 +197,6 @@ class RunCheckpoints:
             Position(**checkpoint.run["position"]),
             logged=(step, sum(record["step"] == step for record in history)),
         )
-
-    def check(self) -> None:
-        """Raise the CheckpointError of an earlier save in the background that has failed."""
-        if self._checkpoints is not None:
-            self._checkpoints.check()
 
     def wait(self) -> None:
         """Wait for a save in the background, whether it succeeds or not."""
@@ -275,37 +266,28 @@ def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...]
 
 
 def _num_batches(data: Iterable[PyTree]) -> int | None:
-    """Return the number of batches in a pass over data that keeps no position; None if it is not known.
-
-    Not of an iterable dataset, whose length is a guess that torch warns of once it was asked for.
-    """
-    if has_position(data) or isinstance(getattr(data, "dataset", None), IterableDataset):
-        return None
-    if not isinstance(data, Sequence | DataLoader):
+    """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
+    # Torch warns of a length of an iterable dataset, which is a guess.
+    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
+    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
         return None
     with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
         return len(data)
     return None
 
 
-def _passes_once(data: Iterable[PyTree]) -> bool:
-    return isinstance(data, Iterator) and sources.position(data) is None
-
-
 def _refill(state: TrainState, loaded: TrainState) -> TrainState:
     """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
-    leaves, spec = tree.flatten(state)
-    filled = [_copy_into(leaf, value) for leaf, value in zip(leaves, tree.leaves(loaded), strict=True)]
-    refilled = mark_donatable(tree.unflatten(spec, filled))
+
+    def copied(leaf: Any, value: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return value
+        # The choice of a kernel may depend on strides, and so may the bits of its result.
+        return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
+
+    refilled = mark_donatable(tree.map(copied, state, loaded))
     consume(state)
     return refilled
-
-
-def _copy_into(leaf: Any, value: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return value
-    # The choice of a kernel may depend on strides, and so may the bits of its result.
-    return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
 def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
@@ -324,10 +306,7 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
 
 
 def _pipeline_texts(step: Any) -> list[str]:
-    """Return the optimizer and the wrappers of a step as texts; nothing of a function that is no `Step`.
-
-    Without the wrappers that change how a step runs (`compiled`, `donated`, `sharded`), which a run may change.
-    """
+    """Return the optimizer and the wrappers of a `Step` as texts; not those of how it runs, which a run may change."""
     if not isinstance(step, Step):
         return []
     texts = [step.optimizer.text, *(wrapper.text for wrapper in step.wrappers if wrapper.step is None)]

@@ -23,7 +23,7 @@ from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
 from ftrain.training.options import Options
-from ftrain.training.progress import Display, Status, Throughput, describe_evaluation, total_steps
+from ftrain.training.progress import Display, Throughput, describe, describe_evaluation, total_steps
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
 from ftrain.training.step_votes import StepVotes
@@ -86,7 +86,7 @@ class Run:
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = None if options.checkpoints is None else options.checkpoints.best
         self._splits = "accumulate" if isinstance(step, Step) and step.microbatches > 1 else "sharded" if ranks else ""
-        self._tracks_position = checkpoints.enabled and is_compiled(step)
+        self._tracks_position = options.checkpoints is not None and is_compiled(step)
         if options.checkpoints is not None and point.position is not None:
             display.say(f"fit: continues from {options.checkpoints.path(point.step)}")
         self._continue_from(point)
@@ -116,14 +116,12 @@ class Run:
     def steps(self) -> Records:
         """Make steps, and yield after each; none if `start` has stopped the run.
 
-        When memory ran out in a step that had begun to overwrite its state, the run goes back to its newest checkpoint.
-        It ends before a step that was abandoned because of a signal.
+        A step that lost its state as memory ran out is followed by those after the newest checkpoint.
         """
         if self.stopped:
             return
         options, step, retry = self._options, self._step, None
-        if self._agreement.is_first:
-            options.log_if_done(self.step, self._newest.epoch)
+        options.log_if_done(self.step, self._newest.epoch)
         if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
             step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)
@@ -160,8 +158,8 @@ class Run:
         if self._reads_after(record.step):
             self._read_metrics()
             self._evaluate_and_adapt(records)
-        if self._checkpoints.enabled:
-            self._checkpoints.check()
+        if self._options.checkpoints is not None:
+            self._options.checkpoints.check()
             if self._checkpoints.is_due(record.step):
                 self._save(wait=False)
         self._between_steps = False
@@ -240,7 +238,6 @@ class Run:
             rewind(self._loggers, *point.logged)
 
     def _reads_after(self, step: int) -> bool:
-        """Return whether to read the metrics after this step."""
         options = self._options
         return step % options.log_every == 0 or options.evaluates_after(step) or self._checkpoints.is_due(step)
 
@@ -255,8 +252,9 @@ class Run:
         try:
             self._log(records)
         finally:
-            if records and self._display.due(self.step, self._total, time.perf_counter() - self._start_time):
-                self._display.update(self._status(records[-1]))
+            seconds = time.perf_counter() - self._start_time
+            if records and self._display.due(self.step, self._total, seconds):
+                self._display.update(self.step, self._total, seconds, self._described(records[-1]))
             if check:
                 self._check_loss(records, self._params_are_finite)
                 if isinstance(self._step, Step):
@@ -275,12 +273,10 @@ class Run:
         self.history.extend(records)
         _call_loggers(self._loggers, records)
 
-    def _status(self, metrics: Mapping[str, Any]) -> Status:
-        now, total = time.perf_counter(), self._total
-        rates, seconds_per_step = self._throughput.rates(now)
-        remaining = seconds_per_step * (total - self.step) if total is not None else None
-        memory = backends.of(device_of_state(self._newest.state)).memory().peak
-        return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
+    def _described(self, metrics: Mapping[str, Any]) -> str:
+        rates, seconds_per_step = self._throughput.rates(time.perf_counter())
+        remaining = seconds_per_step * (self._total - self.step) if self._total is not None else None
+        return describe(metrics, rates, remaining, backends.of(device_of_state(self._newest.state)).memory().peak)
 
     def _warn_if_not_additive(self) -> None:
         """Check, once in a run that splits its batches, whether this changes their losses."""
@@ -350,7 +346,7 @@ class Run:
     @property
     def _is_leaving(self) -> bool:
         """Whether the process ends as soon as it has saved."""
-        return self._checkpoints.enabled and self._votes.agreed_signal() is not None
+        return self._options.checkpoints is not None and self._votes.agreed_signal() is not None
 
 
 def _reason(returned: Any) -> Any:

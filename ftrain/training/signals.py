@@ -19,9 +19,9 @@ class Abandoned(BaseException):
 class interruptible:  # noqa: N801
     """Context that records a signal instead of acting on it; a second signal acts as outside of the context.
 
-    ``with interruptible(signals, ...) as received:`` gives a function that returns the signal received, or None.
-    Signals that are ignored stay ignored, as Ctrl-C is in a background job of a shell. Does nothing outside the main
-    thread. If ``can_abandon(interpreter frame)`` is true when a signal comes, this raises `Abandoned` in that frame.
+    It gives a function that returns the signal received, or None. Signals that are ignored stay ignored, as Ctrl-C is
+    in a background job of a shell. Does nothing outside the main thread. If ``can_abandon(interpreter frame)`` is true
+    when a signal comes, this raises `Abandoned` in that frame.
     """
 
     # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.

@@ -21,13 +21,9 @@ SAMPLED = 256
 class StepVotes:
     """The signal after which all ranks end the run, at the same step; and a check that they have the same batches.
 
-    The votes after a step are read after the next one, so that ranks rarely wait for each other.
-
-    Args:
-        agreement: the agreement of the ranks.
-        received: returns the signal that this rank has received, or None.
-        compares_batches: whether all ranks must have the same batches: the shapes of each batch are compared.
-        log_every: every so many steps some elements of the batch are compared too, which waits for the device.
+    The votes after a step are read after the next one, so that ranks rarely wait for each other. If `compares_batches`,
+    all ranks must have the same batches: the shapes of each are compared, and every `log_every` steps some elements,
+    which waits for the device. `received` returns the signal that this rank has received.
     """
 
     def __init__(
@@ -103,7 +99,6 @@ class StepVotes:
 
 
 def _sample(leaf: Any) -> Any:
-    """Return some elements of a tensor, and another leaf as it is."""
     if not tree.is_tensor(leaf):
         return leaf
     flat = leaf.detach().reshape(-1)

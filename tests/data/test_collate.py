@@ -117,6 +117,8 @@ def test_samples_of_length_zero():
         ([{"x": 1}], {"fields": ["x"]}, "only the first axis may differ"),
         ([{"x": [1]}], {"mask": "tokens"}, "mask='tokens' is not a field; there are x"),
         ([{"x": [1], "attention_mask": [0]}], {"mask": "x"}, "mask= would replace the field attention_mask"),
+        ([{"x": 1}], {"mask": "x"}, "mask='x' holds 1; needs one of sequences"),
+        ([{"x": "text"}], {"mask": "x"}, "mask='x' holds 'text'; needs one of sequences"),
     ],
 )
 def test_samples_that_do_not_go_together(samples, options, words):
