@@ -206,5 +206,5 @@ def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(value):
     optimizer = ft.optim.partition({"all": ft.optim.sgd(lambda k: (1e-3, value)[k])}, lambda name, leaf: "all")
     step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
     state, _ = step(step.init({"w": torch.ones(2)}), None)
-    with pytest.raises(OptionError, match=f"Step: the schedule of all/lr is {value} at step 1; needs a number of at"):
+    with pytest.raises(OptionError, match=f"Step: the schedule of all/lr is {value} at step 1; needs a finite number,"):
         step(state, None)
