@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain.errors import ComposeError, OptionError
 from ftrain.step.loss_forms import report
+from ftrain.step.step import Step
 from ftrain.types import Mean, Metrics
 
 Evaluate: TypeAlias = Callable[[Any], Mapping[str, float]]
@@ -50,6 +51,20 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
             report(metrics, "fit", **when)
         records.append({**when, **metrics})
     return records
+
+
+def require_same_rates(step: Any, steps: Sequence[StepMetrics], records: Sequence[Mapping[str, Any]]) -> None:
+    """Check that this rank made its steps with the scheduled values that the records of the first rank have.
+
+    Raises an OptionError that names the value: each rank would train its part of the state at another rate.
+    """
+    for (number, _, metrics), record in zip(steps, records, strict=True):
+        for name in step.optimizer.schedules if isinstance(step, Step) else ():
+            if metrics[name] != record[name]:
+                raise OptionError(
+                    f"fit: {name} of step {number} is {metrics[name]} on this rank, and {record[name]} on rank 0; a "
+                    "schedule, and the state that adapt returns, must be the same on all ranks"
+                )
 
 
 def read_evaluation(returned: Any) -> dict[str, Any]:

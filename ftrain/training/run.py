@@ -19,7 +19,7 @@ from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
 from ftrain.training.loggers import Logger, Record, rewind
 from ftrain.training.loss_additivity import warn_if_not_additive
-from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
+from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps, require_same_rates
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
 from ftrain.training.options import Options
@@ -246,7 +246,13 @@ class Run:
         unread, self._unread = self._unread, []
         self._throughput.total(self._agreement.sums if self._has_rows else list)
         records = self._agreement.decide("reading metrics", lambda: read_steps(unread))
-        self._agreement.together("logging and checking metrics", lambda: self._log_and_check(records, check=check))
+
+        def log_and_check() -> None:
+            if not self._agreement.is_alone:
+                require_same_rates(self._step, unread, records)
+            self._log_and_check(records, check=check)
+
+        self._agreement.together("logging and checking metrics", log_and_check)
 
     def _log_and_check(self, records: Sequence[dict[str, Any]], *, check: bool) -> None:
         try:

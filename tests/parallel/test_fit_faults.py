@@ -165,3 +165,18 @@ def test_an_adapt_that_returns_nothing_on_one_rank_is_an_error_of_all():
             ft.fit(step, step.init(), list(models.batches()), adapt=adapt, progress=False, log_every=1)
 
     run(2, rank)
+
+
+@pytest.mark.parametrize("how", ["schedule", "adapt"])
+def test_another_rate_on_another_rank_is_an_error_of_all(how):
+    def rank(number):
+        rate = (lambda step: 0.1 * (1 + number)) if how == "schedule" else 0.1
+        optimizer = ft.optim.adjustable(ft.optim.sgd(rate))
+        step = models.step_of(ft.sharded(ft.parallel.mesh()), optimizer=optimizer)
+        adapt = (lambda state, history: ft.optim.adjust(state, {"lr": 1.0 + number})) if how == "adapt" else None
+        with pytest.raises(
+            OptionError if number else RankError, match=r"fit: lr of step \d is 0.2 on this rank, and 0.1 "
+        ):
+            ft.fit(step, step.init(), list(models.batches()), adapt=adapt, progress=False, log_every=1)
+
+    run(2, rank)
