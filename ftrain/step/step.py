@@ -237,7 +237,8 @@ class Step:
         if self._on_ranks is not None:
             state, batch, around = self._on_ranks(self, state, batch)
             run = around(self.runner)
-        if getattr(argument, "_origin", None) is not self._origin:
+        is_new = getattr(argument, "_origin", None) is not self._origin
+        if is_new:
             # The argument, because the local part of a divided state does not have the shapes of the whole leaves.
             self.require(argument)
         elif _torch.any_autocast():
@@ -249,6 +250,9 @@ class Step:
         key_data = random.step_key_data(random.key_data(key), int(count))
         with self.loss.scope(True):
             new, metrics = run(state, batch, hyper, key_data)
+        if is_new:
+            what = f"what {self.optimizer.text} returned"
+            tree.require_same("Step", what, {"params": new.params}, {"params": argument.params})
         new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import ComposeError, LossError, OptionError
+from ftrain.errors import ComposeError, LossError, OptionError, StructureError
+from ftrain.types import Optimizer
 from tests.faults.problem import batch, failing, make, params, squares
 
 WRAPPERS = {
@@ -210,6 +211,20 @@ def test_compose_with_a_step_among_the_wrappers():
 def test_compose_with_wrappers_that_were_not_called():
     step = ft.compose(make(), ft.clip, ft.ema, ft.compiled)
     assert [wrapper.name for wrapper in step.wrappers] == ["clip", "ema", "compiled"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [(lambda w, g: w.double() - g, "found float64[2], needs float32[2]"), (lambda w, g: w[None] - g, "[1, 2]")],
+)
+def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, found):
+    def update(grads, opt_state, params, hyper, *, donate=False):
+        return {"w": rule(params["w"], grads["w"])}, opt_state
+
+    optimizer = Optimizer(lambda params: {}, update, {}, "homemade")
+    step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
+    with failing(StructureError, "Step", "what homemade returned", "params.w", found):
+        step(step.init({"w": torch.ones(2)}), None)
 
 
 @pytest.mark.parametrize(
