@@ -49,8 +49,8 @@ TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
 def tree_tag(kind: type) -> str:
     """Return the tag of a registered class, which stands for it in checkpoints.
 
-    For a class of ftrain it is the name alone, so that the class can move to another module without changing the file
-    format. For a class of a user it includes the module, so that it differs from a class of ftrain of the same name.
+    For a class of ftrain it is the name alone, so that the class can move to another module. For a class of a user it
+    includes the module, so that the tags of two classes of one name differ.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return kind.__name__
@@ -60,10 +60,7 @@ def tree_tag(kind: type) -> str:
 def tree_class(kind: type[T]) -> type[T]:
     """Register a dataclass as a tree whose children are its fields, except those with the metadata `STATIC`.
 
-    Use it as a decorator, above ``@dataclass``.
-
-    Raises:
-        StructureError: from the function in `TREE_CLASSES`, when the fields are not those of the class.
+    Use it as a decorator, above ``@dataclass``. Its function in `TREE_CLASSES` raises a StructureError of other fields.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = tuple(each.name for each in fields if not each.metadata.get("static"))
@@ -109,9 +106,8 @@ class Mean:
     The sums of totals and weights over microbatches, batches or devices give the exact mean over all of them, however
     unevenly the weight is distributed.
 
-    A mean with weight 0 contributes nothing: steps and evaluations replace its total by 0, even if it is NaN, and use a
-    cotangent of 0 for its gradient. (A loss that divides by its weight still has NaN in the gradient: mask before
-    dividing.)
+    A mean with weight 0 contributes nothing: steps and evaluations replace its total by 0, even if it is NaN, and its
+    gradient is 0. (A loss that divides by its weight still has NaN in the gradient: mask before dividing.)
 
     Args:
         total: 0-d tensor, the weighted sum.
@@ -211,7 +207,7 @@ def mark_donatable(state: TrainState) -> TrainState:
 
 
 def is_donatable(state: TrainState) -> bool:
-    """Return whether a state is marked as the only owner of its tensors."""
+    """Whether a state is marked as the only owner of its tensors."""
     return vars(state).get("_owner") == id(state)
 
 
@@ -238,11 +234,10 @@ class Adapters(Protocol):
 
 @dataclass(frozen=True)
 class LossRanks:
-    """The ranks that evaluate a loss together, each on its examples.
+    """The `size` ranks that evaluate a loss together, each on its examples.
 
     Args:
         rank: the rank of this process.
-        size: the number of ranks.
         sum: ``tensor -> tensor``, an all-reduce.
         digest: ``tree -> int``, a hash that differs between batches.
         whole_batches: whether all ranks read the same batches; else each reads its own examples.
@@ -263,7 +258,6 @@ class Loss:
     """A loss function, and the properties of it that steps and wrappers use.
 
     Args:
-        fn: the loss function in its full form.
         name: the name of the function or the module.
         scope: ``training -> context`` in which the loss and its gradient are computed, outside of any graph; `training`
             is False in an evaluation.

@@ -30,7 +30,7 @@ WAITS = {
     ("parallel/same_blocks.py", "require_same_block"),
     ("profiling/anatomy/measured.py", "measure"),
     ("random/host_keys.py", "key_data"),
-    ("step/microbatch.py", "is_combined"),
+    ("step/microbatch.py", "difference"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "read_metrics"),
 }

@@ -117,13 +117,8 @@ def explain_graph_breaks(function: Callable[..., Any]) -> Callable[..., Any]:
 def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
     """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
 
-    Only for capture and compilation: run eagerly, the operation draws from torch's global generator.
-
-    Args:
-        shape: shape of the result.
-        seed: a 0-d int64 tensor.
-        distribution: ``"rand"`` or ``"randn"``.
-        start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
+    Only for capture and compilation: run eagerly, the operation draws from torch's global generator. The distribution
+    is ``"rand"`` or ``"randn"``. The seed and `start`, the first index in its stream, are 0-d int64 tensors.
     """
     if start is not None:
         return _inductor_random_from()(shape, seed, distribution, start)

@@ -157,8 +157,8 @@ def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:
 class _Family:
     """The update of an optimizer: a formula with the options of `leafwise`, and how it is applied.
 
-    `names` are those of the trees in the state, and `plans` the plans of the last trees; it is an
-    `ftrain.step.core.RefusingUpdate`.
+    `names` are those of the trees in the state, and `plans` the plans of the last trees; `can_refuse` is read by
+    `ftrain.step.core.refuses_in_place`.
     """
 
     name: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from numbers import Number
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import optree
 import torch
@@ -21,33 +22,13 @@ from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backwar
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 
-@runtime_checkable
-class AddingGradFn(Protocol):
-    """A `GradFn` that can add its gradients to sums."""
-
-    def add(
-        self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
-    ) -> tuple[list[Tensor], Gradients]:
-        """Add the weighted gradient of a microbatch to the sums; return these and its other results."""
-        ...
-
-
-def _accumulator(grad: GradFn | AddingGradFn, pieces: int) -> _InBackward | _AfterBackward:
+def _accumulator(grad: GradFn, pieces: int) -> _InBackward | _AfterBackward:
     """Return an object that sums the gradients of microbatches, weighted by the weights of their losses."""
-    if isinstance(grad, AddingGradFn):
-        return _ByGradFn(grad)
     return _InBackward(grad, pieces) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
 
 
 class _InBackward:
     """Lets the backward pass add each gradient to the `.grad` of its leaf, so that only the sums are in memory."""
-
-    _unit: Tensor
-    _factor: Tensor | None
-    _cotangent: Tensor
-    _spec: optree.PyTreeSpec
-    _unused: list[Tensor]
-    _filled: Callable[[tuple[Any, ...]], list[Tensor]]
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
         self._grad, self._pieces, self._plain = grad, pieces, True
@@ -90,7 +71,7 @@ class _InBackward:
         self._params, self._unused, self._spec = result.params, result.params, result.spec
         # A parameter is unused if no microbatch uses it, which is known at the end. The graph is not kept until then.
         without_graph = replace(result, total=result.loss.total, combined=None)
-        self._filled = functools.partial(self._grad.filled, state, without_graph)
+        self._filled = partial(self._grad.filled, state, without_graph)
 
     def _separate_new(self) -> None:
         """Give the gradients that a microbatch is the first to compute memory of their own."""
@@ -129,26 +110,18 @@ class _InBackward:
 
 
 class _AfterBackward:
-    """Adds the gradients of a microbatch after its backward pass and the wrappers that transform them."""
+    """Adds the gradients of a microbatch after its backward pass and the wrappers that transform them.
 
-    _sums: list[Tensor] | None = None
+    A gradient function with the method ``add(sums, state, batch, rng) -> (sums, structure, results)`` adds them itself.
+    """
 
     def __init__(self, grad: GradFn) -> None:
-        self._grad = grad
+        self._add: Callable[..., tuple[list[Tensor], Any, Gradients]] = getattr(grad, "add", partial(_add, grad))
+        self._sums: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        piece = self._grad(state, batch, rng)
-        grads, self._spec = tree.flatten(piece.grads)
-        weight, plain = piece.loss.weight, piece.loss.plain
-        if self._sums is None:
-            # Copied for a plain loss too: the gradients may share memory with other tensors.
-            self._sums = tree.scale_leaves(grads, 1.0 if plain else weight)
-        elif plain:
-            torch._foreach_add_(self._sums, grads)
-        else:
-            for part in tree.slices(self._sums):
-                torch._foreach_add_(self._sums[part], tree.scale_leaves(grads[part], weight))
-        return replace(piece, grads=None)
+        self._sums, self._spec, piece = self._add(self._sums, state, batch, rng)
+        return piece
 
     def mean(self, total: Gradients) -> Gradients:
         weight = total.loss.weight
@@ -156,16 +129,21 @@ class _AfterBackward:
         return replace(total, grads=tree.unflatten(self._spec, grads))
 
 
-class _ByGradFn(_AfterBackward):
-    """Lets the gradient function add its gradients to the sums."""
-
-    def __init__(self, grad: AddingGradFn) -> None:
-        self._adding = grad
-
-    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        self._spec = tree.flatten(state.params)[1]
-        self._sums, piece = self._adding.add(self._sums, state, batch, rng)
-        return piece
+def _add(
+    grad: GradFn, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
+) -> tuple[list[Tensor], optree.PyTreeSpec, Gradients]:
+    piece = grad(state, batch, rng)
+    grads, spec = tree.flatten(piece.grads)
+    weight, plain = piece.loss.weight, piece.loss.plain
+    if sums is None:
+        # Copied for a plain loss too: the gradients may share memory with other tensors.
+        sums = tree.scale_leaves(grads, 1.0 if plain else weight)
+    elif plain:
+        torch._foreach_add_(sums, grads)
+    else:
+        for part in tree.slices(sums):
+            torch._foreach_add_(sums[part], tree.scale_leaves(grads[part], weight))
+    return sums, spec, replace(piece, grads=None)
 
 
 def _ratio(unit: Tensor, weight: Tensor) -> Tensor:
@@ -186,14 +164,12 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     """Return the gradient of a batch that is split into microbatches.
 
     A loss or metric that is a plain number counts equally in each if they have equal lengths, else once per example.
-
-    Raises:
-        LossError: when microbatches report different metrics, or one that is not a tensor, `Mean` or number.
+    Raises a LossError if microbatches report different metrics, or one that is not a tensor, `Mean` or number.
     """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
     lengths = [tree.batch_length(piece) or 1 for piece in pieces]
-    grad = grad if len(set(lengths)) == 1 else weighted_by_examples(grad)
+    grad = grad if len(set(lengths)) == 1 else around_forward(grad, _by_example)
     accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
     for piece, length in zip(pieces, lengths, strict=True):
         first, start = start, start + length
@@ -240,16 +216,11 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
     return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
 
 
-def weighted_by_examples(grad: GradFn) -> GradFn:
-    """Return a gradient function whose losses and metrics that are plain numbers count once per example.
+def _by_example(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let losses and metrics that are plain numbers count once per example; those that are a `Mean` keep their weights.
 
-    Those that are a `Mean` keep their weights.
+    It wraps ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone.
     """
-    return around_forward(grad, _weigh)
-
-
-def _weigh(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone."""
 
     def weighing(state: TrainState, batch: PyTree, *more: Any) -> Any:
         result, length = run(state, batch, *more), tree.batch_length(batch) or 1

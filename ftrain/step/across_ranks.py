@@ -53,9 +53,7 @@ def evaluation_state(
 
     This is the gathered state and None; or, with `by_block`, if the loss can gather its parameters block by block, the
     local state of this rank and a context. Then all ranks must evaluate the same number of batches together.
-
-    Raises:
-        RankError: when another rank does not call `function`.
+    Raises a RankError if another rank does not call `function`.
     """
     parts = state.params, state.frozen, state.buffers
     if not any(map(dtensor.is_dtensor, tree.leaves(parts))):
@@ -69,11 +67,7 @@ def evaluation_state(
 
 
 def require_to_gather(function: str, tensors: PyTree) -> None:
-    """Wait until all ranks have called a function, if it gathers tensors that are divided over them.
-
-    Raises:
-        RankError: when another rank does not call it.
-    """
+    """`require_all_ranks` for a function that gathers tensors, if one of these is divided over the ranks."""
     if any(map(dtensor.is_divided, tree.leaves(tensors))):
         require_all_ranks(function)
 
@@ -138,10 +132,7 @@ def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[st
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
     """Check that no rank failed in an evaluation, and that all read the same first batch. Waits for all ranks.
 
-    Raises:
-        Exception: the error of this rank.
-        RankError: when another rank failed.
-        BatchError: on every rank, when their first batches differ.
+    Raises the error of this rank, a RankError if another one failed, or on every rank a BatchError.
     """
     outcomes = torch.zeros(ranks.size, 2, dtype=torch.int64, device=device)
     outcomes[ranks.rank, 0] = error is not None
@@ -161,10 +152,8 @@ def require_all_ranks(name: str) -> None:
 
     A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
     tensors. Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
-
-    Raises:
-        RankError: when another rank continued without it, failed, ended, or did not call it before the timeout of the
-            process group.
+    Raises a RankError if another rank continued without it, failed, ended, or did not call it before the timeout of the
+    process group.
     """
     rank, size = store.rank_and_size()
     if size == 1 or not store.are_processes():

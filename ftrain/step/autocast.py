@@ -14,7 +14,6 @@ from ftrain.tree import dtype_name
 from ftrain.types import LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def name_of(dtype: Any) -> str:
@@ -28,14 +27,10 @@ def name_of(dtype: Any) -> str:
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
-    """Check that a device can compute in ``"bf16"`` or ``"fp16"``.
-
-    Raises:
-        DeviceError: naming the device and the dtypes it can compute in.
-    """
+    """Check that a device can compute in ``"bf16"`` or ``"fp16"``. Raises a DeviceError with the dtypes that it can."""
     able = backend.autocast_dtypes()
     if DTYPES[name] not in able:
-        other = ", ".join([*(NAMES[choice] for choice in able), "float32"])
+        other = ", ".join([*map(name_of, able), "float32"])
         raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; use one of {other}")
     if DTYPES[name] in backend.emulated_dtypes():
         _warn_of_emulation(function, name, backend.describe())

@@ -12,8 +12,7 @@ from torch import nn
 
 from ftrain._context import setting
 from ftrain.errors import OptionError
-from ftrain.step.swap_params import Slot, slots_of
-from ftrain.types import Adapters
+from ftrain.step.swap_params import Slot
 
 Region: TypeAlias = Callable[..., Any]
 """``region(function, slots, choice, *args, **kwargs)``: runs a block in another way, such as rematerialised."""
@@ -38,14 +37,12 @@ def block(function: F) -> F:
     Without `remat` it runs unchanged. Pass the tensors that it uses as arguments: those in its closure must not be
     replaced before it is recomputed.
     """
+    run = functools.partial(_through_region, function, (), None)
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
-        if watcher is None:
-            return _through_region(function, (), None, *args, **kwargs)
-        run = functools.partial(_through_region, function, (), None)
-        return watcher(function.__name__, run, *args, **kwargs)
+        return run(*args, **kwargs) if watcher is None else watcher(function.__name__, run, *args, **kwargs)
 
     return marked  # type: ignore[return-value]
 
@@ -96,34 +93,19 @@ watched_by = functools.partial(setting, _watcher)
 """``watcher -> context`` in which it observes each call of a function that `block` marks."""
 
 
-class Blocks:
-    """The blocks of a module with their adapters, to be run through a region."""
-
-    def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
-        self._blocks = []
-        for part, choice in parts.items():
-            slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            self._blocks.append((part, slots, choice))
-
-    @contextmanager
-    def through(self, region: Region) -> Iterator[None]:
-        """Run the forward of every block, and every function marked by `block`, through `region`."""
-        # An adapter or an observer may have replaced the `forward` of a module.
-        forwards = [
-            (part, functools.partial(_through_region, part.forward, slots, choice))
-            for part, slots, choice in self._blocks
-        ]
-        with setting(_region, region), forwarding(forwards):
-            yield
+@contextmanager
+def through(region: Region, blocks: Iterable[tuple[nn.Module, Sequence[Slot], Any]]) -> Iterator[None]:
+    """Context in which blocks, with their slots and choices, and functions that `block` marks run through a region."""
+    # An adapter or an observer may have replaced the `forward` of a module.
+    forwards = [(part, functools.partial(_through_region, part.forward, *more)) for part, *more in blocks]
+    with setting(_region, region), forwarding(forwards):
+        yield
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
     """Return the blocks of a module and the choice for each: those in `wanted`. Default: `repeated_children`.
 
-    If a name and a type match the same module, the name counts.
-
-    Raises:
-        OptionError: when nothing matches; the message lists the names that exist.
+    If a name and a type match the same module, the name counts. Raises an OptionError if nothing matches.
     """
     named = dict(module.named_modules())
     if wanted is None:

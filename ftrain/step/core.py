@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,17 +32,6 @@ from ftrain.types import (
     UpdateFn,
     replace,
 )
-
-
-@runtime_checkable
-class RefusingUpdate(Protocol):
-    """An `Optimizer.update` with another argument, `accept`, a 0-d bool tensor: if it is false, nothing changes."""
-
-    @property
-    def can_refuse(self) -> bool:
-        """Whether it may write to a donated state although it may be refused."""
-        ...
-
 
 OnFiniteCheck = Callable[[PyTree, Tensor], PyTree]
 
@@ -118,11 +107,12 @@ def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn
 def refuses_in_place(step: Any) -> bool:
     """Return whether the optimizer of a `Step` may write to a donated state although the update may be refused.
 
-    Not if wrappers of the update need the old state beside the new one.
+    Not if wrappers of the update need the old state beside the new one. The update of such an optimizer says so by its
+    attribute `can_refuse`, and takes another argument: `accept`, a 0-d bool tensor. If it is false, nothing changes.
     """
-    update, on_update = step.optimizer.update, [wrapper.update for wrapper in step.wrappers if wrapper.update]
+    on_update = [wrapper.update for wrapper in step.wrappers if wrapper.update]
     is_alone = not any(each.wrap or each.make_update for each in on_update)
-    return is_alone and isinstance(update, RefusingUpdate) and update.can_refuse
+    return is_alone and bool(getattr(step.optimizer.update, "can_refuse", False))
 
 
 def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
@@ -137,8 +127,7 @@ def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
 def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck], refusing: Optimizer | None) -> UpdateFn:
     """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
 
-    If no wrapper has an `on_finite_check`, loss and gradients are not checked. `refusing` is the optimizer if it can
-    refuse the update itself.
+    These are checked if a wrapper has an `on_finite_check`. `refusing` is the optimizer if it can refuse the update.
     """
 
     def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -175,15 +164,10 @@ def _dropped(field: str) -> ComposeError:
 
 
 class Eager:
-    """A `Runner` that runs a step operation by operation."""
+    """A `Runner` that runs a step operation by operation; `around` are arguments of `assemble`."""
 
-    def __init__(
-        self,
-        step: Any,
-        around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
-        around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
-    ) -> None:
-        self._core = assemble(step, donate=step.donate, around_loss=around_loss, around_update=around_update)
+    def __init__(self, step: Any, **around: Callable[[Any], Any]) -> None:
+        self._core = assemble(step, donate=step.donate, **around)
         self._loss_needs_rng, self._optimizer_needs_rng = step.base.needs_rng, step.optimizer.needs_rng
         self._backends: dict[torch.device, backends.Backend] = {}
         self.text = "eager(donate)" if step.donate else "eager"

@@ -79,11 +79,7 @@ class EvalStep:
         return Flattener()
 
     def wrapped(self, wrapper: Wrapper) -> EvalStep:
-        """Return this evaluation with a wrapper around it, `compiled`.
-
-        Raises:
-            ComposeError: for a wrapper that is for training steps alone, or one that it has.
-        """
+        """Return this evaluation with a wrapper around it. Raises a ComposeError if it is not `compiled`."""
         if wrapper.text in self.loss.wrapper_texts:
             raise ComposeError(f"{wrapper.text}: the evaluation already has it; use one:\n{self}")
         if wrapper.step is not None and wrapper.step.wrap_evaluation is not None:

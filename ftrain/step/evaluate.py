@@ -54,9 +54,8 @@ def evaluate(
         data: any iterable of batches.
         dtype: ``"bf16"`` or ``"fp16"`` casts a copy of the parameters and buffers, and runs the loss under autocast.
             ``"auto"`` is ``"bf16"`` if the device computes in it natively (`Backend.native_dtypes`), else None. Default
-            None: evaluate in the dtypes of the state. The batch is never cast, so that labels and weights stay exact;
-            if a norm reads float32 data directly, cast the data in the loss. Values above 65,504 (such as a variance
-            of BatchNorm) are infinite in ``"fp16"``.
+            None: the dtypes of the state. The batch is never cast; if a norm reads float32 data directly, cast the data
+            in the loss. Values above 65,504 (such as a variance of BatchNorm) are infinite in ``"fp16"``.
         on_oom: ``"split"`` splits a batch that does not fit in memory, and those after it, into twice as many pieces;
             the means stay exact.
 
@@ -108,17 +107,17 @@ def evaluate(
     return sums.read(step)
 
 
-def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
-    """Return the share of this rank in the next batch; None after the last one."""
-    for drawn in batches:
-        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.has_batch:
-            sums.digest = step.loss.ranks.digest(drawn)
-        sums.has_batch = True
+def _shares(sums: _Sums, step: EvalStep, data: Iterable[PyTree], device: torch.device) -> Iterator[Share]:
+    """Yield the share of this rank in each batch."""
+    ranks, is_first = step.loss.ranks, True
+    for drawn in data:
+        if is_first and ranks is not None and ranks.whole_batches:
+            sums.digest = ranks.digest(drawn)
+        is_first = False
         share = step.share(tree.as_tree(drawn))
-        return share._replace(batch=tree.to(share.batch, device))
-    if not sums.has_batch:
+        yield share._replace(batch=tree.to(share.batch, device))
+    if is_first:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
-    return None
 
 
 def _add_batches_together(
@@ -128,15 +127,11 @@ def _add_batches_together(
 
     Before each batch the ranks exchange whether they have the next one, so that the device computes while the host
     waits for the answer. A rank without one evaluates its last batch again, which does not count. A rank whose loss has
-    failed takes part in one more batch, before the others know.
-
-    Returns:
-        The error of this rank, or None.
-
-    Raises:
-        BatchError: on every rank, if they must have the same number of batches and do not.
+    failed takes part in one more batch, before the others know. Returns the error of this rank, or None; raises a
+    BatchError on every rank if they must have the same number of batches and do not.
     """
-    batches, device = iter(data), tree.device_of(state.params)
+    device = tree.device_of(state.params)
+    shares = _shares(sums, step, data, device)
     share: Share | None = None
     following: Share | None = None
     error: Exception | None = None
@@ -145,7 +140,7 @@ def _add_batches_together(
         nonlocal following, error
         following = None
         try:
-            following = None if error else _next_share(sums, step, batches, device)
+            following = None if error else next(shares, None)
         except Exception as raised:
             error = raised
         return start_count(ranks, [following is not None, error is not None], device)
@@ -168,8 +163,8 @@ def _add_batches_together(
 
 def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
     """Add this rank's shares of all batches to the sums, without waiting for other ranks."""
-    device, pieces, batches = tree.device_of(state.params), 1, iter(data)
-    while (share := _next_share(sums, step, batches, device)) is not None:
+    device, pieces = tree.device_of(state.params), 1
+    for share in _shares(sums, step, data, device):
         means = list[dict[str, Mean]]()
         while not means:
             try:
@@ -206,7 +201,6 @@ class _Sums:
         self.totals: dict[str, Mean] = {}
         self.digest = 0
         """The digest of the first batch."""
-        self.has_batch = False
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +41,8 @@ class ForwardResult:
     """The result of a forward pass. Do not change it; it is not frozen because that takes three times as long to make.
 
     Args:
-        params: the leaves of the parameters that are differentiated.
-        spec: their tree structure.
+        params: the leaves of the parameters that are differentiated, with the structure `spec`.
         total: total of the loss, a 0-d tensor with its graph; all other fields are detached.
-        loss: the loss.
-        metrics: the metrics that the loss reported.
-        buffers: the buffers after the forward pass.
         finish_metrics: adds metrics that are known only after the backward pass.
         hidden: ``indices of unused leaves -> indices``, those that a re-entrant checkpoint hides from autograd.
         combined: runs the backward pass if gradients are combined with those of other ranks meanwhile.
@@ -90,7 +86,7 @@ class Forward:
     def __call__(
         self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None
     ) -> ForwardResult:
-        """Return the result for a batch; `params` are the leaves of an earlier run."""
+        """Return the result; `params` are the leaves of an earlier run. Raises a LossError if the loss is not pure."""
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         last_spec, params_spec = self._specs
         if last_spec is not spec:
@@ -108,7 +104,10 @@ class Forward:
         if not (tree.is_blank(buffers) and tree.is_blank(state.buffers)):
             _require_like(buffers, state.buffers, self._name)
         if memory is not None:
-            _require_same_memory(memory, _memory_of(leaves), spec, self._name)
+            if memory != (new_memory := _memory_of(leaves)):
+                # A write through `.data` does not count as a write in place.
+                index = _first_difference(memory, new_memory)
+                raise _written_in_place(self._name, index, spec, " through its .data")
             _check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
@@ -165,11 +164,7 @@ def detach(values: PyTree) -> PyTree:
 def run_loss(
     loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str
 ) -> LossOutput:
-    """Call a loss on the leaves of ``(params, frozen, batch, buffers)``, and check that it changed none of them.
-
-    Raises:
-        LossError: when it wrote to a tensor in place; the message has the path.
-    """
+    """Call a loss on the leaves of its inputs, in the order of `INPUTS`. Raises a LossError if it wrote to one."""
     # New containers, which the loss may change.
     params, frozen, batch, buffers = spec.unflatten(leaves)
     old_versions = versions(leaves)
@@ -219,12 +214,6 @@ def _beginning(leaf: Tensor) -> bytes:
     return as_bytes(first.to(tree.HOST).contiguous()).tobytes()
 
 
-def _require_same_memory(old: Sequence[Any], new: Sequence[Any], spec: optree.PyTreeSpec, name: str) -> None:
-    """Check that no leaf was written through its `.data`, which does not count as a write in place."""
-    if old != new:
-        raise _written_in_place(name, _first_difference(old, new), spec, " through its .data")
-
-
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> int:
     """Return the index of the first leaf that was written; 0 if there is none."""
     return next((index for index, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), 0)
@@ -265,7 +254,9 @@ def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Paramete
 
     One of the module itself is an error; the logger ``ftrain`` warns of others, such as those of a second module.
     """
-    outside = [*_parameters(total)]
+    # Only the nodes of leaves have the attribute.
+    leaves = [getattr(node, "variable", None) for node in _torch.nodes_of(total) if not node.next_functions]
+    outside = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     for parameter in outside:
         if param_name := next((each for each, param in module_params.items() if param is parameter), None):
             raise LossError(
@@ -282,11 +273,3 @@ def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Paramete
             len(outside),
             listed([*map(tree.describe, outside)]),
         )
-
-
-def _parameters(total: Tensor) -> Iterator[nn.Parameter]:
-    for node in _torch.nodes_of(total):
-        # Only the nodes of leaves have the attribute.
-        leaf = getattr(node, "variable", None) if not node.next_functions else None
-        if isinstance(leaf, nn.Parameter):
-            yield leaf

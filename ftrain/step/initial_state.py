@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,13 +28,7 @@ Parts: TypeAlias = tuple[PyTree, PyTree, PyTree]
 def initial_parts(
     step: Any, params: PyTree, buffers: PyTree, seed: int, device: torch.device | None, donate: bool
 ) -> Parts:
-    """Return the parameters and buffers of the first state of a `Step`, for the arguments of `Step.init`.
-
-    Raises:
-        StructureError: if there are no parameters, or one is not a floating-point tensor; if nothing initialises a
-            tensor on the device meta; if files do not fit the module.
-        CheckpointError: if a file cannot be read.
-    """
+    """Return the parameters and buffers of the first state of a `Step`. Raises the errors of `Step.init`."""
     module = step.base.module
     path = as_path("Step.init", "params", params) if isinstance(params, str | os.PathLike) else None
     if module is None and (params is None or path is not None or isinstance(params, nn.Module)):
@@ -65,81 +58,78 @@ def initial_parts(
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     distribute = [wrapper.step.distribute for wrapper in step.wrappers if wrapper.step and wrapper.step.distribute]
-    placement = _Placement(select_trainable(trainable, names, params), adapters, seed, device, donate, distribute)
+    is_trainable = select_trainable(trainable, names, params)
+    place = partial(_placed, is_trainable=is_trainable, adapters=adapters, seed=seed, distribute=distribute)
     # Also with `distribute`, so that all ranks distribute block by block: the module of some may be on the device meta.
     if is_of_module and module is not None and buffers is None and (distribute or path or _is_on_meta(module)):
-        return placement.of_module(module, (list(params), list(initial_buffers)), path)
-    return placement.of_trees(params, initial_buffers if buffers is None else buffers)
+        its_names = list(params), list(initial_buffers)
+        return _placed_by_block(place, module, its_names, path=path, seed=seed, device=device)
+    return place(params, initial_buffers if buffers is None else buffers, device=device, donate=donate)
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """Converts tensors to parameters and buffers of a state.
+def _placed(
+    params: PyTree,
+    buffers: PyTree,
+    *,
+    is_trainable: Select,
+    adapters: Adapters | None,
+    seed: int,
+    device: torch.device | None,
+    donate: bool,
+    distribute: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]],
+) -> Parts:
+    """Return the parts of a state with these tensors, where they are or on a device, and divided by `distribute`."""
+    params, buffers = (tree.take if donate else tree.clone)((params, buffers))
+    if adapters is not None:  # Their initial values may depend on the base.
+        params, buffers = _read((params, buffers))
+    params, frozen = tree.split(params, is_trainable)
+    if adapters is not None:
+        params, frozen = adapters.added(params, frozen, random.key(seed))
+    in_memory = tree.map(lambda leaf: None if isinstance(leaf, StoredTensor) else leaf, params)
+    if tree.leaves(in_memory):
+        require_params(in_memory)
+    parts = params, frozen if tree.leaves(frozen) else None, buffers
+    if device is not None:
+        parts = tree.to(parts, device)
+    for each in distribute:
+        parts = each(*parts)
+    placed: Parts = _read(parts)
+    return placed
 
-    Args:
-        is_trainable: ``(name, leaf) -> bool``.
-        adapters: the adapters that a wrapper adds, or None.
-        seed: the seed of random initial values.
-        device: the device of the state; None: the device of the tensors.
-        donate: whether to use the tensors without copying them.
-        distribute: the `OnStep.distribute` of the wrappers.
+
+def _placed_by_block(
+    place: Callable[..., Parts],
+    module: nn.Module,
+    names: tuple[Sequence[str], Sequence[str]],
+    *,
+    path: Path | None,
+    seed: int,
+    device: torch.device | None,
+) -> Parts:
+    """Return the parts of a state with the tensors of a module, or those of a path, block by block.
+
+    Tensors on the device meta are created on the device of the state, and initialised. `names` are those of the
+    parameters and those of the buffers.
     """
-
-    is_trainable: Select
-    adapters: Adapters | None
-    seed: int
-    device: torch.device | None
-    donate: bool
-    distribute: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]]
-
-    def of_trees(self, params: PyTree, buffers: PyTree) -> Parts:
-        """Return the parts of a state with these tensors."""
-        params, buffers = (tree.take if self.donate else tree.clone)((params, buffers))
-        if self.adapters is not None:  # Their initial values may depend on the base.
-            params, buffers = _read((params, buffers))
-        params, frozen = tree.split(params, self.is_trainable)
-        if self.adapters is not None:
-            params, frozen = self.adapters.added(params, frozen, random.key(self.seed))
-        in_memory = tree.map(lambda leaf: None if isinstance(leaf, StoredTensor) else leaf, params)
-        if tree.leaves(in_memory):
-            require_params(in_memory)
-        parts = params, frozen if tree.leaves(frozen) else None, buffers
-        if self.device is not None:
-            parts = tree.to(parts, self.device)
-        for distribute in self.distribute:
-            parts = distribute(*parts)
-        placed: Parts = _read(parts)
-        return placed
-
-    def of_module(self, module: nn.Module, names: tuple[Sequence[str], Sequence[str]], path: Path | None) -> Parts:
-        """Return the parts of a state with the tensors of a module, block by block.
-
-        Tensors on the device meta are created on the device of the state, and initialised.
-
-        Args:
-            module: the module.
-            names: the names of its parameters and of its buffers.
-            path: the path of safetensors with values for the module, or None.
-        """
-        on_meta = _is_on_meta(module)
-        device = self.device or (backends.default().device if on_meta else tree.device_of(dict(named_tensors(module))))
+    on_meta = _is_on_meta(module)
+    created_on = device or (backends.default().device if on_meta else tree.device_of(dict(named_tensors(module))))
+    stored = {} if path is None else _stored(module, path, created_on)
+    params: dict[str, Any] = {}
+    frozen: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for tensors in initialised(module, seed, created_on, stored):
+        block = ({name: tensors[name] for name in each if name in tensors} for each in names)
         # The tensors of a block are copies already.
-        placement = dataclasses.replace(self, device=device if on_meta else self.device, donate=True)
-        stored = {} if path is None else _stored(module, path, device)
-        params: dict[str, Any] = {}
-        frozen: dict[str, Any] = {}
-        buffers: dict[str, Any] = {}
-        for tensors in initialised(module, self.seed, device, stored):
-            block = ({name: tensors[name] for name in each if name in tensors} for each in names)
-            for whole, part in zip((params, frozen, buffers), placement.of_trees(*block), strict=True):
-                whole.update(part or {})
-        order = {name: number for number, name in enumerate((*names[0], *names[1]))}
-        params, frozen, buffers = (
-            dict(sorted(part.items(), key=lambda item: order.get(item[0], len(order))))
-            for part in (params, frozen, buffers)
-        )
-        # A block without frozen parameters does not have their paths either.
-        return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
+        parts = place(*block, device=created_on if on_meta else device, donate=True)
+        for whole, part in zip((params, frozen, buffers), parts, strict=True):
+            whole.update(part or {})
+    order = {name: number for number, name in enumerate((*names[0], *names[1]))}
+    params, frozen, buffers = (
+        dict(sorted(part.items(), key=lambda item: order.get(item[0], len(order))))
+        for part in (params, frozen, buffers)
+    )
+    # A block without frozen parameters does not have their paths either.
+    return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
 
 
 def _is_on_meta(module: nn.Module) -> bool:

@@ -30,10 +30,8 @@ def initialised(
     that has this method, as the models of transformers do. Other tensors are copied. The module is not changed.
 
     The random numbers depend only on the seed, the module and the type of the device. Tensors that are `stored` are
-    yielded instead of initialised ones.
-
-    Raises:
-        StructureError: when no initialiser writes a tensor, or a random operation takes no generator.
+    yielded instead of initialised ones. Raises a StructureError if no initialiser writes a tensor, or a random
+    operation takes no generator.
     """
     slots, key = slots_of(module), random.key_data(random.key(seed))
     # Of a tied tensor, the first slot counts.

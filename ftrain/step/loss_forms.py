@@ -20,14 +20,9 @@ MEAN_FORM = "0-d tensors as total and weight, such as torch.tensor(4.0) for the 
 def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
     """Convert a loss function to a `Loss`.
 
-    Args:
-        loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and ``buffers=`` by
-            keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)`` or
-            ``(loss, metrics, buffers)``. A 0-d tensor is a mean with weight 1.
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LossError: when `loss_fn` cannot be called like this.
+    It is ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and ``buffers=`` by
+    keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)`` or ``(loss, metrics, buffers)``. A 0-d
+    tensor is a mean with weight 1. Raises a LossError, in the name of `function`, if it cannot be called like this.
     """
     if isinstance(loss_fn, Loss):
         return loss_fn
@@ -60,19 +55,16 @@ def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str
         signature = inspect.signature(loss_fn)
     except ValueError:  # builtins
         return []
+    accepted = [key for key in ("rng", "buffers") if key in signature.parameters]
     try:
-        signature.bind("params", "batch", **{key: None for key in ("rng", "buffers") if key in signature.parameters})
+        signature.bind("params", "batch", **dict.fromkeys(accepted))
     except TypeError as error:
         raise LossError(f"{function}: {name}{signature} cannot be called as {name}(params, batch): {error}") from error
-    return [key for key in ("rng", "buffers") if key in signature.parameters]
+    return accepted
 
 
 def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
-    """Convert the value that a loss returned to ``(Mean, metrics, buffers)``.
-
-    Raises:
-        LossError: when it has none of the forms in `FORMS`.
-    """
+    """Convert what a loss returned to ``(Mean, metrics, buffers)``. Raises a LossError if it is none of the `FORMS`."""
     loss, metrics, new_buffers = returned, {}, buffers
     if isinstance(returned, tuple):
         if len(returned) not in (2, 3):
@@ -98,11 +90,7 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
 
 
 def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
-    """Return the metrics of a loss with more metrics added.
-
-    Raises:
-        LossError: when the loss reports a metric of the same name.
-    """
+    """Return the metrics of a loss with more added. Raises a LossError if the loss reports one of the same name."""
     for name in more:
         if name in metrics:
             raise LossError(f"{function}: a metric is called {name!r}, which is a metric of the step; rename it")

@@ -19,11 +19,10 @@ class Lowered:
         lowering: ``"whole"``, ``"split"``, or ``"eager"`` if the compiler failed.
         graphs: the number of graphs that a step runs; 0 if it runs eagerly.
         nodes: the number of calls of each operation in them, most frequent first.
-        peak_bytes: an upper bound of the bytes of intermediate results that exist at once, because results that a
-            compiler fuses are never stored. None unless the step is captured whole.
+        peak_bytes: an upper bound of the bytes of intermediate results that exist at once: a compiler does not store
+            those that it fuses. None unless the step is captured whole.
         breaks: the reason and the place of each graph break in the loss.
-        traffic: what each rank sends, most first, as captured: a compiler may join collectives. Empty unless the step
-            is captured whole.
+        traffic: what each rank sends, most first; a compiler may join collectives. Only of a step captured whole.
     """
 
     lowering: str

@@ -36,11 +36,7 @@ in 16 bits."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
-    """Check the option for running out of memory.
-
-    Raises:
-        OptionError: when it is not ``"raise"`` or ``"split"``.
-    """
+    """Check the option for running out of memory. Raises an OptionError if it is not in `ON_OOM`."""
     if on_oom not in ON_OOM:
         raise OptionError(f"{function}: on_oom is {on_oom!r}; choices are {', '.join(ON_OOM)}")
 
@@ -98,10 +94,8 @@ def _repeated(leaf: Any, times: int) -> Any:
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
     leaves = tree.leaves(batch)
-    if any(map(_is_sparse_or_nested, leaves)):
-        return 1
     lengths = _lengths(leaves)
-    return max(1, *lengths) if len(lengths) == 1 else 1
+    return max(1, *lengths) if len(lengths) == 1 and not any(map(_is_sparse_or_nested, leaves)) else 1
 
 
 def split_batch(batch: PyTree, pieces: int, *, require_examples: str | None = None) -> list[PyTree]:
@@ -113,11 +107,7 @@ def split_batch(batch: PyTree, pieces: int, *, require_examples: str | None = No
     Args:
         batch: a tree of tensors and NumPy arrays whose first axes have the same length.
         pieces: the number of pieces, at most the number of examples. Their lengths differ by at most one.
-        require_examples: the name of the calling function, if a batch that cannot be split is an error; else None.
-
-    Raises:
-        BatchError: with `require_examples`, naming the leaf that is a sparse or nested tensor, or whose first axis is
-            empty or has another length than those of the others.
+        require_examples: the name of the calling function, to call `require_rows` for it first, which raises errors.
 
     >>> import torch
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
@@ -178,8 +168,6 @@ with_example_lists = functools.partial(setting, _example_lists)
 
 def _cut(leaf: Any, pieces: int) -> Sequence[Any]:
     """Return the pieces of a leaf: the first ones are longer by one if their number does not divide."""
-    if tree.is_tensor(leaf) and leaf.ndim:
-        return leaf.tensor_split(pieces)  # type: ignore[no-any-return]
     if not _has_axis(leaf) and not isinstance(leaf, list | tuple):
         return (leaf,) * pieces
     each, longer = divmod(len(leaf), pieces)
@@ -215,10 +203,7 @@ def _lengths(leaves: Sequence[Any]) -> set[int]:
 def require_rows(batch: PyTree, function: str) -> None:
     """Check that a batch has a row for each example in every tensor and array with an axis.
 
-    Raises:
-        BatchError: naming the function, and the leaf that is a sparse or nested tensor, or whose first axis has another
-            length; if there is no such leaf, or no example; for an object with tensors, which every piece would get
-            whole.
+    Raises a BatchError that names the leaf, also for an object with tensors, which every piece would get whole.
     """
     leaves = tree.leaves(batch)
     objects = [] if all(map(tree.is_tensor, leaves)) else _flatten_examples(batch)[0]
@@ -250,16 +235,14 @@ def require_rows(batch: PyTree, function: str) -> None:
         raise BatchError(f"{function}: the batch has no examples; found {tree.signature(batch)}")
 
 
-def combined(losses: Sequence[Mean]) -> float:
-    """Return the loss of all pieces together; waits for the device."""
-    return float(functools.reduce(Mean.pooled, losses))
+def difference(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> tuple[float, float] | None:
+    """Return the loss of a batch and that of its pieces together; None if they are equal; waits for the device.
 
-
-def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> bool:
-    """Return whether the loss of a batch equals that of its pieces together, or is not finite; waits for the device."""
+    A loss that is not finite equals any other.
+    """
     together = functools.reduce(Mean.pooled, pieces)
     value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
     is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))
     limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (value, *each)))
     # A piece with a loss of NaN, such as a mean over no tokens, makes the losses differ.
-    return not math.isfinite(value) or abs(value - of_pieces) <= limit
+    return (value, of_pieces) if math.isfinite(value) and not abs(value - of_pieces) <= limit else None

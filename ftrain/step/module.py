@@ -44,8 +44,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     """Turn a module into a pure loss, whose parameters are a dict from their dotted names.
 
     The module runs on the parameters and buffers of the state, in training mode in a training step and in evaluation
-    mode in an evaluation; afterwards it is unchanged. If it recomputes parts of itself (`torch.utils.checkpoint`,
-    ``gradient_checkpointing_enable()`` of transformers), these run on the state too; the wrapper for this is `remat`.
+    mode in an evaluation; afterwards it is unchanged. What it recomputes itself (`torch.utils.checkpoint`,
+    ``gradient_checkpointing_enable()`` of transformers) runs on the state too; the wrapper for this is `remat`.
     Buffers that it changes (the statistics of BatchNorm) are returned, not changed in the module. Tied parameters are
     one parameter. Parameters with ``requires_grad=False`` are frozen.
 
@@ -177,10 +177,8 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
     """Return ``module(**batch).loss``, as transformers' models define it.
 
     With `weigh`, it is a `Mean` over the labels that are not ignored, so that microbatches with more padding have less
-    weight. If the outputs have further losses, it is a plain number.
-
-    Raises:
-        LossError: when the batch is not a mapping, has the key `DIVISOR`, or the model computes no loss from it.
+    weight. If the outputs have further losses, it is a plain number. Raises a LossError if the batch is not a mapping,
+    has the key `DIVISOR`, or the model computes no loss from it.
     """
     if not isinstance(batch, Mapping):
         raise LossError(
@@ -250,12 +248,8 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
 def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return the parameters and buffers of a module, detached, and the names of the trainable parameters.
 
-    Tensors on the device meta have no values yet.
-
-    Raises:
-        StructureError: when a parameter is lazy and has no shape yet, was donated, has hooks, or is a DTensor; when a
-            trainable one shares memory with another tensor.
-        LossError: when the module is in a step of another thread.
+    Raises a StructureError if a parameter is lazy and has no shape yet, was donated, has hooks, or is a DTensor, or a
+    trainable one shares memory with another tensor; a LossError if the module is in a step of another thread.
     """
     require_no_other_thread(module)
     for owner, part in module.named_modules():

@@ -38,9 +38,7 @@ def announce(combined: CombinedGrads | None) -> None:
 class UnusedOnRank:
     """Records the parameters that the loss does not use on this rank. They get a gradient of 0, and no error is raised.
 
-    Args:
-        names: names of the trainable parameters, in their order.
-        is_first: whether the ranks compare what they do in this step.
+    `names` are those of the trainable parameters in their order, and `is_first` is whether ranks compare what they do.
     """
 
     def __init__(self, names: Sequence[str], is_first: bool) -> None:

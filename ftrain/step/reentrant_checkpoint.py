@@ -27,11 +27,7 @@ class CheckpointInputs(TorchFunctionMode):
     ) -> Any:
         """Record the input tensors and run the operation."""
         # A re-entrant checkpoint runs without gradients first, and with them in the backward pass.
-        if not torch.is_grad_enabled() and _is_in_checkpoint():
+        code = CheckpointFunction.forward.__code__
+        if not torch.is_grad_enabled() and any(frame.f_code is code for frame, _ in traceback.walk_stack(None)):
             self.ids.update(id(leaf) for leaf in tree.leaves((list(args), kwargs or {})) if tree.is_tensor(leaf))
         return func(*args, **(kwargs or {}))
-
-
-def _is_in_checkpoint() -> bool:
-    code = CheckpointFunction.forward.__code__
-    return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))

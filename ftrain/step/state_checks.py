@@ -14,11 +14,7 @@ from ftrain.types import PyTree, TrainState
 
 
 def require_state(function: str, state: Any) -> None:
-    """Check that an argument is a state.
-
-    Raises:
-        StructureError: naming the function, and what was found.
-    """
+    """Check that an argument is a state. Raises a StructureError that says what was found."""
     if not isinstance(state, TrainState):
         unpack = (
             "; a step and fit return a pair: state, metrics = step(state, batch)" if isinstance(state, tuple) else ""
@@ -41,11 +37,7 @@ def mismatches(found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[s
 
 
 def require_params(params: PyTree) -> None:
-    """Check that there are parameters, and that all are floating-point tensors.
-
-    Raises:
-        StructureError: naming the first leaf that is not.
-    """
+    """Check that there are parameters, all floating-point tensors. Raises a StructureError that names another leaf."""
     leaves = tree.leaves(params)
     if not leaves:
         raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
@@ -61,8 +53,7 @@ def require_params(params: PyTree) -> None:
 def select_trainable(trainable: Mask | None, names: set[str] | None, params: PyTree) -> Select:
     """Return ``(name, leaf) -> bool``, whether a parameter trains. Default: those in `names`, or all.
 
-    Raises:
-        OptionError: when a pattern matches no parameter, or `trainable` is a string.
+    Raises an OptionError if a pattern matches no parameter, or `trainable` is a string.
     """
     if trainable is None:
         return lambda name, leaf: names is None or name in names
@@ -74,9 +65,7 @@ def select_trainable(trainable: Mask | None, names: set[str] | None, params: PyT
 def require_same_trainable(trainable: Mask | None, module: nn.Module | None, params: PyTree, frozen: PyTree) -> None:
     """Check that a state trains and freezes the parameters that a new state of the step would.
 
-    Raises:
-        StructureError: naming the first parameter that differs.
-        OptionError: when a pattern matches no parameter.
+    Raises a StructureError that names the first one that differs, or an OptionError of `select_trainable`.
     """
     names = None
     if module is not None:

@@ -92,8 +92,7 @@ class Step:
     def wrapped(self, wrapper: Wrapper) -> Step:
         """Return this step with one more wrapper around it.
 
-        Raises:
-            ComposeError: when it already has a wrapper of that name, or one that cannot be combined with it.
+        Raises a ComposeError if it already has a wrapper of that name, or one that cannot be combined with it.
         """
         if any(other.name == wrapper.name for other in self.wrappers):
             raise ComposeError(f"{wrapper.text}: the step already has the wrapper {wrapper.name}; use one:\n{self}")
@@ -292,8 +291,7 @@ class Step:
     def scheduled_values(self, state: TrainState) -> dict[str, float]:
         """Return the values of the schedules in the step that a state is to make, by name.
 
-        Raises:
-            OptionError: when one is not finite, or a learning rate is negative.
+        Raises an OptionError if one is not finite, or a learning rate is negative.
         """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
@@ -321,12 +319,8 @@ class Step:
     def check(self, state: TrainState, since: int = 0) -> None:
         """Raise the error of a wrapper whose slot shows that something went wrong. Waits for the device.
 
-        Args:
-            state: the state to check.
-            since: consider only what happened after this step, such as the step of the last check.
-
-        Raises:
-            NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
+        Only what happened after step `since`, such as that of the last check, counts. It raises a NonFiniteError, for
+        example, when `skip_nonfinite` has skipped too many steps in a row.
         """
         for name, slot in self._slots.items():
             if slot.check:
@@ -335,8 +329,7 @@ class Step:
     def require(self, state: TrainState) -> None:
         """Check that a state has the structure of this step, and is on a device where the step can run.
 
-        Raises:
-            StructureError: naming the paths that differ.
+        Raises a StructureError with the paths that differ, or a DeviceError.
         """
         require_state("Step", state)
         require_params(state.params)

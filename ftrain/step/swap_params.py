@@ -165,11 +165,7 @@ _threads: dict[int, int] = {}
 
 
 def require_no_other_thread(module: nn.Module) -> None:
-    """Check that a module is not in a step of another thread, so that it does not hold tensors of its state.
-
-    Raises:
-        LossError: if it is.
-    """
+    """Check that a module is not in a step of another thread, whose tensors it would hold. Raises a LossError if so."""
     if _threads.get(id(module), thread := get_ident()) != thread:
         raise _in_another_thread(module)
 
@@ -210,8 +206,7 @@ def _log_changed_modes(module: nn.Module, was_training: Mapping[nn.Module, bool]
 class DuringStep:
     """Context of a step, in which a module and its children are in training or evaluation mode.
 
-    Raises:
-        LossError: on entry, when the module is in a step of another thread.
+    Raises a LossError on entry if the module is in a step of another thread.
     """
 
     __slots__ = ("_borrowed", "_is_outermost", "_modes", "_training")
@@ -286,10 +281,7 @@ def is_donated(module: nn.Module) -> bool:
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into those of a module with the same names; replace its meta tensors by copies.
 
-    DTensors are gathered one after the other.
-
-    Raises:
-        LossError: when the module is in a step of another thread.
+    DTensors are gathered one after the other. Raises a LossError if the module is in a step of another thread.
     """
     require_no_other_thread(module)
     empty = {}

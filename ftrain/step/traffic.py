@@ -30,13 +30,7 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """One collective operation of a rank.
-
-    Args:
-        operation: the name of torch's operation.
-        axis: the axis of the mesh; ``"all"`` for all ranks.
-        nbytes: bytes of this rank's input; of an all-to-all without those that it keeps.
-    """
+    """A collective of a rank, by the name of torch's operation, and the bytes of its input that are not for itself."""
 
     operation: str
     axis: str
@@ -44,13 +38,9 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes that one rank sends in a step with the collectives of one kind along one axis.
+    """How often a rank calls the collectives of one kind along one axis in a step, and the bytes it sends on average.
 
-    Args:
-        kind: the kind of collective, such as ``"all-gather"``.
-        axis: the axis of the mesh; ``"all"`` for all ranks.
-        calls: the number of collectives.
-        sent: bytes that each rank sends in a ring, on average.
+    `kind` is ``"all-gather"``, for example, and `axis` is one of the mesh, or ``"all"``. The bytes are those of a ring.
     """
 
     kind: str
@@ -60,15 +50,7 @@ class Traffic(NamedTuple):
 
 
 def collective_of(operation: str, args: Sequence[Any], axis: str, rank: int, nbytes: int) -> Collective:
-    """Return the record of a collective from the arguments of torch's operation.
-
-    Args:
-        operation: the name of torch's operation.
-        args: its arguments.
-        axis: the axis of the mesh.
-        rank: the rank on that axis.
-        nbytes: bytes of this rank's input.
-    """
+    """Return the record of a collective, from the arguments of torch's operation and the bytes of the rank's input."""
     if operation == "all_to_all_single" and nbytes:
         rows_for_ranks = args[2]
         nbytes -= nbytes * rows_for_ranks[rank] // sum(rows_for_ranks)

@@ -24,13 +24,51 @@ _is_sparse = attrgetter("is_sparse")
 
 
 @dataclass(frozen=True)
-class ValueAndGrad:
-    """The function that computes the gradient of a mean loss with respect to ``state.params``.
+class _OfLoss:
+    """What the gradient functions of a loss have in common.
 
     Args:
         forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument are the leaves of an earlier run.
         name: the name of the loss in error messages.
         allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
+    """
+
+    forward: Callable[..., ForwardResult]
+    name: str
+    allow_unused: bool = False
+
+    def filled(self, state: TrainState, result: ForwardResult, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """Return the gradients, with zeros for unused parameters if these are allowed."""
+        on_rank = unused_on_rank()
+        # `map` avoids a Python loop over the leaves in every step.
+        are_dense = type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
+        irregular = [] if are_dense else [i for i, grad in enumerate(grads) if grad is None or grad.is_sparse]
+        if on_rank is not None:
+            on_rank.note_call([index for index in irregular if grads[index] is None], self.name, self.allow_unused)
+        if not irregular:
+            return list(grads)  # type: ignore[arg-type]
+        unused, params = [index for index in irregular if grads[index] is None], state.params
+        if len(unused) < len(irregular):
+            index = next(index for index in irregular if index not in unused)
+            refuse_sparse(self.name, tree.leaf_names(params)[index])
+        # On many ranks, one must not run the loss again alone, and other ranks may use the parameters.
+        if on_rank is None and (hidden := result.hidden(unused)):
+            raise LossError(
+                f"{self.name}: {len(hidden)} parameters are used only within "
+                "torch.utils.checkpoint(use_reentrant=True), which gives them no gradient: "
+                f"{_listed(params, hidden)}; use {REMEDY}"
+            )
+        if on_rank is None and not self.allow_unused:
+            refuse_unused(self.name, params, unused)
+        pairs = zip(result.params, grads, strict=True)
+        return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+
+
+@dataclass(frozen=True)
+class ValueAndGrad(_OfLoss):
+    """The function that computes the gradient of a mean loss with respect to ``state.params``.
+
+    Args:
         scale: ``state -> 0-d tensor``, a factor of the loss during the backward pass; the gradients are divided by it
             afterwards. Keeps small float16 gradients from underflowing (Micikevicius et al. 2018, arXiv:1710.03740).
         reports_finite: also report whether loss and gradients are finite.
@@ -40,9 +78,6 @@ class ValueAndGrad:
             not use some of them, or uses parameters of its module that are not in the state.
     """
 
-    forward: Callable[..., ForwardResult]
-    name: str
-    allow_unused: bool = False
     scale: Callable[[TrainState], Tensor] | None = None
     reports_finite: bool = False
 
@@ -51,7 +86,7 @@ class ValueAndGrad:
         result = self.forward(state, batch, rng)
         factor = self.factor(state, result) if self.scale else None
         grads = self.filled(state, result, run_backward(result, result.cotangent(factor)))
-        finite = _finite(result.loss.total, grads) if self.reports_finite else None
+        finite = torch.isfinite(result.loss.total) & tree.all_finite(grads) if self.reports_finite else None
         if factor is not None:
             tree.scale_in_turn(grads, 1.0 / factor)
         metrics = result.finish_metrics(result.metrics)
@@ -60,10 +95,6 @@ class ValueAndGrad:
     def factor(self, state: TrainState, result: ForwardResult) -> Tensor | None:
         """Return the factor of the loss during the backward pass, or None."""
         return self.scale(state).to(result.total.dtype) if self.scale else None
-
-    def filled(self, state: TrainState, result: ForwardResult, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """Return the gradients, with zeros for unused parameters if these are allowed."""
-        return _filled(grads, result, state.params, self.name, self.allow_unused)
 
     def around_forward(self, transform: Around) -> ValueAndGrad:
         """Return a copy with a wrapped forward pass."""
@@ -79,8 +110,7 @@ def around_forward(grad: GradFn, transform: Around) -> GradFn:
 def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:
     """Run the backward pass; with `add`, add the gradients to the `.grad` of the leaves.
 
-    Raises:
-        LossError: when the loss uses a re-entrant `torch.utils.checkpoint`.
+    Raises a LossError if the loss uses a re-entrant `torch.utils.checkpoint`.
     """
     try:
         if result.combined is None:
@@ -108,91 +138,54 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
 
 
 @dataclass(frozen=True)
-class StreamingGrad:
+class StreamingGrad(_OfLoss):
     """As `ValueAndGrad`, with a backward pass that `Gradients.stream_grads` runs."""
-
-    forward: Callable[..., ForwardResult]
-    name: str
-    allow_unused: bool
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the results of the forward pass, and the function that runs the backward pass."""
         result = self.forward(state, batch, rng)
-        stream = partial(_stream, result, state.params, self.name, self.allow_unused)
+        stream = partial(self._stream, result, state)
         return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
 
-
-def _stream(
-    result: ForwardResult, params: PyTree, name: str, allow_unused: bool, take: Callable[[int, Tensor], None]
-) -> None:
-    if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
-        grads = run_backward(result, result.cotangent(None))
-        for index, grad in enumerate(_filled(grads, result, params, name, allow_unused)):
-            take(index, grad)
-        return
-    leaves = result.params
-    placeholders: list[Tensor | None] = [None] * len(leaves)
-
-    def take_one(index: int, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        if grad is None:
+    def _stream(self, result: ForwardResult, state: TrainState, take: Callable[[int, Tensor], None]) -> None:
+        if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
+            grads = run_backward(result, result.cotangent(None))
+            for index, grad in enumerate(self.filled(state, result, grads)):
+                take(index, grad)
             return
-        if grad.is_sparse:
-            refuse_sparse(name, tree.leaf_names(params)[index])
-        take(index, grad)
-        # A tensor that is expanded from a single number takes no memory.
-        placeholders[index] = grad.new_zeros(()).expand_as(grad)
+        leaves = result.params
+        placeholders: list[Tensor | None] = [None] * len(leaves)
 
-    # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
-    handles = [
-        leaf.register_post_accumulate_grad_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
-        for index, leaf in enumerate(leaves)
-    ]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        run_backward(result, result.cotangent(None), add=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    filled = _filled(tuple(placeholders), result, params, name, allow_unused)
-    for index, placeholder in enumerate(placeholders):
-        if placeholder is None:
-            take(index, filled[index])
+        def take_one(index: int, leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            if grad is None:
+                return
+            if grad.is_sparse:
+                refuse_sparse(self.name, tree.leaf_names(state.params)[index])
+            take(index, grad)
+            # A tensor that is expanded from a single number takes no memory.
+            placeholders[index] = grad.new_zeros(()).expand_as(grad)
 
-
-def _filled(
-    grads: tuple[Tensor | None, ...], result: ForwardResult, params: PyTree, name: str, allow_unused: bool
-) -> list[Tensor]:
-    """Return the gradients with zeros for unused parameters, if these are allowed."""
-    on_rank = unused_on_rank()
-    # `map` avoids a Python loop over the leaves in every step.
-    are_dense = type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
-    irregular = [] if are_dense else [i for i, grad in enumerate(grads) if grad is None or grad.is_sparse]
-    if on_rank is not None:
-        on_rank.note_call([index for index in irregular if grads[index] is None], name, allow_unused)
-    if not irregular:
-        return list(grads)  # type: ignore[arg-type]
-    unused = [index for index in irregular if grads[index] is None]
-    if len(unused) < len(irregular):
-        refuse_sparse(name, tree.leaf_names(params)[next(index for index in irregular if index not in unused)])
-    # On many ranks, one must not run the loss again alone, and other ranks may use the parameters.
-    if on_rank is None and (hidden := result.hidden(unused)):
-        raise LossError(
-            f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "
-            f"gives them no gradient: {_listed(params, hidden)}; use {REMEDY}"
-        )
-    if on_rank is None and not allow_unused:
-        refuse_unused(name, params, unused)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
+        # Unlike `register_hook`, not called by a `torch.autograd.grad` within the backward pass of a custom Function.
+        handles = [
+            leaf.register_post_accumulate_grad_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
+            for index, leaf in enumerate(leaves)
+        ]
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            run_backward(result, result.cotangent(None), add=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        filled = self.filled(state, result, tuple(placeholders))
+        for index, placeholder in enumerate(placeholders):
+            if placeholder is None:
+                take(index, filled[index])
 
 
 def refuse_sparse(where: str, name: str) -> NoReturn:
-    """Raise the error for a parameter of this name, whose gradient is sparse.
-
-    Raises:
-        LossError: always.
-    """
+    """Raises a LossError for a parameter of this name, whose gradient is sparse."""
     raise LossError(
         f"{where}: the gradient of {tree.path('params', name)} is sparse; optimizers need a dense one: leave out "
         "sparse=True of the embedding"
@@ -200,11 +193,7 @@ def refuse_sparse(where: str, name: str) -> NoReturn:
 
 
 def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn:
-    """Raise the error for the parameters of these indices, which a loss does not use.
-
-    Raises:
-        LossError: always.
-    """
+    """Raises a LossError for the parameters of these indices, which a loss does not use."""
     count = len(tree.leaves(params))
     raise LossError(
         f"{loss}: the loss does not use {len(indices)} of {count} parameters: {_listed(params, indices)}; use "
@@ -216,7 +205,3 @@ def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn
 def _listed(params: PyTree, indices: Sequence[int]) -> str:
     names = tree.leaf_names(params)
     return listed([names[index] for index in indices])
-
-
-def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:
-    return torch.isfinite(total) & tree.all_finite(grads)

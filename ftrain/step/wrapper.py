@@ -154,10 +154,7 @@ class Wrapper:
     Args:
         name: its name, also that of its slot in the state. A step has at most one wrapper of a name.
         text: the name and the options, for `print`. Default: the name.
-        loss: how it changes the loss.
-        grad: how it changes the gradient.
-        update: how it changes the update.
-        step: how it changes the step as a whole.
+        loss, grad, update, step: how it changes these functions.
         slot: its part of the state.
         validate: ``Step -> None``, called whenever a wrapper is added to the step: raises a ComposeError if the step
             has something that this wrapper cannot be combined with, in either order.
@@ -223,8 +220,7 @@ class Wrapper:
     def __call__(self, step: S) -> S:
         """Return the step with this wrapper applied.
 
-        Raises:
-            ComposeError: when the step already has it, or is a plain function that it cannot wrap.
+        Raises a ComposeError if the step already has it, or is a plain function that it cannot wrap.
         """
         if hasattr(step, "wrapped"):
             return step.wrapped(self)  # type: ignore[no-any-return]
@@ -251,11 +247,8 @@ class _Factory(Protocol[P]):
 def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Decorate a factory of wrappers, so that ``clip(step)`` is short for ``clip()(step)``.
 
-    The wrapper's `options` are the arguments, unless the factory sets them.
-
-    Raises:
-        ComposeError: from the factory, when it is called with a step and needs an argument, with a function that is not
-            a step, or with a step and options.
+    The wrapper's `options` are the arguments, unless the factory sets them. The decorated factory raises a ComposeError
+    if it is called with a step and needs an argument, with a function that is not a step, or with a step and options.
     """
     signature, name = inspect.signature(factory), factory.__name__
     parameters = signature.parameters.values()

@@ -9,7 +9,7 @@ from ftrain.errors import warn
 from ftrain.random.torch_ops import Keyed
 from ftrain.step.across_ranks import Share, evaluation_state
 from ftrain.step.eval_step import EvalStep
-from ftrain.step.microbatch import combined, is_combined, most_pieces
+from ftrain.step.microbatch import difference, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
 
@@ -46,8 +46,8 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
     for pair, other in pairs:
         if not is_first or first is None or pair is None or other is None:
             continue
-        if not is_combined(loss, state.params, pair, (first, other)):
-            together, separate = float(pair), combined((first, other))
+        if different := difference(loss, state.params, pair, (first, other)):
+            together, separate = different
             warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
                 "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "

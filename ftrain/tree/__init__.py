@@ -316,8 +316,7 @@ def _described(tree: PyTree) -> dict[tuple[str, ...], str]:
 def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> None:
     """Check that two trees agree in the name, shape and dtype of every leaf.
 
-    Raises:
-        StructureError: naming the paths that are missing, unexpected or different.
+    Raises a StructureError with the paths that are missing, unexpected or different.
     """
     has, wants = _described(found), _described(needed)
     missing = [f"{'.'.join(path)}: missing, needs {wants[path]}" for path in wants if path not in has]

@@ -67,10 +67,6 @@ def _read(spec: optree.PyTreeSpec) -> Read:
     return _container(spec) if spec.type in (dict, list, tuple, TrainState) else _any(spec)
 
 
-def _is_none(spec: optree.PyTreeSpec) -> bool:
-    return spec.type is type(None)
-
-
 def _flat_dict(spec: optree.PyTreeSpec) -> Callable[[Any], Iterable[Any]] | None:
     """Return a function that lists the leaves of a dict of no or at least two leaves; None for another structure."""
     if spec.type is not dict or spec.num_leaves == 1 or spec.num_nodes != 1 + spec.num_leaves:
@@ -83,7 +79,7 @@ def _container(spec: optree.PyTreeSpec) -> Read:
     count = spec.num_children
     # Leaves, dicts of leaves and None are read without a call: this runs several times per step.
     children = [
-        (entry, child.num_leaves, _flat_dict(child), None if child.is_leaf() or _is_none(child) else _read(child))
+        (entry, child.num_leaves, _flat_dict(child), None if child.type in (None, type(None)) else _read(child))
         for entry, child in zip(spec.entries(), spec.children(), strict=True)
     ]
 

@@ -58,14 +58,9 @@ class _Patterns:
 
 
 def as_select(origin: str, mask: Mask) -> Select:
-    """Return a mask as a function.
+    """Return a mask as a function. Raises an OptionError if it is no function and no patterns (a single string, say).
 
-    Args:
-        origin: the function and option, for messages: ``"adamw: decay_mask"``.
-        mask: a function or patterns.
-
-    Raises:
-        OptionError: if `mask` is neither of them (a single string, say).
+    `origin` is the function and option, for messages: ``"adamw: decay_mask"``.
     """
     if callable(mask):
         return mask
@@ -76,11 +71,7 @@ def as_select(origin: str, mask: Mask) -> Select:
 
 
 def require_matches(select: Select, params: PyTree) -> None:
-    """Check that each pattern of a mask matches a leaf.
-
-    Raises:
-        OptionError: naming the first pattern that does not, and similar names.
-    """
+    """Check that each pattern of a mask matches a leaf. Raises an OptionError that has similar names."""
     if not isinstance(select, _Patterns):
         return
     known = tree.leaf_names(params)

@@ -241,17 +241,29 @@ def test_evaluate_within_fit_at_every_level():
             assert found == pytest.approx(reference, rel=1e-12)
 
 
-def test_what_fails_on_one_rank_fails_on_all():
+class Failing:
+    """Batches, of which one rank cannot read the second one, or none."""
+
+    def __init__(self, rank, first):
+        self.fails, self.first = rank == 1, first
+
+    def __iter__(self):
+        if self.fails and self.first:
+            raise DataError("no more")
+        return self.batches()
+
+    def batches(self):
+        yield next(models.batches())
+        if self.fails:
+            raise DataError("no more")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_fails_on_one_rank_fails_on_all(first):
     def rank(number):
         step = sharded_step(3)
-
-        def data():
-            yield next(models.batches())
-            if number == 1:
-                raise DataError("no more")
-
         with pytest.raises((DataError, RankError)) as caught:
-            ft.evaluate(ft.eval_step(step.loss), step.init(), data())
+            ft.evaluate(ft.eval_step(step.loss), step.init(), Failing(number, first))
         return str(caught.value)
 
     assert run(3, rank) == [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.step.microbatch import combined, is_combined, split_batch
+from ftrain.step.microbatch import difference, split_batch
 from ftrain.training.oom_retry import split_step
 from ftrain.types import Loss
 from tests.parallel.models import ragged_mean
@@ -33,13 +33,14 @@ def mean(value, weight=1.0):
         (mean(NAN), [mean(NAN), mean(3.0)], torch.float32, True),
     ],
 )
-def test_is_combined(whole, pieces, dtype, same):
+def test_the_loss_of_a_batch_is_that_of_its_pieces(whole, pieces, dtype, same):
     loss = Loss(lambda *args: None, "loss")
-    assert is_combined(loss, {"w": torch.ones(2, dtype=dtype)}, whole, pieces) is same
+    assert (difference(loss, {"w": torch.ones(2, dtype=dtype)}, whole, pieces) is None) is same
 
 
-def test_combined_is_weighted():
-    assert combined([mean(1.0), mean(3.0, 3.0)]) == 2.5
+def test_the_loss_of_pieces_is_weighted():
+    loss = Loss(lambda *args: None, "loss")
+    assert difference(loss, {"w": torch.ones(2)}, mean(4.0), [mean(1.0), mean(3.0, 3.0)]) == (4.0, 2.5)
 
 
 def test_what_is_no_tensor_is_split_if_it_has_a_value_for_each_example():

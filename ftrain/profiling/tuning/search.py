@@ -16,7 +16,7 @@ from ftrain.profiling.step_variants import length_of, nbytes
 from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Trial
 from ftrain.step.eval_step import eval_step
-from ftrain.step.microbatch import combined, is_combined, split_batch
+from ftrain.step.microbatch import difference, split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import Mean, PyTree, TrainState
@@ -92,10 +92,12 @@ class Search:
             release(error, self.original.device)
             return reason
         whole, *halves = losses
-        if is_combined(self.step.loss, self.original.state.params, whole, halves):
+        different = difference(self.step.loss, self.original.state.params, whole, halves)
+        if different is None:
             return None
+        together, separate = different
         return (
-            f"the loss of the batch is {float(whole):.4g}, but that of its halves is {combined(halves):.4g}; return a "
+            f"the loss of the batch is {together:.4g}, but that of its halves is {separate:.4g}; return a "
             "Mean(total, weight)"
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
-from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
@@ -104,7 +104,7 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         if name == "fp8" and not backend.float8():
-            supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
+            supported = ", ".join([*map(name_of, backend.autocast_dtypes()), "float32"])
             raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
         require_dtype(NAME, narrow, backend)
         _require_wide(name, params)

@@ -35,8 +35,7 @@ class ShapeRegistry:
     def admit(self, **inputs: PyTree) -> bool:
         """Add the inputs of a graph; return whether they are new.
 
-        Raises:
-            BatchError: when they would need one graph too many; it names the leaf with the most different values.
+        Raises a BatchError that names the leaf with the most different values, if they need one graph too many.
         """
         key = cache_key(inputs)
         if key in self._known:
@@ -65,10 +64,8 @@ class ShapeRegistry:
 def cache_key(trees: PyTree) -> Hashable:
     """Return what a graph depends on: the structure, the metadata of tensors, the values of other leaves, the threads.
 
-    Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
-
-    Raises:
-        BatchError: for a leaf that is neither a tensor nor hashable, or an object that holds tensors.
+    Inductor's code for a CPU has as many partial sums as there are threads when it is compiled. Raises a BatchError for
+    a leaf that is neither a tensor nor hashable, or an object that holds tensors.
     """
     leaves, spec = tree.flatten(trees)
     return spec, tuple(_static(leaf) for leaf in leaves), torch.get_num_threads()
@@ -100,11 +97,7 @@ def _is_ragged(leaf: Tensor) -> bool:
 
 
 def _require_strided(arguments: PyTree) -> None:
-    """Check that a graph can take the tensors of a tree as inputs.
-
-    Raises:
-        TraceError: for a nested tensor, or a sparse one that is compressed.
-    """
+    """Check that a graph can take the tensors of a tree as inputs: none is nested, or sparse and compressed."""
     ragged = next((leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor) and _is_ragged(leaf)), None)
     if ragged is not None:
         raise TraceError(
@@ -116,12 +109,8 @@ def _require_strided(arguments: PyTree) -> None:
 class CompiledCache:
     """A function of trees that runs as compiled graphs; a graph is compiled when arguments first need it.
 
-    Args:
-        function: the function.
-        compiler: the settings.
-        name: its name in the log if compiling takes long. Default: it is not logged.
-        donate: write the new carry into the tensors of the old one.
-        replay: record and replay on the device, if the settings allow it.
+    If that takes long, the log says so with its `name`, if it has one. With `donate` a graph writes the new carry into
+    the tensors of the old one; with `replay` the device records and replays it, if the settings allow it.
     """
 
     def __init__(

@@ -51,11 +51,8 @@ VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
     """Record `function` on tensors like `inputs` as a graph of aten operations.
 
-    If that fails, `rehearse` runs the function without recording, so that an error of its own is raised as it is.
-
-    Raises:
-        TraceError: when it cannot be recorded; the message names the line that reads a value.
-        Exception: whatever the function itself raises.
+    If that fails, `rehearse` runs the function without recording, so that an error of its own is raised as it is. Else
+    it raises a TraceError, which names the line that reads a value.
     """
     # Imported here: it registers operations, which takes as long as importing many files.
     from ftrain.transforms.compile.graph_fixes import fix_graph
@@ -156,8 +153,7 @@ def _overlaps_collectives(graph: fx.GraphModule) -> bool:
 def require_backend(backend: str, mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check the settings of a compiler, and return the options of a mode and these.
 
-    Raises:
-        OptionError: for an unknown backend, mode or option, or a mode or options with another backend than Inductor.
+    Raises an OptionError if one is unknown, or there is a mode or options with another backend than Inductor.
     """
     if backend == INDUCTOR and not (mode or options):
         return {}

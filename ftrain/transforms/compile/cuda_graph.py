@@ -34,11 +34,7 @@ class ReplayedGraph:
     into the slots and the recording is replayed. Outputs are copies, so that they are safe to read later. A call with a
     state at other addresses runs normally, and is recorded if the state stays there.
 
-    Args:
-        run: the compiled graph.
-        size: the number of its first inputs that are the state.
-        on_device: indices of those of them that are on the device.
-        recorder: the recorder of the step.
+    The first `size` inputs of the graph are the state; those of them with the indices `on_device` are on the device.
     """
 
     def __init__(self, run: capture.Flat, size: int, on_device: Sequence[int], recorder: StepRecorder) -> None:

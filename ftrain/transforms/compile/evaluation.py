@@ -22,11 +22,8 @@ log = logging.getLogger("ftrain")
 def compile_evaluation(loss: Loss, compiler: Compiler, *, may_fall_back: bool) -> Loss:
     """Return the loss of an `EvalStep`, passed to `torch.compile`; it runs eagerly once the compiler has failed.
 
-    That of many ranks is returned as it is: they gather parameters within it.
-
-    Raises:
-        Exception: from the loss, whatever the compiler raises, unless it may fall back.
-        BatchError: from the loss, when batches need more than `max_graphs` graphs.
+    That of many ranks is returned as it is: they gather parameters within it. The loss raises what the compiler raises,
+    unless it may fall back, and a BatchError when batches need more than `max_graphs` graphs.
     """
     if loss.ranks is not None and loss.ranks.size > 1:
         log_on_first_rank("compiled: the evaluation of %s on many ranks runs eagerly", loss.name)

@@ -21,11 +21,7 @@ class CompilerError(Exception):
 
 @contextmanager
 def attempted(has_written: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Raise errors inside as a CompilerError, except those of ftrain, of lack of memory, and once something is written.
-
-    Raises:
-        CompilerError: from the error itself.
-    """
+    """Context that raises errors as a CompilerError, except those of ftrain, of memory, and after a write."""
     try:
         yield
     except Exception as error:

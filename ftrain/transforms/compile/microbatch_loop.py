@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -51,19 +52,19 @@ class CompiledGradient:
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the gradient for a batch."""
-        spec = tree.flatten(state.params)[1]
-        sums, gradients = self.add(None, state, batch, rng)
+        sums, spec, gradients = self.add(None, state, batch, rng)
         weight = gradients.loss.weight
         grads = tree.scale_leaves_(sums, torch.where(weight == 0, 0.0, 1.0 / weight))
         return replace(gradients, grads=tree.unflatten(spec, grads))
 
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
-    ) -> tuple[list[Tensor], Gradients]:
+    ) -> tuple[list[Tensor], optree.PyTreeSpec, Gradients]:
         """Add the gradient for a batch, times the weight of its loss, to `sums`, or to zeros if they are None."""
-        if sums is None:
-            sums = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
-        return self._cache(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
+        leaves, spec = tree.flatten(state.params)
+        sums = [*map(torch.zeros_like, leaves)] if sums is None else sums
+        sums, gradients = self._cache(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
+        return sums, spec, gradients
 
     def _added(self, sums: list[Tensor], batch: PyTree, state: TrainState, rng: Tensor) -> tuple[list[Tensor], Any]:
         key_data: Any = rng[0], rng[1]

@@ -60,8 +60,7 @@ class Compiler:
     def replaying(self) -> Compile:
         """Return `compile` for the graphs of one step, which the device records and replays if it can.
 
-        Raises:
-            OptionError: from the returned function, when ``replay=True`` and the device cannot replay.
+        It raises an OptionError when ``replay=True`` and the device cannot replay.
         """
         recorders: dict[str, StepRecorder] = {}
 
@@ -87,8 +86,7 @@ class Compiler:
     def compile_loss(self, loss: LossFn) -> LossFn:
         """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters.
 
-        Raises:
-            TraceError: from the returned function, when the loss differentiates a gradient that it has taken.
+        The returned function raises a TraceError when the loss differentiates a gradient that it has taken.
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         parameters = inspect.signature(torch.compile).parameters

@@ -34,7 +34,7 @@ from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Gradients, Hyper, Loss, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, Loss, LossFn, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
@@ -63,17 +63,15 @@ def compiled(
 
     ``"whole"`` captures forward, backward, clipping, optimizer and all other wrappers as one graph. ``"split"`` passes
     the loss to `torch.compile`, which may break its graph, and captures only the update. ``"auto"`` captures the whole
-    step, splits it if that cannot be captured or compiled, and runs it eagerly if the compiler fails on the parts too;
-    a warning in the log says which and why, and so does `print`. A failure in the first run of a compiled graph counts
-    too, unless the graph donates: it may have written to the state. If compiling takes long, the log says so.
+    step, splits it if that cannot be captured or compiled, and runs it eagerly if the compiler fails on the parts too,
+    or the first run of a graph that does not donate fails; the log and `print` say which and why. If compiling takes
+    long, the log says so.
 
     Learning rates are inputs of the graph; another shape of the batch is another graph. In a whole graph, modules that
     draw from torch's global generators draw from the key of the state instead. As under `jax.jit`, what is not an
     argument is read once, when the graph is captured: numbers in closures and attributes, and metrics that are Python
-    numbers.
-
-    On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory for the
-    second time, and replayed from then on.
+    numbers. On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory
+    for the second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
     Steps also compute on the host: compile the Steps. An `EvalStep` is compiled like the loss of a split step, with
@@ -139,7 +137,6 @@ class _Compiled:
 
     def __init__(self, step: Step, lowering: str, compiler: Compiler, *, may_fall_back: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
-        self._names = list(step.optimizer.schedules)
         # One graph of changing shapes takes any number of them.
         self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
         self._may_fall_back, self._eager = may_fall_back, Eager(step)
@@ -210,7 +207,10 @@ class _Compiled:
 
             return updating
 
-        run = Eager(step, lambda loss: step.loss.on_compiled(self._compiler.compile_loss(loss)), around_update)
+        def around_loss(loss: LossFn) -> LossFn:
+            return step.loss.on_compiled(self._compiler.compile_loss(loss))
+
+        run = Eager(step, around_loss=around_loss, around_update=around_update)
 
         def split(
             state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
@@ -261,7 +261,7 @@ class _Compiled:
     def _unpack(self, packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the keys of the loss and of stock modules, shape (2, 2), and the `Hyper` of the optimizer."""
         values = packed[6:].view(backends.widest(packed.device)).unbind()
-        hyper = dict(zip(self._names, values, strict=False))
+        hyper = dict(zip(self._step.optimizer.schedules, values, strict=False))
         if self._step.optimizer.needs_rng:
             hyper[RNG] = packed[4:6]
         return packed[:4].reshape(2, 2), hyper

@@ -18,9 +18,9 @@ from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
 from ftrain.errors import ComposeError, LossError, OptionError, log_on_first_rank, require_range
 from ftrain.random import torch_ops
-from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
+from ftrain.step.blocks import Region, Wanted, find_blocks, through, within
 from ftrain.step.forward import versions
-from ftrain.step.swap_params import Slot, bound
+from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
@@ -93,7 +93,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         policies = _policies_of_blocks(loss, policy, blocks)
         plan = None if budget is None else Budget(loss, budget)
         text = f"remat({_text(policy, list(policies.values()), budget)})"
-        return _with_remat(loss, Blocks(policies, loss.adapters), policy, plan, text)
+        return _with_remat(loss, policies, policy, plan, text)
 
     return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
 
@@ -112,15 +112,21 @@ def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> di
     return policies
 
 
-def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None, text: str) -> Loss:
-    calls = [0]
+def _with_remat(
+    loss: Loss, policies: Mapping[nn.Module, Policy], policy: Policy, plan: Budget | None, text: str
+) -> Loss:
+    calls, adapters = [0], loss.adapters
+    blocks = [
+        (part, [*slots_of(part), *(adapters.slots(part) if adapters else ())], choice)
+        for part, choice in policies.items()
+    ]
     region = _region(policy, calls, plan)
     begin_plan = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
     without_cache = _without_cache(loss.module)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
-        with loss.scope(training), without_cache() if training else nullcontext(), blocks.through(region):
+        with loss.scope(training), without_cache() if training else nullcontext(), through(region, blocks):
             yield
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
