@@ -7,16 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    descend_quotient,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import COUNT, Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -48,8 +39,8 @@ def adagrad(
     require_ranges("adagrad", 1.0, eps=eps)
     require_ranges("adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return (rate / (1 + (exact_count(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return (rate / (1 + (count - 1) * lr_decay) if lr_decay else rate,)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize)
@@ -75,7 +66,6 @@ def adagrad(
         lr,
         rule,
         state={"sum": lambda leaf: torch.full_like(leaf, initial_accumulator_value)},
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         fused=fused,
         by_element=True,

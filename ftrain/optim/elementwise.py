@@ -30,8 +30,8 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
-COUNT, ZERO_COUNT = "count", torch.zeros((), dtype=torch.float32, device=tree.HOST)
-"""Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
+COUNT = "count"
+"""Name of the 0-d state that counts updates."""
 
 LEAST_FLOAT16 = 2.0**-25
 """Smaller numbers are 0 in float16."""
@@ -43,8 +43,11 @@ REDUCED = 16
 Rule: TypeAlias = Callable[..., None]
 """``(part, *constants)``: update one part in place."""
 
-Constants: TypeAlias = Callable[[Number, Mapping[str, Tensor]], tuple[Number, ...]]
-"""``(rate, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state."""
+Constants: TypeAlias = Callable[[Number, Tensor, Mapping[str, Tensor]], tuple[Number, ...]]
+"""``(rate, count, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state.
+
+`count`, the number of this update, is float64 where the device has it: results are rounded only to the leaves' dtype.
+"""
 
 Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor], Tensor | None], None]
 """``(part, rate, shared, found_inf)``: update one part, of lists, in place with one of torch's fused kernels.
@@ -80,8 +83,9 @@ def leafwise(
         lr: learning rate, a number or a schedule.
         rule: the formula.
         state: the moments by name, as functions ``leaf -> initial value``.
-        shared: the 0-d tensors of the state by name, with their initial values; `COUNT` counts the updates.
-        constants: computes the further arguments of the rule. Default: the learning rate alone.
+        shared: further 0-d tensors of the state by name, with their initial values.
+        constants: computes the further arguments of the rule, for which the state counts updates. Default: the learning
+            rate alone.
         fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
         half: whether that kernel is correct in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
@@ -106,7 +110,10 @@ def leafwise(
     schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
-    shared, plans = shared or {}, StructureCache(planner.plan)
+    plans = StructureCache(planner.plan)
+    # float32, as torch's fused kernels need.
+    count = {COUNT: torch.zeros((), dtype=torch.float32, device=tree.HOST)} if constants else {}
+    shared = {**count, **(shared or {})}
     family = _Family(
         name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
     )
@@ -271,7 +278,10 @@ class _Family:
             self._apply_rule(parts, rate, scalars)
 
     def _apply_rule(self, parts: Iterable[Part], rate: Number, scalars: Mapping[str, Tensor]) -> None:
-        constants = (rate,) if self.constants is None else self.constants(rate, scalars)
+        constants: tuple[Number, ...] = (rate,)
+        if self.constants is not None:
+            count = scalars[COUNT]
+            constants = self.constants(rate, count.to(backends.widest(count.device)), scalars)
         if self.decoupled:
             constants = (1 - rate * self.weight_decay, *constants)
         constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_number, constants))
@@ -374,16 +384,8 @@ def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) ->
     return leaf.addcdiv_(step, denominator, value=-rate)
 
 
-def exact_count(count: Tensor) -> Tensor:
-    """Return the number of updates in float64, as on the host, so that results are rounded only to the leaves' dtype.
-
-    On a device without float64 it is float32, and `power` and `debias` have an error of a few units in the last place.
-    """
-    return count.to(backends.widest(count.device))
-
-
 def power(decay: float, count: Tensor) -> Tensor:
-    """``decay ** count``."""
+    """``decay ** count``; for a count in float32 with an error of a few units in the last place."""
     # The power of a number close to 1 has the rounding error of that number times the count.
     return (count * math.log(decay)).exp() if count.dtype == torch.float32 and decay else decay**count
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, exact_count, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -49,8 +49,8 @@ def sgd(
     _require_momentum(momentum, dampening, nesterov=nesterov)
     damped = bool(momentum and dampening)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - dampening * exact_count(shared[COUNT] > 1)
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return rate, 1 - dampening * (count > 1).to(count.dtype)
 
     def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
         g = part.descent(maximize=maximize)
@@ -79,7 +79,6 @@ def sgd(
         lr,
         rule,
         state={"momentum": torch.zeros_like} if momentum else {},
-        shared={COUNT: ZERO_COUNT} if damped else {},
         constants=constants if damped else None,
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,
