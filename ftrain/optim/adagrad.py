@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import COUNT, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -46,20 +47,9 @@ def adagrad(
         g = part.descent(maximize=maximize)
         descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        leaves = part.leaf
-        torch._fused_adagrad_(
-            leaves,
-            part.grad,
-            part.state["sum"],
-            [shared[COUNT]] * len(leaves),
-            lr=rate,
-            lr_decay=lr_decay,
-            weight_decay=part.weight_decay,
-            eps=eps,
-            maximize=maximize,
-            found_inf=found_inf,
-        )
+    def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
+        columns = part.leaf, part.grad, part.state["sum"], counts
+        torch._fused_adagrad_(*columns, lr_decay=lr_decay, eps=eps, maximize=maximize, **common)
 
     return leafwise(
         "adagrad",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import require_positive
-from ftrain.optim.elementwise import COUNT, Number, Part, debias, descend_quotient, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, require_ranges
 from ftrain.optim.formats import Codes
 from ftrain.optim.state_dtype import Storage, low_precision
 from ftrain.tree.name_patterns import Mask, everything, matrices
@@ -168,10 +168,9 @@ def _adam(
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     fixed = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        columns = part.leaf, part.grad, part.state["mu"], part.state["nu"]
-        largest, counts = part.state["nu_max"] if amsgrad else [], [shared[COUNT]] * len(part.leaf)
-        kernel(*columns, largest, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf, **fixed)
+    def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
+        moments = part.state["mu"], part.state["nu"], part.state.get("nu_max", [])
+        kernel(part.leaf, part.grad, *moments, counts, **fixed, **common)
 
     return leafwise(
         name,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -49,10 +50,11 @@ Constants: TypeAlias = Callable[[Number, Tensor, Mapping[str, Tensor]], tuple[Nu
 `count`, the number of this update, is float64 where the device has it: results are rounded only to the leaves' dtype.
 """
 
-Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor], Tensor | None], None]
-"""``(part, rate, shared, found_inf)``: update one part, of lists, in place with one of torch's fused kernels.
+Fused: TypeAlias = Callable[..., None]
+"""``(part, counts, **common)``: update one part, of lists, in place with one of torch's fused kernels.
 
-If the 0-d float32 tensor `found_inf` is 1, the kernel does nothing.
+`counts` is a list of the count for each leaf, empty if the state has none; `common` what all kernels take: `lr`,
+`weight_decay`, and `found_inf`, a 0-d float32 tensor or None: if it is 1, they do nothing.
 """
 
 
@@ -93,9 +95,9 @@ def leafwise(
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
         storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
             be elementwise, and gets vectors.
-        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule; else the rule applies
-            the weight decay itself.
-        weight_decay: weight decay; with 0, the mask does not split the leaves into groups.
+        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule, which else applies the
+            weight decay.
+        weight_decay: the same for all leaves that decay.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
@@ -251,14 +253,13 @@ class _Family:
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
             grads = _with_strides_of(leaves, grads)
-        groups: Iterable[Group]
         wrap: Callable[[list[Tensor]], Some]
         if kernel is not None:
             wrap, groups = list, plan.groups
         elif self.alike or (self.foreach and eager):
             wrap, groups = partial(Column, eager=eager), plan.blocks
         else:
-            wrap, groups = _only, (([index], decay) for index, decay in enumerate(plan.decays))
+            wrap, groups = itemgetter(0), plan.singles
         if self.storage:
             key = hyper.get(RNG) if self.storage.stochastic else None
             if self.storage.stochastic and key is None:
@@ -273,7 +274,8 @@ class _Family:
         if kernel is not None:
             found_inf = None if accept is None else (~accept).float()
             for part in parts:
-                kernel(part, rate, scalars, found_inf)
+                counts = [scalars[COUNT]] * len(part.leaf) if COUNT in scalars else []
+                kernel(part, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf)
         else:
             self._apply_rule(parts, rate, scalars)
 
@@ -293,7 +295,9 @@ class _Family:
                 if isinstance(rate, Tensor):
                     # In a graph 16 bits would round 0.998 to 0.996; kernels for many tensors need their own dtype.
                     dtype = torch.promote_types(dtype, torch.float32)
-                converted[kind] = tuple(_converted(value, dtype, part.like.device) for value in constants)
+                converted[kind] = tuple(
+                    value.to(part.like.device, dtype) if isinstance(value, Tensor) else value for value in constants
+                )
             values: Sequence[Number] = converted[kind]
             if self.decoupled:
                 decay_factor, *values = values
@@ -302,7 +306,7 @@ class _Family:
             self.rule(part, *values)
 
     def _parts(
-        self, wrap: Callable[[list[Tensor]], Some], groups: Iterable[Group], columns: list[list[Tensor]]
+        self, wrap: Callable[[list[Tensor]], Some], groups: list[Group], columns: list[list[Tensor]]
     ) -> Iterator[Part]:
         """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
         for indices, decay in groups:
@@ -347,24 +351,11 @@ def _number(value: Number) -> Number:
     return 1.0 if _torch.is_fake(value) else value.item()
 
 
-def _converted(value: Number, dtype: torch.dtype, device: torch.device) -> Number:
-    return value.to(device, dtype) if isinstance(value, Tensor) else value
-
-
-def _only(leaves: list[Tensor]) -> Tensor:
-    (leaf,) = leaves
-    return leaf
-
-
 # Building blocks of formulas.
 
 
 def require_ranges(function: str, high: float = float("inf"), **values: float) -> None:
-    """Check that constants lie in [0, `high`).
-
-    Raises:
-        OptionError: naming the function, the argument, its value and the range.
-    """
+    """Check that constants lie in [0, `high`). Raises an OptionError for the first that does not."""
     for name, value in values.items():
         require_range(function, name, value, 0.0, high)
 

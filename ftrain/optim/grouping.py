@@ -40,21 +40,21 @@ class Plan:
 
     Args:
         spec: the structure of the parameters, and of each moment.
-        decays: whether weight decay applies, for each leaf.
+        singles: the leaves one by one, as graphs take them.
         groups: the leaves as fused kernels take them.
-        blocks: the leaves as formulas take them: the groups, cut into smaller ones if the device does not cache
-            memory, and by shape if the formula asks for that.
+        blocks: the leaves as formulas take them: groups, cut by shape if the formula asks for that, and by size if the
+            device does not cache memory.
         fusible: whether torch's fused kernels run on them at all.
         refusable: whether these kernels can also be told, by a tensor, to do nothing.
         aligned: whether the gradients have the strides of their parameters, which fused kernels need.
         writable: whether no leaf that could be donated has two elements at the same address.
-        vectors: the leaves as vectors, joined and cut; empty if the planner has no `align`.
-        leaf_vectors: each leaf as one vector; empty if the planner has no `align`.
+        vectors: the leaves as vectors, joined and cut, if the planner has an `align`.
+        leaf_vectors: each leaf as one vector, if it has.
         size: number of elements of all leaves.
     """
 
     spec: optree.PyTreeSpec
-    decays: list[bool]
+    singles: list[Group]
     groups: list[Group]
     blocks: list[Group]
     fusible: bool
@@ -110,7 +110,7 @@ class Planner:
         decays = self._decays(names, leaves)
         fusible = self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
-        groups = _groups(decays, leaves)
+        singles, groups = [([index], decay) for index, decay in enumerate(decays)], _groups(decays, leaves)
         blocks = [(block, decay) for indices, decay in groups for block in self._blocks(indices, leaves)]
         offsets, size = _offsets(groups, leaves)
         if self.whole is not None:
@@ -121,15 +121,10 @@ class Planner:
             columns_of_leaves = enumerate(zip(leaves, *moments, strict=True))
             uncut = {i for i, each in columns_of_leaves if not all(map(Tensor.is_contiguous, each))}
             vectors = list(_vectors(groups, leaves, offsets, uncut, self.align))
-            leaf_vectors = [
-                VectorLayout([(index, 0, leaves[index].numel())], decay, offsets[index])
-                for indices, decay in groups
-                for index in indices
-                if leaves[index].numel()
-            ]
+            leaf_vectors = list(_vectors(singles, leaves, offsets, {*range(len(leaves))}, self.align))
         refusable = fusible and all(backends.of(device).fused_found_inf for device in {leaf.device for leaf in leaves})
         aligned = _aligned(leaves, grads)
-        return Plan(spec, decays, groups, blocks, fusible, refusable, aligned, writable, vectors, leaf_vectors, size)
+        return Plan(spec, singles, groups, blocks, fusible, refusable, aligned, writable, vectors, leaf_vectors, size)
 
     def _blocks(self, indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
         cached = backends.of(leaves[indices[0]].device).caches_memory

@@ -21,12 +21,8 @@ from ftrain.types import Hyper, Optimizer, PyTree
 class ParamGroup:
     """Some of the parameters, the optimizer of only these, and which leaves of the whole optimizer state are theirs.
 
-    Args:
-        optimizer: optimizer of these parameters, as a dict by name.
-        names: names of the parameters.
-        indices: indices of the parameters among the leaves of all parameters.
-        state_indices: indices of the leaves of their state among the leaves of the whole state.
-        state_spec: structure of their state.
+    The optimizer takes them as a dict by name. `indices` are theirs among all parameters, `state_indices` those of the
+    leaves of their state among all leaves of the state.
     """
 
     optimizer: Optimizer
@@ -134,8 +130,7 @@ class UpdateSplitter:
 def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
     """Return an optimizer that may be part of another one.
 
-    Raises:
-        ComposeError: it is not an optimizer, or it is adjustable: a step finds factors in the outermost optimizer only.
+    Raises a ComposeError if it is none, or is adjustable: a step finds factors in the outermost optimizer only.
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(f"{function}: {name} is {optimizer!r}; needs an optimizer of ftrain.optim")
@@ -169,11 +164,8 @@ def param_groups(
 ) -> Iterator[ParamGroup]:
     """Split the parameters, and with them the state of their optimizer, into groups.
 
-    `parts` are the indices of the leaves of `params` in each group. Errors name `function`.
-
-    Raises:
-        ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
-            that the whole state does not have.
+    `parts` are the indices of the leaves of `params` in each group. Raises a ComposeError that names `function` if the
+    optimizer has no `split`, two leaves have one name, or a group has state that the whole state does not have.
     """
     split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)

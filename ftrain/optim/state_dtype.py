@@ -30,10 +30,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Storage:
     """How an optimizer stores its parameters and moments.
 
-    Args:
-        formats: formats of the moments, by name.
-        stochastic: round values that are stored in bfloat16 up or down at random.
-        shown: options to print.
+    `formats` are those of the moments, by name. If `stochastic`, values that are stored in bfloat16 are rounded up or
+    down at random. `shown` are the options to print.
     """
 
     formats: Mapping[str, Format]
@@ -118,8 +116,7 @@ def low_precision(
 ) -> Storage | None:
     """Return how moments are stored; None if in the dtypes of the parameters, without stochastic rounding.
 
-    Raises:
-        OptionError: `state_dtype` is neither None, "bf16" nor "fp32".
+    Raises an OptionError for another `state_dtype`.
     """
     if state_dtype is not None and state_dtype not in DTYPES:
         raise OptionError(
