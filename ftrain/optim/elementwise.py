@@ -260,17 +260,16 @@ class _Family:
             wrap, groups = partial(Column, eager=eager), plan.blocks
         else:
             wrap, groups = itemgetter(0), plan.singles
+        columns = [grads, leaves, *moments]
         if self.storage:
             key = hyper.get(RNG) if self.storage.stochastic else None
             if self.storage.stochastic and key is None:
                 raise OptionError(
                     f"{self.name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does"
                 )
-            parts = self.storage.parts(
-                plan, leaves, grads, moments, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
-            )
+            parts = self.storage.parts(plan, columns, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager)
         else:
-            parts = self._parts(wrap, groups, [leaves, grads, *moments])
+            parts = self._parts(wrap, groups, columns)
         if kernel is not None:
             found_inf = None if accept is None else (~accept).float()
             for part in parts:
@@ -308,14 +307,14 @@ class _Family:
     def _parts(
         self, wrap: Callable[[list[Tensor]], Some], groups: list[Group], columns: list[list[Tensor]]
     ) -> Iterator[Part]:
-        """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
+        """Yield the part of each group; `columns` are the leaves of the gradients, the parameters and each moment."""
         for indices, decay in groups:
             is_all = len(indices) == len(columns[0])
-            leaf, grad, *moments = [
+            grad, leaf, *moments = [
                 wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns
             ]
             state = dict(zip(self.names, moments, strict=True))
-            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[0][indices[0]])
+            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[1][indices[0]])
 
 
 def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

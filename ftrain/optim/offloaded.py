@@ -23,11 +23,9 @@ GROUP_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class OffloadTarget:
-    """Where the leaves of an optimizer state are stored.
+    """Where the leaves of an optimizer state are stored: in files of a directory, or if there is none in host memory.
 
-    Args:
-        directory: directory of their files; None for host memory.
-        min_bytes: smallest leaves to store; smaller ones stay on the device of the parameters.
+    Leaves of fewer than `min_bytes` stay on the device of the parameters.
     """
 
     directory: Path | None
