@@ -11,7 +11,6 @@ reorder them until all logits exist at once, and a policy of `remat` that keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -158,10 +157,10 @@ def _add_gradients(
         bias_grad += error.sum(0)
 
 
-def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[slice]:
+def _tiles(weight: Tensor, wide: torch.dtype) -> list[slice]:
     """Slices of the classes: all of them, or few enough that copies and results of matmuls in 16 bits stay small."""
     step = len(weight) if weight.dtype == wide else max(TILE // max(weight.shape[1], 1), 1)
-    yield from (slice(start, start + step) for start in range(0, len(weight), step))
+    return [slice(start, start + step) for start in range(0, len(weight), step)]
 
 
 def _add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:

@@ -86,25 +86,21 @@ def leafwise(
         rule: the formula.
         state: the moments by name, as functions ``leaf -> initial value``.
         shared: further 0-d tensors of the state by name, with their initial values.
-        constants: computes the further arguments of the rule, for which the state counts updates. Default: the learning
-            rate alone.
+        constants: computes the further arguments of the rule; the state then counts updates. Default: the rate alone.
         fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
         half: whether that kernel is correct in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
         alike: whether the rule takes all leaves of one shape at a time, in graphs too.
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
-        storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
-            be elementwise, and gets vectors.
-        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule, which else applies the
-            weight decay.
+        storage: how parameters and moments are stored in fewer bits than are computed in; the rule then gets vectors.
+        decoupled: whether the leaves decay before the rule, by ``1 - rate * weight_decay``; else the rule decays them.
         weight_decay: the same for all leaves that decay.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
 
     Raises:
-        OptionError: a negative learning rate or weight decay, a switch that is no bool, or no mask; at `init`, a
-            pattern that matches nothing.
+        OptionError: one of these arguments of the factory is wrong; at `init`, a pattern matches nothing.
     """
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
@@ -252,7 +248,8 @@ class _Family:
             scalars[COUNT].add_(1 if accept is None else accept)
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
-            grads = _with_strides_of(leaves, grads)
+            pairs = zip(grads, leaves, strict=True)
+            grads = [g if g.stride() == leaf.stride() else torch.empty_like(leaf).copy_(g) for g, leaf in pairs]
         wrap: Callable[[list[Tensor]], Some]
         if kernel is not None:
             wrap, groups = list, plan.groups
@@ -315,14 +312,6 @@ class _Family:
             ]
             state = dict(zip(self.names, moments, strict=True))
             yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[1][indices[0]])
-
-
-def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Return gradients with the strides of their parameters, which fused kernels need."""
-    return [
-        grad if grad.stride() == leaf.stride() else torch.empty_like(leaf).copy_(grad)
-        for grad, leaf in zip(grads, leaves, strict=True)
-    ]
 
 
 def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...]:

@@ -70,14 +70,6 @@ class Plan:
     size: int
 
 
-class WholeTree(NamedTuple):
-    """What the update of some leaves needs to know about all leaves; as in a `Plan`, with offsets by name."""
-
-    offsets: Mapping[str, int]
-    size: int
-    fusible: bool
-
-
 @dataclass(frozen=True)
 class Planner:
     """Makes plans, with weight decay for the leaves of a mask.
@@ -86,36 +78,37 @@ class Planner:
         half: whether the fused kernels are correct in 16 bits.
         align: lay leaves out as vectors, cut at multiples of this many elements; no vectors if it is 0.
         alike: group leaves of one shape.
-        whole: facts about all leaves, if the planner gets only some of them.
+        offsets: of all leaves by name, if plans are for some of them; then `size` and `fusible` are those of all, too.
     """
 
     mask: Select
     half: bool = True
     align: int = 0
     alike: bool = False
-    whole: WholeTree | None = None
+    offsets: Mapping[str, int] | None = None
+    size: int = 0
+    fusible: bool = True
 
     def of_parts(self, params: PyTree) -> Planner:
         """Return a planner for parts of a tree, whose plans treat a leaf as the plan for the whole tree does."""
         names, leaves = tree.leaf_names(params), tree.leaves(params)
         offsets, size = _offsets(self._groups(names, leaves), leaves)
-        whole = WholeTree(dict(zip(names, offsets, strict=True)), size, self._is_fusible(leaves))
-        return replace(self, whole=whole)
+        offset_of = dict(zip(names, offsets, strict=True))
+        return replace(self, offsets=offset_of, size=size, fusible=self._is_fusible(leaves))
 
     def plan(self, specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
         """Return the plan for parameters, gradients and moments: their structures and leaves, in this order."""
         spec, (leaves, grads, *moments) = common_spec(specs), columns
         names = tree.leaf_names(tree.unflatten(spec, leaves))
         _require_same_shapes(names, leaves, grads)
-        fusible = self._is_fusible(leaves, *moments)
+        fusible = self.fusible and self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = self._groups(names, leaves)
         singles = [([index], decay) for indices, decay in groups for index in indices]
         blocks = [(block, decay) for indices, decay in groups for block in self._blocks(indices, leaves)]
         offsets, size = _offsets(groups, leaves)
-        if self.whole is not None:
-            offsets, size = [self.whole.offsets[name] for name in names], self.whole.size
-            fusible = fusible and self.whole.fusible
+        if self.offsets is not None:
+            offsets, size = [self.offsets[name] for name in names], self.size
         vectors = leaf_vectors = list[VectorLayout]()
         if self.align:
             columns_of_leaves = enumerate(zip(leaves, *moments, strict=True))

@@ -43,7 +43,7 @@ class OffloadTarget:
 def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
 
-    While one group of parameters is updated, the state of the next one is copied, if the device can do both. Raises a
+    While a group of parameters is updated, the state of the next is copied, if the device can do both. Raises a
     ComposeError that names `function` if the optimizer has no `split`.
     """
     splitter = UpdateSplitter(function, optimizer, _groups)
