@@ -11,8 +11,7 @@ reorder them until all logits exist at once, and a policy of `remat` that keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +29,8 @@ weight, which limits a fast device if chunks are small."""
 TILE = 2**22
 """The number of elements of the weight whose gradient is held in 16 bits before it is added in 32."""
 
-Needs: TypeAlias = list[bool]
-"""Whether the gradients of hidden, weight and bias are needed."""
 
-SCHEMA = (
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, SymInt ignore_index, "
-    "float label_smoothing, SymInt? chunk, ScalarType dtype, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.custom_op("ftrain::linear_cross_entropy", mutates_args=(), schema=SCHEMA)
+@torch.library.custom_op("ftrain::linear_cross_entropy", mutates_args=())
 def losses_and_gradients(
     hidden: Tensor,
     weight: Tensor,
@@ -50,12 +41,12 @@ def losses_and_gradients(
     label_smoothing: float,
     chunk: int | None,
     dtype: torch.dtype,
-    needs: Needs,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses, and its gradients with respect to hidden, weight and bias, in at least float32.
 
-    Gradients that are not needed are empty. The arguments are those of `linear_cross_entropy`, with `hidden` of shape
-    (rows, width) and int64 `labels` of shape (rows,); `dtype` is that of matmuls.
+    `needs` says which of the three are needed; the others are empty. The arguments are those of `linear_cross_entropy`,
+    with `hidden` of shape (rows, width) and int64 `labels` of shape (rows,); `dtype` is that of matmuls.
     """
     wide = at_least_float32(dtype)
     weight_of_class = hidden.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight.to(wide)
@@ -94,7 +85,7 @@ def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
     return 1 << (int(rows).bit_length() - 1)
 
 
-def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Return zeros like hidden, weight and bias; empty where no gradient is needed."""
     shapes = tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],)
     hidden_grad, weight_grad, bias_grad = (
@@ -166,10 +157,10 @@ def _add_gradients(
         bias_grad += error.sum(0)
 
 
-def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[slice]:
+def _tiles(weight: Tensor, wide: torch.dtype) -> list[slice]:
     """Slices of the classes: all of them, or few enough that copies and results of matmuls in 16 bits stay small."""
     step = len(weight) if weight.dtype == wide else max(TILE // max(weight.shape[1], 1), 1)
-    yield from (slice(start, start + step) for start in range(0, len(weight), step))
+    return [slice(start, start + step) for start in range(0, len(weight), step)]
 
 
 def _add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:

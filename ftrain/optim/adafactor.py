@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, exact_count, leafwise
+from ftrain.optim.elementwise import Number, Part, leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -57,8 +57,7 @@ def adafactor(
     require_range("adafactor", "eps[0]", 0.0 if first is None else first, 0.0)
     require_range("adafactor", "eps[1]", second, 0.0)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = exact_count(shared[COUNT])
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
     def rule(part: Part, share: Number, rate: Number, decay_factor: Number) -> None:
@@ -77,7 +76,6 @@ def adafactor(
         lr,
         rule,
         state={"row": _row, "column": _column},
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         foreach=False,
         weight_decay=weight_decay,

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    descend_quotient,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -48,34 +40,22 @@ def adagrad(
     require_ranges("adagrad", 1.0, eps=eps)
     require_ranges("adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return (rate / (1 + (exact_count(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return (rate / (1 + (count - 1) * lr_decay) if lr_decay else rate,)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize)
         descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        leaves = part.leaf
-        torch._fused_adagrad_(
-            leaves,
-            part.grad,
-            part.state["sum"],
-            [shared[COUNT]] * len(leaves),
-            lr=rate,
-            lr_decay=lr_decay,
-            weight_decay=part.weight_decay,
-            eps=eps,
-            maximize=maximize,
-            found_inf=found_inf,
-        )
+    def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
+        columns = part.leaf, part.grad, part.state["sum"], counts
+        torch._fused_adagrad_(*columns, lr_decay=lr_decay, eps=eps, maximize=maximize, **common)
 
     return leafwise(
         "adagrad",
         lr,
         rule,
         state={"sum": lambda leaf: torch.full_like(leaf, initial_accumulator_value)},
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         fused=fused,
         by_element=True,

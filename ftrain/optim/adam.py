@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import require_positive
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    debias,
-    descend_quotient,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, require_ranges
 from ftrain.optim.formats import Codes
 from ftrain.optim.state_dtype import Storage, low_precision
 from ftrain.tree.name_patterns import Mask, everything, matrices
@@ -165,8 +155,7 @@ def _adam(
 ) -> Optimizer:
     require_ranges(name, 1.0, b1=b1, b2=b2, eps=eps)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = exact_count(shared[COUNT])
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate / debias(b1, count), debias(b2, count).sqrt()
 
     def rule(part: Part, size: Number, root: Number) -> None:
@@ -179,17 +168,15 @@ def _adam(
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     fixed = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        columns = part.leaf, part.grad, part.state["mu"], part.state["nu"]
-        largest, counts = part.state["nu_max"] if amsgrad else [], [shared[COUNT]] * len(part.leaf)
-        kernel(*columns, largest, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf, **fixed)
+    def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
+        moments = part.state["mu"], part.state["nu"], part.state.get("nu_max", [])
+        kernel(part.leaf, part.grad, *moments, counts, **fixed, **common)
 
     return leafwise(
         name,
         lr,
         rule,
         state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         fused=fused,
         storage=storage,

@@ -49,14 +49,10 @@ class Column:
 
 @dataclass(slots=True)
 class Part:
-    """Leaves of one dtype and device, or a single leaf, with their gradients and moments.
+    """What a formula gets: leaves of one dtype and device, or a single leaf, with their gradients and moments.
 
-    Args:
-        leaf: the parameters, which the formula writes.
-        grad: their gradients, which it only reads.
-        state: the moments by name, which it writes.
-        weight_decay: the weight decay of these leaves; 0 for those that do not decay.
-        like: one of the leaves.
+    It writes the leaves and the moments, and only reads the gradients. `weight_decay` is 0 where a mask says so;
+    `like` is one of the leaves.
     """
 
     leaf: Some

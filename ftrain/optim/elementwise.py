@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -30,8 +31,8 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
-COUNT, ZERO_COUNT = "count", torch.zeros((), dtype=torch.float32, device=tree.HOST)
-"""Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
+COUNT = "count"
+"""Name of the 0-d state that counts updates."""
 
 LEAST_FLOAT16 = 2.0**-25
 """Smaller numbers are 0 in float16."""
@@ -43,13 +44,17 @@ REDUCED = 16
 Rule: TypeAlias = Callable[..., None]
 """``(part, *constants)``: update one part in place."""
 
-Constants: TypeAlias = Callable[[Number, Mapping[str, Tensor]], tuple[Number, ...]]
-"""``(rate, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state."""
+Constants: TypeAlias = Callable[[Number, Tensor, Mapping[str, Tensor]], tuple[Number, ...]]
+"""``(rate, count, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state.
 
-Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor], Tensor | None], None]
-"""``(part, rate, shared, found_inf)``: update one part, of lists, in place with one of torch's fused kernels.
+`count`, the number of this update, is float64 where the device has it: results are rounded only to the leaves' dtype.
+"""
 
-If the 0-d float32 tensor `found_inf` is 1, the kernel does nothing.
+Fused: TypeAlias = Callable[..., None]
+"""``(part, counts, **common)``: update one part, of lists, in place with one of torch's fused kernels.
+
+`counts` is a list of the count for each leaf, empty if the state has none; `common` what all kernels take: `lr`,
+`weight_decay`, and `found_inf`, a 0-d float32 tensor or None: if it is 1, they do nothing.
 """
 
 
@@ -80,25 +85,22 @@ def leafwise(
         lr: learning rate, a number or a schedule.
         rule: the formula.
         state: the moments by name, as functions ``leaf -> initial value``.
-        shared: the 0-d tensors of the state by name, with their initial values; `COUNT` counts the updates.
-        constants: computes the further arguments of the rule. Default: the learning rate alone.
+        shared: further 0-d tensors of the state by name, with their initial values.
+        constants: computes the further arguments of the rule; the state then counts updates. Default: the rate alone.
         fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
         half: whether that kernel is correct in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
         alike: whether the rule takes all leaves of one shape at a time, in graphs too.
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
-        storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
-            be elementwise, and gets vectors.
-        decoupled: whether to multiply the leaves by ``1 - rate * weight_decay`` before the rule; else the rule applies
-            the weight decay itself.
-        weight_decay: weight decay; with 0, the mask does not split the leaves into groups.
+        storage: how parameters and moments are stored in fewer bits than are computed in; the rule then gets vectors.
+        decoupled: whether the leaves decay before the rule, by ``1 - rate * weight_decay``; else the rule decays them.
+        weight_decay: the same for all leaves that decay.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
 
     Raises:
-        OptionError: a negative learning rate or weight decay, a switch that is no bool, or no mask; at `init`, a
-            pattern that matches nothing.
+        OptionError: one of these arguments of the factory is wrong; at `init`, a pattern matches nothing.
     """
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
@@ -106,7 +108,10 @@ def leafwise(
     schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
-    shared, plans = shared or {}, StructureCache(planner.plan)
+    plans = StructureCache(planner.plan)
+    # float32, as torch's fused kernels need.
+    count = {COUNT: torch.zeros((), dtype=torch.float32, device=tree.HOST)} if constants else {}
+    shared = {**count, **(shared or {})}
     family = _Family(
         name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
     )
@@ -243,35 +248,38 @@ class _Family:
             scalars[COUNT].add_(1 if accept is None else accept)
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
-            grads = _with_strides_of(leaves, grads)
-        groups: Iterable[Group]
+            pairs = zip(grads, leaves, strict=True)
+            grads = [g if g.stride() == leaf.stride() else torch.empty_like(leaf).copy_(g) for g, leaf in pairs]
         wrap: Callable[[list[Tensor]], Some]
         if kernel is not None:
             wrap, groups = list, plan.groups
         elif self.alike or (self.foreach and eager):
             wrap, groups = partial(Column, eager=eager), plan.blocks
         else:
-            wrap, groups = _only, (([index], decay) for index, decay in enumerate(plan.decays))
+            wrap, groups = itemgetter(0), plan.singles
+        columns = [grads, leaves, *moments]
         if self.storage:
             key = hyper.get(RNG) if self.storage.stochastic else None
             if self.storage.stochastic and key is None:
                 raise OptionError(
                     f"{self.name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does"
                 )
-            parts = self.storage.parts(
-                plan, leaves, grads, moments, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager
-            )
+            parts = self.storage.parts(plan, columns, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager)
         else:
-            parts = self._parts(wrap, groups, [leaves, grads, *moments])
+            parts = self._parts(wrap, groups, columns)
         if kernel is not None:
             found_inf = None if accept is None else (~accept).float()
             for part in parts:
-                kernel(part, rate, scalars, found_inf)
+                counts = [scalars[COUNT]] * len(part.leaf) if COUNT in scalars else []
+                kernel(part, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf)
         else:
             self._apply_rule(parts, rate, scalars)
 
     def _apply_rule(self, parts: Iterable[Part], rate: Number, scalars: Mapping[str, Tensor]) -> None:
-        constants = (rate,) if self.constants is None else self.constants(rate, scalars)
+        constants: tuple[Number, ...] = (rate,)
+        if self.constants is not None:
+            count = scalars[COUNT]
+            constants = self.constants(rate, count.to(backends.widest(count.device)), scalars)
         if self.decoupled:
             constants = (1 - rate * self.weight_decay, *constants)
         constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_number, constants))
@@ -283,7 +291,9 @@ class _Family:
                 if isinstance(rate, Tensor):
                     # In a graph 16 bits would round 0.998 to 0.996; kernels for many tensors need their own dtype.
                     dtype = torch.promote_types(dtype, torch.float32)
-                converted[kind] = tuple(_converted(value, dtype, part.like.device) for value in constants)
+                converted[kind] = tuple(
+                    value.to(part.like.device, dtype) if isinstance(value, Tensor) else value for value in constants
+                )
             values: Sequence[Number] = converted[kind]
             if self.decoupled:
                 decay_factor, *values = values
@@ -292,24 +302,16 @@ class _Family:
             self.rule(part, *values)
 
     def _parts(
-        self, wrap: Callable[[list[Tensor]], Some], groups: Iterable[Group], columns: list[list[Tensor]]
+        self, wrap: Callable[[list[Tensor]], Some], groups: list[Group], columns: list[list[Tensor]]
     ) -> Iterator[Part]:
-        """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
+        """Yield the part of each group; `columns` are the leaves of the gradients, the parameters and each moment."""
         for indices, decay in groups:
             is_all = len(indices) == len(columns[0])
-            leaf, grad, *moments = [
+            grad, leaf, *moments = [
                 wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns
             ]
             state = dict(zip(self.names, moments, strict=True))
-            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[0][indices[0]])
-
-
-def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Return gradients with the strides of their parameters, which fused kernels need."""
-    return [
-        grad if grad.stride() == leaf.stride() else torch.empty_like(leaf).copy_(grad)
-        for grad, leaf in zip(grads, leaves, strict=True)
-    ]
+            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[1][indices[0]])
 
 
 def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...]:
@@ -337,24 +339,11 @@ def _number(value: Number) -> Number:
     return 1.0 if _torch.is_fake(value) else value.item()
 
 
-def _converted(value: Number, dtype: torch.dtype, device: torch.device) -> Number:
-    return value.to(device, dtype) if isinstance(value, Tensor) else value
-
-
-def _only(leaves: list[Tensor]) -> Tensor:
-    (leaf,) = leaves
-    return leaf
-
-
 # Building blocks of formulas.
 
 
 def require_ranges(function: str, high: float = float("inf"), **values: float) -> None:
-    """Check that constants lie in [0, `high`).
-
-    Raises:
-        OptionError: naming the function, the argument, its value and the range.
-    """
+    """Check that constants lie in [0, `high`). Raises an OptionError for the first that does not."""
     for name, value in values.items():
         require_range(function, name, value, 0.0, high)
 
@@ -374,16 +363,8 @@ def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) ->
     return leaf.addcdiv_(step, denominator, value=-rate)
 
 
-def exact_count(count: Tensor) -> Tensor:
-    """Return the number of updates in float64, as on the host, so that results are rounded only to the leaves' dtype.
-
-    On a device without float64 it is float32, and `power` and `debias` have an error of a few units in the last place.
-    """
-    return count.to(backends.widest(count.device))
-
-
 def power(decay: float, count: Tensor) -> Tensor:
-    """``decay ** count``."""
+    """``decay ** count``; for a count in float32 with an error of a few units in the last place."""
     # The power of a number close to 1 has the rounding error of that number times the count.
     return (count * math.log(decay)).exp() if count.dtype == torch.float32 and decay else decay**count
 

@@ -25,8 +25,8 @@ Rounding: TypeAlias = Callable[[Tensor], Tensor]
 class Floats:
     """Stored in a floating-point dtype; in that of the parameter if none is given.
 
-    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `block`
-    is the number of elements that must stay together.
+    A leaf is stored as one tensor for each of `suffixes`, which end the names of the trees in the state. `block`
+    elements must stay together.
     """
 
     dtype: torch.dtype | None = None
@@ -56,13 +56,9 @@ class Floats:
 class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
-    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks are in row-major order,
-    and the last one of a leaf may be shorter. Use it for moments that begin at zero.
-
-    Args:
-        signed: whether there are negative values.
-        block: number of elements that share a scale.
-        least: smallest size of a quantised leaf; smaller ones are float32 (float64 if the parameter is), unscaled.
+    A value is the `dynamic_map` at its code times the largest magnitude in its block of `block` elements. Blocks are in
+    row-major order, and the last one of a leaf may be shorter. Leaves with fewer than `least` elements are float32
+    (float64 if the parameter is), unscaled. Use it for moments that begin at zero.
     """
 
     signed: bool

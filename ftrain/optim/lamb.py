@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.optim.column import Column, Some
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    debias,
-    descend,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, debias, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
 
@@ -45,8 +35,7 @@ def lamb(
     """
     require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = exact_count(shared[COUNT])
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 / debias(b1, count), debias(b2, count).sqrt()
 
     def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:
@@ -63,7 +52,6 @@ def lamb(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         weight_decay=weight_decay,
         decay_mask=decay_mask,

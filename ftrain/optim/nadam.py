@@ -7,18 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    debias,
-    descend_quotient,
-    exact_count,
-    leafwise,
-    power,
-    require_ranges,
-)
+from ftrain import tree
+from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, power, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -57,10 +47,9 @@ def nadam(
     require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("nadam", momentum_decay=momentum_decay)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = exact_count(shared[COUNT])
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
-        product = exact_count(shared["product"].mul_(now.float()))
+        product = shared["product"].mul_(now.float()).to(count.dtype)
         # Divide both terms of u by the factor of the gradient, and multiply the rate by it: one tensor less to scale.
         factor = (1 - now) / (1 - product)
         share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()
@@ -81,7 +70,7 @@ def nadam(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: ZERO_COUNT, "product": torch.ones_like(ZERO_COUNT)},
+        shared={"product": torch.ones((), dtype=torch.float32, device=tree.HOST)},
         constants=constants,
         by_element=True,
         decoupled=decoupled_weight_decay,

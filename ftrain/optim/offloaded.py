@@ -23,11 +23,9 @@ GROUP_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class OffloadTarget:
-    """Where the leaves of an optimizer state are stored.
+    """Where the leaves of an optimizer state are stored: in files of a directory, or if there is none in host memory.
 
-    Args:
-        directory: directory of their files; None for host memory.
-        min_bytes: smallest leaves to store; smaller ones stay on the device of the parameters.
+    Leaves of fewer than `min_bytes` stay on the device of the parameters.
     """
 
     directory: Path | None
@@ -45,7 +43,7 @@ class OffloadTarget:
 def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
 
-    While one group of parameters is updated, the state of the next one is copied, if the device can do both. Raises a
+    While a group of parameters is updated, the state of the next is copied, if the device can do both. Raises a
     ComposeError that names `function` if the optimizer has no `split`.
     """
     splitter = UpdateSplitter(function, optimizer, _groups)

@@ -21,12 +21,8 @@ from ftrain.types import Hyper, Optimizer, PyTree
 class ParamGroup:
     """Some of the parameters, the optimizer of only these, and which leaves of the whole optimizer state are theirs.
 
-    Args:
-        optimizer: optimizer of these parameters, as a dict by name.
-        names: names of the parameters.
-        indices: indices of the parameters among the leaves of all parameters.
-        state_indices: indices of the leaves of their state among the leaves of the whole state.
-        state_spec: structure of their state.
+    The optimizer takes them as a dict by name. `indices` are theirs among all parameters, `state_indices` those of the
+    leaves of their state among all leaves of the state.
     """
 
     optimizer: Optimizer
@@ -45,33 +41,30 @@ class ParamGroup:
         return [new_params[name] for name in self.names], tree.leaves(new_state)
 
 
+@dataclass
 class GroupedUpdate:
     """One update of all parameters: call `make` once for each group, in any order, then `finish`.
 
-    It gets the leaves of the parameters and of the optimizer state, and the structures of both, and may write the
-    leaves if they are donated. The groups together have all parameters.
+    It has the leaves of the parameters and of the optimizer state, and the structures of both, and may write the leaves
+    if they are donated. The groups together have all parameters.
     """
 
-    def __init__(
-        self,
-        groups: list[ParamGroup],
-        params: list[Tensor],
-        state: list[Tensor],
-        specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec],
-        *,
-        hyper: Hyper,
-        donate: bool,
-    ) -> None:
-        self.groups, self._specs, self._hyper, self._donate = groups, specs, hyper, donate
-        self._params, self._state = params, state
-        self._new_params, self._new_state = list(params), list(state)
-        counts = Counter(index for group in groups for index in group.state_indices)
+    groups: list[ParamGroup]
+    params: list[Tensor]
+    state: list[Tensor]
+    specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec]
+    hyper: Hyper
+    donate: bool
+
+    def __post_init__(self) -> None:
+        self._new_params, self._new_state = list(self.params), list(self.state)
+        counts = Counter(index for group in self.groups for index in group.state_indices)
         # State that several groups read, such as the count of updates, must have its old value for each of them.
         self._shared = {index for index, count in counts.items() if count > 1}
 
     def state_of(self, group: ParamGroup) -> list[Tensor]:
         """Return the leaves of the state of a group, which its optimizer may write if the state is donated."""
-        return [self._state[i].clone() if i in self._shared else self._state[i] for i in group.state_indices]
+        return [self.state[i].clone() if i in self._shared else self.state[i] for i in group.state_indices]
 
     def make(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Update the parameters of one group, and return the leaves of its new state.
@@ -79,13 +72,13 @@ class GroupedUpdate:
         `state` is needed if the leaves of its state were copied from elsewhere. Default: `state_of` the group.
         """
         old_state = self.state_of(group) if state is None else state
-        old_params = [self._params[index] for index in group.indices]
-        params, new_state = group.update(grads, old_state, old_params, self._hyper, donate=self._donate)
+        old_params = [self.params[index] for index in group.indices]
+        params, new_state = group.update(grads, old_state, old_params, self.hyper, donate=self.donate)
         for index, leaf in zip(group.indices, params, strict=True):
             self._new_params[index] = leaf
         for index, leaf, old in zip(group.state_indices, new_state, old_state, strict=True):
             # A leaf that the optimizer did not replace keeps the tensor of the whole state.
-            self._new_state[index] = self._state[index] if leaf is old and index not in self._shared else leaf
+            self._new_state[index] = self.state[index] if leaf is old and index not in self._shared else leaf
         return new_state
 
     def keep(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
@@ -96,11 +89,11 @@ class GroupedUpdate:
 
     def finish(self) -> tuple[PyTree, PyTree]:
         """Return the parameters and the state after the updates of all groups."""
-        if self._donate:
+        if self.donate:
             for index in self._shared:
-                if self._new_state[index] is not self._state[index]:
-                    self._new_state[index] = self._state[index].copy_(self._new_state[index])
-        return tree.unflatten(self._specs[0], self._new_params), tree.unflatten(self._specs[1], self._new_state)
+                if self._new_state[index] is not self.state[index]:
+                    self._new_state[index] = self.state[index].copy_(self._new_state[index])
+        return tree.unflatten(self.specs[0], self._new_params), tree.unflatten(self.specs[1], self._new_state)
 
 
 class UpdateSplitter:
@@ -128,14 +121,13 @@ class UpdateSplitter:
     def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
         """Return an update that has updated no group yet."""
         (groups, specs), (param_leaves, state_leaves) = self._split(params, opt_state)
-        return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
+        return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper, donate)
 
 
 def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
     """Return an optimizer that may be part of another one.
 
-    Raises:
-        ComposeError: it is not an optimizer, or it is adjustable: a step finds factors in the outermost optimizer only.
+    Raises a ComposeError if it is none, or is adjustable: a step finds factors in the outermost optimizer only.
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(f"{function}: {name} is {optimizer!r}; needs an optimizer of ftrain.optim")
@@ -169,11 +161,8 @@ def param_groups(
 ) -> Iterator[ParamGroup]:
     """Split the parameters, and with them the state of their optimizer, into groups.
 
-    `parts` are the indices of the leaves of `params` in each group. Errors name `function`.
-
-    Raises:
-        ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
-            that the whole state does not have.
+    `parts` are the indices of the leaves of `params` in each group. Raises a ComposeError that names `function` if the
+    optimizer has no `split`, two leaves have one name, or a group has state that the whole state does not have.
     """
     split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)

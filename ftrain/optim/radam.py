@@ -7,19 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    debias,
-    descend,
-    descend_quotient,
-    exact_count,
-    leafwise,
-    power,
-    require_ranges,
-)
+from ftrain.optim.elementwise import Number, Part, debias, descend, descend_quotient, leafwise, power, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -57,8 +45,7 @@ def radam(
     require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
     limit = 2 / (1 - b2) - 1
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = exact_count(shared[COUNT])
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         first, second = debias(b1, count), debias(b2, count)
         length = limit - 2 * count * power(b2, count) / second
         rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
@@ -86,7 +73,6 @@ def radam(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: ZERO_COUNT},
         constants=constants,
         by_element=True,
         decoupled=decoupled_weight_decay,

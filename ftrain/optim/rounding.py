@@ -18,11 +18,8 @@ _LOW, _UPPER = 0xFFFF, -0x10000
 def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
     """Draw 16 random bits for each of `size` elements: int32 in 0 .. 65535, of shape (size,).
 
-    Args:
-        key: int64 of shape (2,), as `ftrain.random.key` makes.
-        start: index of the first element; an element's bits depend only on the key and its index.
-        size: number of elements.
-        eager: draw two elements from each hash, which takes half the time; a compiler could not fuse that.
+    The bits of an element depend only on the key and on its index; `start` is that of the first one. If `eager`, two
+    elements are drawn from each hash, which takes half the time; a compiler could not fuse that.
     """
     offset, secret = key.to(torch.int32).unbind()
     begin, odd = start >> 1, start & 1

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_range
-from ftrain.optim.elementwise import (
-    COUNT,
-    ZERO_COUNT,
-    Number,
-    Part,
-    debias,
-    descend,
-    exact_count,
-    leafwise,
-    require_ranges,
-)
+from ftrain.optim.elementwise import COUNT, Number, Part, debias, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, PyTree, Schedule
 
@@ -60,14 +50,14 @@ def schedule_free_adamw(
 
     exact = torch.zeros((), dtype=torch.float64, device=tree.HOST)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         peak = shared["peak"].clamp_(min=rate)
         weight = peak * peak
         weights = shared["weights"].add_(weight)
         shared["b1"].fill_(b1)
         share = torch.where(weights > 0, weight / weights, 0.0)
         # The correction of the second moment goes to the rates, so that the denominator is sqrt(nu) + constant.
-        root = debias(b2, exact_count(shared[COUNT])).sqrt()
+        root = debias(b2, count).sqrt()
         size = rate * root
         return size, size * (1 - b1 * (1 - share)), share, eps * root, -weight_decay / root
 
@@ -87,7 +77,7 @@ def schedule_free_adamw(
         lr,
         rule,
         state={"z": torch.clone, "nu": torch.zeros_like},
-        shared={COUNT: ZERO_COUNT, "weights": exact, "peak": exact, "b1": exact + b1},
+        shared={"weights": exact, "peak": exact, "b1": exact + b1},
         constants=constants,
         by_element=True,
         weight_decay=weight_decay,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, exact_count, leafwise, require_ranges
+from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -46,11 +46,16 @@ def sgd(
     Raises:
         OptionError: an argument is out of its range, or Nesterov without momentum or with dampening.
     """
-    _require_momentum(momentum, dampening, nesterov=nesterov)
+    require_ranges("sgd", 1.0, momentum=momentum)
+    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
+    if nesterov and (dampening or not momentum):
+        raise OptionError(
+            f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"
+        )
     damped = bool(momentum and dampening)
 
-    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - dampening * exact_count(shared[COUNT] > 1)
+    def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return rate, 1 - dampening * (count > 1).to(count.dtype)
 
     def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
         g = part.descent(maximize=maximize)
@@ -59,27 +64,16 @@ def sgd(
             g = g.add(m, alpha=momentum) if nesterov else m
         descend(part.leaf, g, rate)
 
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor], found_inf: Tensor | None) -> None:
-        torch._fused_sgd_(
-            part.leaf,
-            part.grad,
-            part.state["momentum"] if momentum else [],
-            weight_decay=part.weight_decay,
-            momentum=momentum,
-            lr=rate,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=False,
-            found_inf=found_inf,
-        )
+    shown: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize}
+
+    def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
+        torch._fused_sgd_(part.leaf, part.grad, part.state.get("momentum", []), is_first_step=False, **shown, **common)
 
     return leafwise(
         "sgd",
         lr,
         rule,
         state={"momentum": torch.zeros_like} if momentum else {},
-        shared={COUNT: ZERO_COUNT} if damped else {},
         constants=constants if damped else None,
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,
@@ -89,14 +83,5 @@ def sgd(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        shown={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
+        shown=shown,
     )
-
-
-def _require_momentum(momentum: float, dampening: float, *, nesterov: bool) -> None:
-    require_ranges("sgd", 1.0, momentum=momentum)
-    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
-    if nesterov and (dampening or not momentum):
-        raise OptionError(
-            f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"
-        )

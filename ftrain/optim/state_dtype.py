@@ -30,10 +30,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Storage:
     """How an optimizer stores its parameters and moments.
 
-    Args:
-        formats: formats of the moments, by name.
-        stochastic: round values that are stored in bfloat16 up or down at random.
-        shown: options to print.
+    `formats` are those of the moments, by name. If `stochastic`, values that are stored in bfloat16 are rounded up or
+    down at random. `shown` are the options to print.
     """
 
     formats: Mapping[str, Format]
@@ -68,9 +66,7 @@ class Storage:
     def parts(
         self,
         plan: Plan,
-        leaves: list[Tensor],
-        grads: list[Tensor],
-        moments: list[list[Tensor]],
+        columns: list[list[Tensor]],
         key: Tensor | None,
         *,
         wrap: Callable[[list[Tensor]], Some],
@@ -79,26 +75,26 @@ class Storage:
     ) -> Iterator[Part]:
         """Yield one part after another to compute on, and store its new values when the next one is requested.
 
-        Writes `leaves`, the parameters, and `moments`, the leaves of each of `names`. Gradients must have the strides
-        of the parameters. `key` is that of stochastic rounding. In eager mode, join small leaves and cut long ones.
-        Within a part, the elements of each leaf are a vector of their own: kernels may round the last ones of a vector
-        differently.
+        Of `columns`, which are the gradients, the parameters and the leaves of each of `names`, all but the first are
+        written; gradients must have the strides of the parameters. `key` is that of stochastic rounding. In eager mode,
+        join small leaves and cut long ones. Within a part, the elements of each leaf are a vector of their own: kernels
+        may round the last ones of a vector differently.
         """
         formats: list[Format] = [Floats(), Floats(), *self.formats.values()]
-        trees = iter([grads, leaves, *moments])
-        columns = [(form, [next(trees) for _ in form.suffixes]) for form in formats]
+        trees = iter(columns)
+        stored = [(form, [next(trees) for _ in form.suffixes]) for form in formats]
         for layout in plan.vectors if eager else plan.leaf_vectors:
-            dtype = torch.promote_types(leaves[layout.windows[0][0]].dtype, torch.float32)
+            dtype = torch.promote_types(columns[1][layout.windows[0][0]].dtype, torch.float32)
             sizes = [stop - start for _, start, stop in layout.windows]
             windows = [
                 [window(tuple(map(itemgetter(index), each)), form.block, *cut) for index, *cut in layout.windows]
-                for form, each in columns
+                for form, each in stored
             ]
-            vectors = [form.read(each, dtype) for (form, _), each in zip(columns, windows, strict=True)]
+            vectors = [form.read(each, dtype) for form, each in zip(formats, windows, strict=True)]
             grad, leaf, *state = [wrap(list(vector.split_with_sizes(sizes))) for vector in vectors]
             decay = weight_decay if layout.decay else 0.0
             yield Part(leaf, grad, dict(zip(self.formats, state, strict=True)), decay, vectors[1])
-            for number, (form, _) in enumerate(columns[1:]):
+            for number, form in enumerate(formats[1:]):
                 rounding = self._rounding(key, layout, number * plan.size, eager)
                 form.write(windows[number + 1], vectors[number + 1], rounding)
 
@@ -118,8 +114,7 @@ def low_precision(
 ) -> Storage | None:
     """Return how moments are stored; None if in the dtypes of the parameters, without stochastic rounding.
 
-    Raises:
-        OptionError: `state_dtype` is neither None, "bf16" nor "fp32".
+    Raises an OptionError for another `state_dtype`.
     """
     if state_dtype is not None and state_dtype not in DTYPES:
         raise OptionError(

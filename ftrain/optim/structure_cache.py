@@ -30,10 +30,8 @@ class _Cached(NamedTuple, Generic[T]):
 class StructureCache(Generic[T]):
     """Keeps the value of the last trees, because the next ones usually have the same structure.
 
-    Args:
-        compute: ``(specs, columns) -> value``, from the structure and the leaves of each tree. The value may depend on
-            the shapes, strides, dtypes and devices of the leaves, and on the ranks over which these are divided
-            (`ftrain.tree.sharding`), not on their elements.
+    It is ``compute(specs, columns)``, of the structure and the leaves of each tree, and may depend on the shapes,
+    strides, dtypes and devices of the leaves, and on the ranks over which these are divided (`ftrain.tree.sharding`).
     """
 
     def __init__(self, compute: Callable[[Sequence[optree.PyTreeSpec], list[list[Tensor]]], T]) -> None:
@@ -55,11 +53,7 @@ class StructureCache(Generic[T]):
 
 
 def common_spec(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
-    """Return the common structure of several trees.
-
-    Raises:
-        StructureError: if their structures differ.
-    """
+    """Return the common structure of several trees. Raises a StructureError if they differ."""
     first, *others = specs
     if any(other != first for other in others):
         raise StructureError(

@@ -71,13 +71,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
-        """Draw for some examples of a batch, or of a microbatch, as `random.for_examples` does.
-
-        Args:
-            start: the number of the first example.
-            length: the number of examples.
-            offset: the number of the draw with which every microbatch starts.
-        """
+        """Draw for some examples of a batch, or of a microbatch, as `random.for_examples`, from draw `offset` on."""
         outer, self.offset = self.examples, offset
         self.examples = start + (outer[0] if outer is not None else 0), length
         try:

@@ -39,7 +39,8 @@ class Unfused(TorchFunctionMode):
         if func not in ATTENTION and func not in _RECURRENT:
             return func(*args, **kwargs)
         arguments = dict(zip(_names(func, args), args, strict=False)) | kwargs
-        if is_inert({"dropout_p": 0.0, **arguments} if func in ATTENTION else arguments) or _on_host(arguments):
+        on_host = all(each.device == tree.HOST for each in arguments.values() if isinstance(each, Tensor))
+        if on_host or is_inert({"dropout_p": 0.0, **arguments} if func in ATTENTION else arguments):
             return func(*args, **kwargs)
         with without_fused_draws():
             return func(*args, **kwargs)
@@ -56,7 +57,3 @@ def _names(func: Any, args: tuple[Any, ...]) -> tuple[str, ...]:
         return ATTENTION[func]
     # The overload for packed sequences has their batch sizes before the states.
     return _PACKED if len(args) > 3 and not isinstance(args[3], bool) else _PADDED
-
-
-def _on_host(arguments: dict[str, Any]) -> bool:
-    return all(each.device == tree.HOST for each in arguments.values() if isinstance(each, Tensor))

@@ -278,7 +278,7 @@ def test_groups_follow_the_dtypes_of_the_leaves():
     ):
         params = [torch.ones(2, dtype=dtype) for dtype in dtypes]
         plan, _ = plans(params, tree.clone(params))
-        assert (plan.decays, plan.groups) == ([True, True], wanted)
+        assert (plan.singles, plan.groups) == ([([0], True), ([1], True)], wanted)
         assert plans(params, tree.clone(params))[0] is plan
 
 

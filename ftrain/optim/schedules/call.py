@@ -24,9 +24,7 @@ RETURNS_SCHEDULE = "returns_schedule"
 def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
     """Decorate a function that returns schedules: check its arguments, and return a `Call`.
 
-    Args:
-        checks: the check of each argument, by name; see `ftrain.optim.schedules.checks`. None is accepted where it is
-            the default.
+    `checks` are those of each argument (`ftrain.optim.schedules.checks`). None is accepted where it is the default.
     """
 
     def decorate(function: Callable[P, Schedule]) -> Callable[P, Schedule]:

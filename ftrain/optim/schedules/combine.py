@@ -15,9 +15,7 @@ from ftrain.types import Schedule
 def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedule:
     """Return a number as `constant`, and a callable unchanged: `as_schedule`, as the check of an argument.
 
-    Raises:
-        OptionError: `value` is neither a finite number nor callable, is a class, or is a function that returns
-            schedules.
+    Raises an OptionError for other values, for classes and for functions that return schedules.
     """
     # A class is callable too: torch's schedulers are classes, and calling one with a step would make an instance.
     if callable(value) and not isinstance(value, type):
