@@ -51,15 +51,10 @@ def passing(how: Passing) -> Iterator[None]:
 def loss_params(
     level: int, ranks: Group, params: PyTree, parts: list[Part | None], blocks: BlockGather | None, order: Iterable[str]
 ) -> PyTree:
-    """Return whole parameters for the loss of a rank.
+    """Return whole parameters for the loss of a rank: of trained and frozen ones, of which it has `parts` from level 1.
 
-    Args:
-        level: level of `sharded`.
-        ranks: ranks over which gradients are summed: all at level 0, those that have a part each at the others.
-        params: trained and frozen ones, of which this rank has parts from level 1 on.
-        parts: how they are divided.
-        blocks: object that gathers the parameters of blocks, if any.
-        order: names in the order of their use, as far as they are known.
+    `ranks` are those over which gradients are summed: all at level 0, those that have a part each at the others.
+    `order` are the names in the order of their use, as far as they are known.
     """
     how = _passing.get()
     if not how.in_backward:

@@ -84,11 +84,7 @@ def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Ro
 
 
 def require_scalars(metrics: Metrics) -> None:
-    """Check that metrics can be averaged over ranks.
-
-    Raises:
-        LossError: for a tensor with an axis, such as values per example, which differ between ranks.
-    """
+    """Check that metrics have a mean over ranks. Raises a LossError for one with an axis, as of values per example."""
     for name, metric in metrics.items():
         if isinstance(metric, Tensor) and metric.ndim:
             raise LossError(

@@ -36,16 +36,13 @@ class SameInputs:
     def require(self, step: Any, state: TrainState, batch: PyTree) -> None:
         """Check the first step and its inputs, for which it waits for the device; later steps are not checked.
 
-        Args:
-            step: the step; compared as it prints, with options that are numbers or strings, and the version of torch.
-            state: the state, of DTensors or whole tensors; names, shapes and the number of its step are compared.
-            batch: the batch; every value is compared. With ``batches="rows"`` its length, and a warning says which
-                ranks have the same rows.
+        Steps are compared as they print, with options that are numbers or strings, and the version of torch; of states
+        the names, shapes and the number of the step; of batches every value. With ``batches="rows"`` only their length
+        is, in every step, and a warning says which ranks have the same rows.
 
         Raises:
-            StructureError: on every rank, when steps or the structures of states differ; names the rank and the line.
-            BatchError: on every rank, when the batches differ; names the rank. With ``batches="rows"``, also when
-                their number is not that of the first step: on this rank alone, if others have as many as before.
+            StructureError: on every rank, when steps or the structures of states differ.
+            BatchError: on every rank, when the batches differ; for another length than in the first step, on this rank.
         """
         if not self._whole_batches:
             self._require_length(tree.batch_length(batch))
@@ -78,11 +75,7 @@ class SameInputs:
 
 
 def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
-    """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
-
-    Raises:
-        StructureError: on every rank, when they differ; names the rank and the tensor.
-    """
+    """Check that ranks begin with the same names, shapes and dtypes; waits for them. Raises a StructureError if not."""
     lines = [
         f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
         for name, part in parts.items()

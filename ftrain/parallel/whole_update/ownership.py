@@ -29,12 +29,9 @@ PARAMS, STATE, GRADS = "params", "state", "grads"
 
 @dataclass(frozen=True)
 class Round:
-    """Leaves that are updated at the same time.
+    """Leaves that are updated at the same time: parameters and their state are sent to their owners and back.
 
-    Args:
-        leaves: the parameters and their state that are sent to their owners and back.
-        grads: their gradients, which are sent to the owners.
-        group: what this rank updates, if anything.
+    `grads` are only sent there. `group` is what this rank updates, if anything.
     """
 
     leaves: dict[Key, Moved]
