@@ -32,9 +32,8 @@ from ftrain.parallel.whole_update.ownership import (
     Plan,
     Round,
     assign,
-    parts_of_state,
+    first_state,
     plan,
-    single_groups,
     wholes_of,
 )
 from ftrain.tree import sharding
@@ -107,9 +106,8 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     """Return the first state of parameters that are DTensors, made of one whole parameter after another."""
     leaves, spec = tree.flatten(params)
     wholes = tree.unflatten(spec, sharding.abstract(leaves, [leaf.shape for leaf in leaves]))
-    state, state_spec = tree.flatten(optimizer.init(wholes))
-    singles = single_groups(optimizer, wholes, tree.unflatten(state_spec, state))
-    parts = parts_of_state(optimizer, wholes, singles, ranks.size)
+    opt_state, singles, parts = first_state(optimizer, wholes, ranks.size)
+    state, state_spec = tree.flatten(opt_state)
     for group, leaf in zip(singles, leaves, strict=True):
         whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names
