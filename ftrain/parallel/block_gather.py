@@ -276,9 +276,9 @@ class _Again:
             self.forget()
             self._tell()
             self._wholes = self._params.take(self._names)
-            self._unread = {read: set() for read in self._names_of_views}
+            self._unread = {}
             for number, read in enumerate(self._names_of_views):
-                self._unread[read].add(number)
+                self._unread.setdefault(read, set()).add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)

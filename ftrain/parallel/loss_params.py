@@ -21,15 +21,12 @@ from ftrain.types import PyTree
 class Passing(NamedTuple):
     """How the loss of a rank gets its parameters.
 
-    Args:
-        in_backward: whether their gradients are sent in the backward pass.
-        wholes: the trained parameters, gathered for all microbatches; None if the loss gathers them, or none is
-            divided.
-        copies: the ranks over which gradients are summed in the backward pass too, because they have the same parts.
+    `in_backward` is whether their gradients are sent in the backward pass. `wholes` are the trained ones, gathered for
+    all microbatches; None if the loss gathers them, or none is divided. `copies` are as for `GradientSums`.
     """
 
-    in_backward: bool
-    wholes: list[Tensor] | None
+    in_backward: bool = True
+    wholes: list[Tensor] | None = None
     copies: Group | None = None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Results, start_sum_all
+from ftrain.parallel.partition import start_sum_all
 from ftrain.parallel.rows import Rows, current
 from ftrain.step.forward import ForwardResult
 from ftrain.step.value_and_grad import ValueAndGrad
@@ -64,7 +64,7 @@ class LossResults:
     def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
         """Start to sum a tree; return a function that waits for the sums."""
         leaves, spec = tree.flatten(addends)
-        results: Results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
+        results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
 
         def wait() -> Any:
             sums = iter(results())

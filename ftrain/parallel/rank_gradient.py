@@ -37,9 +37,7 @@ class RankGradient:
 
     def of(self, grad: GradFn) -> GradFn:
         """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
-        draws, results = StockDraws(self._all), LossResults(self._all)
-        program = SameProgram(self._all)
-        used = SameProgram(self._all)  # For a backward pass that runs later.
+        draws, results, program = StockDraws(self._all), LossResults(self._all), SameProgram(self._all)
         starting = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
@@ -59,7 +57,7 @@ class RankGradient:
 
                 def backward(take: Callable[[int, Tensor], None]) -> None:
                     # A block that is computed again uses these rows, too.
-                    with drawing, computing_on(rows), used.required(state), passing(how):
+                    with drawing, computing_on(rows), program.required(state), passing(how):
                         stream_grads(take)
 
                 plan = self._stream_plan(state.params)

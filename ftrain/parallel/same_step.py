@@ -121,16 +121,14 @@ def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
     """Warn on rank 0 if ranks that should read different rows have read the same; waits for the device."""
     numbers = torch.zeros(ranks.size, dtype=torch.int64, device=device)
     numbers[ranks.rank] = number
-    first_with: dict[int, int] = {}
-    for rank, each in enumerate(ranks.sum(numbers).tolist()):
-        first = first_with.setdefault(each, rank)
-        if first != rank and not ranks.rank:
-            warn(
-                f"sharded: ranks {first} and {rank} have read the same first batch; with batches='rows' each must read "
-                "its own part, or examples count several times: "
-                "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
-            )
-            return
+    read = ranks.sum(numbers).tolist()
+    rank = next((rank for rank, each in enumerate(read) if each in read[:rank]), None)
+    if rank is not None and ranks.rank == 0:
+        warn(
+            f"sharded: ranks {read.index(read[rank])} and {rank} have read the same first batch; with batches='rows' "
+            "each must read its own part, or examples count several times: "
+            "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
+        )
 
 
 def _structure(state: TrainState) -> list[str]:

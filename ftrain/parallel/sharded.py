@@ -37,7 +37,7 @@ from ftrain.parallel.rows import current, rows_of
 from ftrain.parallel.same_blocks import require_same_results
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
-from ftrain.parallel.whole_update import whole_update
+from ftrain.parallel.whole_update.update import whole_update
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.microbatch import with_fewest_examples
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, extend_scope, wrapper
@@ -326,5 +326,5 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 
 @contextmanager
 def _evaluating_on(layout: Layout) -> Iterator[None]:
-    with setting(current_layout, layout), passing(Passing(in_backward=True, wholes=None)):
+    with setting(current_layout, layout), passing(Passing()):
         yield

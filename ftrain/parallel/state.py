@@ -53,8 +53,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
-    axes = [None] * (mesh.ndim - 1) + [part.axis]
-    return dtensor.from_local(_copied(part.take(whole, rank)), mesh, axes, whole.shape)
+    return dtensor.from_local(_copied(part.take(whole, rank)), mesh, (None, part.axis), whole.shape)
 
 
 def _copied(block: Tensor) -> Tensor:

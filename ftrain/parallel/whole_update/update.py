@@ -53,10 +53,8 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     Its `init` makes DTensors of DTensors. Its `update` gets the parts of this rank within `ftrain.tree.sharding.over`;
     all ranks must call both.
 
-    Args:
-        optimizer: one that has a `split`; one that this function has returned is used as before.
-        ranks: ranks over which leaves are divided.
-        owners: name of a parameter -> the rank that updates it. Default: all ranks update about equally many elements.
+    The optimizer has a `split`. One that this function has returned stands for the one that it was made of.
+    `owners` are the ranks that update parameters, by name. Default: all update about equally many elements.
     """
     optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
 
