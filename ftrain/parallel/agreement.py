@@ -23,8 +23,7 @@ T = TypeVar("T")
 class Agreement:
     """What all ranks agree on: a context, in which every rank calls the same methods in the same order.
 
-    Args:
-        ranks: how many ranks the run has. One rank agrees with itself and sends nothing.
+    One rank agrees with itself and sends nothing.
     """
 
     # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
@@ -128,14 +127,9 @@ class Agreement:
         return values[0]  # type: ignore[no-any-return]
 
     def together(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns, when all ranks have called it; an error of one is an error of all.
+        """Return what a function returns, when all ranks have called it. Raises a RankError if another one has failed.
 
-        Args:
-            name: name of the function, for the error.
-            function: if it waits for other ranks and fails on this one alone, they wait until the deadline.
-
-        Raises:
-            RankError: when another rank has failed, and this one has not.
+        If the function waits for other ranks and fails on this one alone, they wait until the deadline.
         """
         if self._ranks == 1:
             return function()
@@ -168,22 +162,13 @@ class Agreement:
         return result  # type: ignore[no-any-return]
 
     def decide(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns on the first rank, when all ranks have called it, as in `together`.
-
-        Raises:
-            RankError: when another rank has failed, and this one has not.
-        """
+        """Return what a function returns on the first rank, when all ranks have called it, as in `together`."""
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same arguments, given by name.
+        """Check that all ranks have the same arguments, given by name; of objects only the type is compared.
 
-        Args:
-            arguments: numbers, texts and None, lists and dicts of them; of anything else the type is compared.
-
-        Raises:
-            OptionError: on the ranks whose arguments differ from those of rank 0.
-            RankError: on the others.
+        Raises an OptionError on the ranks whose arguments differ from those of rank 0, and a RankError on the others.
         """
         own = {name: _as_data(value) for name, value in arguments.items()}
         first = self.from_first(own)

@@ -45,10 +45,7 @@ class _View(NamedTuple):
 class BlockGather:
     """The blocks of a module: those that `remat` would recompute, each with the parameters that only blocks read.
 
-    Args:
-        module: the model.
-        watch: object that is told which block is gathered.
-        as_autocast: gather parameters with two or more axes in the dtype to which autocast would cast them.
+    With `as_autocast`, those with two or more axes are gathered in the dtype to which autocast would cast them.
     """
 
     def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
@@ -65,10 +62,7 @@ class BlockGather:
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Parameters) -> dict[str, Tensor]:
-        """Return placeholders for the parameters of blocks from now on; each block gathers its own parameters.
-
-        Placeholders have no values: reading the parameter of a block outside its forward is an error.
-        """
+        """Return placeholders for the parameters of blocks from now on; each block gathers its own parameters."""
         if self._pass is not None:
             self._pass.params.drop_ahead()
         self._pass = _Pass(params, self._names_by_block)
@@ -199,11 +193,8 @@ class _Pass:
 class _Again:
     """Saves references instead of gathered tensors for the backward pass, and gathers the tensors again there.
 
-    Each tensor is freed once the graph has moved on from the last node that saved it.
-
-    Attributes:
-        before: the block that has run before.
-        is_needed: whether the backward pass probably needs the parameters.
+    Each tensor is freed once the graph has moved on from the last node that saved it. `before` is the block that has
+    run before, and `is_needed` whether the backward pass probably needs the parameters.
     """
 
     def __init__(
@@ -285,9 +276,9 @@ class _Again:
             self.forget()
             self._tell()
             self._wholes = self._params.take(self._names)
-            self._unread = {read: set() for read in self._names_of_views}
+            self._unread = {}
             for number, read in enumerate(self._names_of_views):
-                self._unread[read].add(number)
+                self._unread.setdefault(read, set()).add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)

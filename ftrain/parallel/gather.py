@@ -18,14 +18,8 @@ LARGEST = 4 << 30
 class Parameters:
     """The parameters of one forward pass; the gradients of this rank's parts of them are sums over ranks.
 
-    Args:
-        group: the ranks that have a part each.
-        locals_: the parts of this rank by name; those that require no gradient are gathered without one.
-        parts: how each is divided; None for one that every rank has.
-        copies: see `GradientSums`.
-
-    Attributes:
-        narrow: the dtype in which parameters with two or more axes are gathered; None for their own.
+    The arguments are those of `GradientSums`; parts that require no gradient are gathered without one. `narrow` is the
+    dtype in which parameters with two or more axes are gathered; None for their own.
     """
 
     def __init__(

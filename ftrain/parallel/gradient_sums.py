@@ -35,11 +35,9 @@ Smaller buckets take CPUs more time than their overlap saves.
 class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.rank_backward.CombinedGrads`.
 
-    Args:
-        group: ranks over which gradients are summed.
-        params: parameters of this rank by name; a sum has the shape of its parameter.
-        parts: how each is divided over the ranks; None for one that every rank has.
-        copies: ranks that have the same parts, over which the sums are summed again; None if that is done later.
+    `params` are those of this rank by name; a sum has the shape of its parameter. `parts` are how each is divided over
+    the group; None for one that every rank has. `copies` are the ranks that have the same parts, over which the sums
+    are summed again; None if that is done later.
     """
 
     def __init__(
@@ -110,8 +108,9 @@ class GradientSums:
             self._finish()
         for names, results in self._started_over_copies:
             self._add(names, results())
-        self._note_used()
-        sums = self._sums
+        on_rank, sums = unused_on_rank(), self._sums
+        if on_rank is not None:
+            on_rank.note_gathered([str(name) for name in self._params], [name in self._used for name in self._params])
         return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
     def _read(
@@ -169,11 +168,6 @@ class GradientSums:
         """Return the gradient of a parameter that this rank does not use."""
         param, part = self._params[name], self._parts[name]
         return param.new_zeros(param.shape if part is None else part.shape)
-
-    def _note_used(self) -> None:
-        on_rank = unused_on_rank()
-        if on_rank is not None:
-            on_rank.note_gathered([str(name) for name in self._params], [name in self._used for name in self._params])
 
 
 class _Read(torch.autograd.Function):

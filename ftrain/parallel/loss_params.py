@@ -21,15 +21,12 @@ from ftrain.types import PyTree
 class Passing(NamedTuple):
     """How the loss of a rank gets its parameters.
 
-    Args:
-        in_backward: whether their gradients are sent in the backward pass.
-        wholes: the trained parameters, gathered for all microbatches; None if the loss gathers them, or none is
-            divided.
-        copies: the ranks over which gradients are summed in the backward pass too, because they have the same parts.
+    `in_backward` is whether their gradients are sent in the backward pass. `wholes` are the trained ones, gathered for
+    all microbatches; None if the loss gathers them, or none is divided. `copies` are as for `GradientSums`.
     """
 
-    in_backward: bool
-    wholes: list[Tensor] | None
+    in_backward: bool = True
+    wholes: list[Tensor] | None = None
     copies: Group | None = None
 
 
@@ -51,15 +48,10 @@ def passing(how: Passing) -> Iterator[None]:
 def loss_params(
     level: int, ranks: Group, params: PyTree, parts: list[Part | None], blocks: BlockGather | None, order: Iterable[str]
 ) -> PyTree:
-    """Return whole parameters for the loss of a rank.
+    """Return whole parameters for the loss of a rank: of trained and frozen ones, of which it has `parts` from level 1.
 
-    Args:
-        level: level of `sharded`.
-        ranks: ranks over which gradients are summed: all at level 0, those that have a part each at the others.
-        params: trained and frozen ones, of which this rank has parts from level 1 on.
-        parts: how they are divided.
-        blocks: object that gathers the parameters of blocks, if any.
-        order: names in the order of their use, as far as they are known.
+    `ranks` are those over which gradients are summed: all at level 0, those that have a part each at the others.
+    `order` are the names in the order of their use, as far as they are known.
     """
     how = _passing.get()
     if not how.in_backward:

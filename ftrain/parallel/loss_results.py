@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Results, start_sum_all
+from ftrain.parallel.partition import start_sum_all
 from ftrain.parallel.rows import Rows, current
 from ftrain.step.forward import ForwardResult
 from ftrain.step.value_and_grad import ValueAndGrad
@@ -64,7 +64,7 @@ class LossResults:
     def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
         """Start to sum a tree; return a function that waits for the sums."""
         leaves, spec = tree.flatten(addends)
-        results: Results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
+        results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
 
         def wait() -> Any:
             sums = iter(results())
@@ -84,11 +84,7 @@ def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Ro
 
 
 def require_scalars(metrics: Metrics) -> None:
-    """Check that metrics can be averaged over ranks.
-
-    Raises:
-        LossError: for a tensor with an axis, such as values per example, which differ between ranks.
-    """
+    """Check that metrics have a mean over ranks. Raises a LossError for one with an axis, as of values per example."""
     for name, metric in metrics.items():
         if isinstance(metric, Tensor) and metric.ndim:
             raise LossError(

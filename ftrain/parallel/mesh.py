@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,19 +55,15 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
-    for name, size in ((REPLICATE, replicate), (SHARD, shard)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size):
-            raise OptionError(
-                f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks, the number that "
-                "torchrun has started (torchrun --nproc-per-node=...), or 1 without it"
-            )
-    shard = shard or world // (replicate or 1)
-    replicate = replicate or world // shard
-    if replicate * shard != world:
+    sizes = [size for size in (replicate, shard) if size is not None]
+    are_positive = all(type(size) is int and size > 0 for size in sizes)
+    if not are_positive or world % math.prod(sizes) or (len(sizes) == 2 and math.prod(sizes) != world):
         raise OptionError(
-            f"mesh: replicate={replicate} times shard={shard} is {replicate * shard}; there are {world} ranks: give "
-            "one size and leave out the other"
+            f"mesh: the sizes are replicate={replicate!r} and shard={shard!r}; there are {world} ranks, those that "
+            "torchrun has started (--nproc-per-node=...), or 1 without it: give one size that divides them"
         )
+    shard = shard or world // (replicate or 1)
+    replicate = world // shard
     device = backends.default().device.type
     result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
     at_exit(release_groups, weakref.ref(result))
@@ -89,14 +86,8 @@ class Group:
     """Ranks along one axis of a mesh, and the collectives between them.
 
     A collective whose name ends with an underscore may overwrite its argument. Those that are only started need more
-    than one rank.
-
-    Args:
-        name: name of the group in torch.
-        size: its number of ranks.
-        rank: the rank of this process in the group.
-        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says; if not, ranks gather
-            by an exchange, too.
+    than one rank. `rank` is that of this process. If the library has no reduce-scatter of its own, as `Backend` says,
+    ranks gather by an exchange, too.
     """
 
     name: str
@@ -129,8 +120,7 @@ class Group:
     def start_gather(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Start to gather vectors, which have the same lengths on all ranks.
 
-        Returns:
-            a function that waits, once, and returns per vector a new matrix with a row of each rank.
+        The function that is returned waits, once, and returns for each vector a new matrix with a row of each rank.
         """
         lengths = [tensor.shape[0] for tensor in tensors]
         if self.has_reduce_scatter:
@@ -149,11 +139,7 @@ class Group:
         return joined
 
     def start_scatter(self, matrices: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to sum matrices with a row for each rank over the ranks; each rank gets its rows.
-
-        Returns:
-            a function that waits, once, and returns the row of each sum.
-        """
+        """Start to sum matrices with a row for each rank; the function waits, once, and returns this rank's rows."""
         lengths = [matrix.shape[1] for matrix in matrices]
         if self.has_reduce_scatter:
             flat = torch.cat([*matrices], 1).view(-1)
@@ -179,13 +165,7 @@ class Group:
         return lambda: exchanged().view(self.size - 1, length)
 
     def start_exchange(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Result:
-        """Start to send rows of the first axis to each rank; the result joins what the ranks have sent to this one.
-
-        Args:
-            tensor: the rows for each rank, in the order of ranks.
-            sent: how many rows each rank gets.
-            received: how many rows each rank sends.
-        """
+        """Start to send so many rows of the first axis to each rank; the result joins those that each has sent."""
         return partial(_wait, collectives.all_to_all(tensor, received, sent, self.name), tensor)
 
     def start_broadcast_(self, tensor: Tensor) -> Result:
@@ -199,21 +179,13 @@ def _wait(started: Tensor, source: Tensor) -> Tensor:
 
 
 def planned_mesh(replicate: int, shard: int) -> DeviceMesh:
-    """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values.
-
-    Raises:
-        DeviceError: when torch was built without torch.distributed.
-    """
+    """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values."""
     require_distributed("mesh")
     return PlannedMesh(tree.HOST.type, (REPLICATE, SHARD), (replicate, shard))
 
 
 def require_distributed(function: str) -> None:
-    """Check that torch was built with torch.distributed: some builds, as for NVIDIA Jetson, have none.
-
-    Raises:
-        DeviceError: when it was not.
-    """
+    """Check that torch has torch.distributed, unlike some builds, as for NVIDIA Jetson. Raises a DeviceError if not."""
     if not dist.is_available():
         raise DeviceError(
             f"{function}: torch {torch.__version__} was built without torch.distributed, which a mesh of ranks needs; "
@@ -222,11 +194,7 @@ def require_distributed(function: str) -> None:
 
 
 def require_all_ranks_of(mesh: DeviceMesh) -> None:
-    """Check that a mesh has all ranks of the run, since weights and random numbers are those of all.
-
-    Raises:
-        OptionError: when it has only some of them.
-    """
+    """Check that a mesh has all ranks, whose weights and random numbers are used. Raises an OptionError if not."""
     if not isinstance(mesh, PlannedMesh) and mesh.size() != dist.get_world_size():
         raise OptionError(
             f"sharded: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; needs one of all ranks, such as "
@@ -235,11 +203,7 @@ def require_all_ranks_of(mesh: DeviceMesh) -> None:
 
 
 def require_ranks(mesh: DeviceMesh, tensors: PyTree) -> None:
-    """Check that the ranks of a mesh exist, if tensors have values to compute with.
-
-    Raises:
-        OptionError: when the mesh is planned.
-    """
+    """Check that ranks exist where tensors have values. Raises an OptionError if the mesh is planned."""
     if not isinstance(mesh, PlannedMesh):
         return
     if any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in tree.leaves(tensors)):

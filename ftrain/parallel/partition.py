@@ -24,12 +24,8 @@ BUCKET_BYTES = 32 << 20
 class Part:
     """How one tensor is divided: into blocks of equal length along one axis, of which the last ones may be shorter.
 
-    This is DTensor's ``Shard(axis)``; the blocks that are not empty are those of `torch.chunk`.
-
-    Args:
-        shape: shape of the whole tensor, with at least one axis.
-        axis: the axis that is divided.
-        size: the number of ranks.
+    This is DTensor's ``Shard(axis)``; the blocks that are not empty are those of `torch.chunk`. `shape` is that of the
+    whole tensor, and `size` the number of ranks.
     """
 
     shape: tuple[int, ...]
@@ -63,34 +59,37 @@ class Part:
         start = min(rank * self.block, total)
         return start, min(self.block, total - start)
 
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the block of a rank; that of the first rank is full."""
+        return (*self.shape[: self.axis], self.range(rank)[1], *self.shape[self.axis + 1 :])
+
     def take(self, whole: Tensor | StoredTensor, rank: int) -> Tensor:
         """Return the block of a rank: a view of a tensor, or read from a file."""
         return whole.narrow(self.axis, *self.range(rank))
 
     def rows(self, whole: Tensor) -> Tensor:
         """Return a whole tensor as a matrix with the padded block of each rank as a row: (size, padded)."""
-        first = whole.movedim(self.axis, 0) if self.axis else whole
-        missing = self.size * self.block - first.shape[0]
-        if missing:
-            first = torch.cat([first, first.new_zeros((missing, *self.rest))])
-        return first.reshape(self.size, self.padded)
-
-    def whole(self, rows: Tensor) -> Tensor:
-        """Return the whole tensor from the matrix of `rows`, which has memory of its own; contiguous."""
-        first = rows.view(self.size * self.block, *self.rest)[: self.shape[self.axis]]
-        return first.movedim(0, self.axis).contiguous() if self.axis else first
+        return self._padded(whole, self.size * self.block).reshape(self.size, self.padded)
 
     def row(self, local: Tensor) -> Tensor:
         """Return the block of one rank as a padded row: (padded,)."""
-        first = local.movedim(self.axis, 0) if self.axis else local
-        flat = first.reshape(-1)
-        missing = self.padded - flat.numel()
-        return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+        return self._padded(local, self.block).reshape(self.padded)
+
+    def _padded(self, tensor: Tensor, length: int) -> Tensor:
+        first = tensor.movedim(self.axis, 0) if self.axis else tensor
+        missing = length - first.shape[0]
+        return torch.cat([first, first.new_zeros((missing, *self.rest))]) if missing else first
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the whole tensor from the matrix of `rows`, which has memory of its own; contiguous."""
+        return self._cut(rows, self.size * self.block, self.shape[self.axis])
 
     def local(self, row: Tensor, rank: int) -> Tensor:
         """Return the block of a rank from its padded row."""
-        length = self.range(rank)[1]
-        first = row[: length * math.prod(self.rest)].reshape(length, *self.rest)
+        return self._cut(row, self.block, self.range(rank)[1])
+
+    def _cut(self, padded: Tensor, length: int, own_length: int) -> Tensor:
+        first = padded.reshape(length, *self.rest)[:own_length]
         return first.movedim(0, self.axis).contiguous() if self.axis else first
 
 
@@ -115,13 +114,8 @@ Results: TypeAlias = Callable[[], list[Tensor]]
 """Waits for collectives, and returns a result for each tensor."""
 
 
-def sum_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of whole tensors over the ranks."""
-    return start_sum_all(group, tensors)()
-
-
 def start_sum_all(group: Group, tensors: Sequence[Tensor]) -> Results:
-    """Start `sum_all`."""
+    """Start to sum whole tensors over the ranks."""
     return _start_in_buckets(group, tensors, group.start_sum_)
 
 
@@ -168,13 +162,8 @@ def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Pa
     return results
 
 
-def scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
-    """Return this rank's blocks of the sums of whole tensors over the ranks; those without a part are summed whole."""
-    return start_scatter_all(group, wholes, parts)()
-
-
 def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
-    """Start `scatter_all`."""
+    """Start to sum whole tensors over the ranks; each gets its blocks of the sums, and all of those without a part."""
     if group.size == 1:
         return partial(list, wholes)
     undivided = [index for index, part in enumerate(parts) if part is None]

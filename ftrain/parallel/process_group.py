@@ -34,10 +34,6 @@ def join(timeout: float) -> None:
     """Make the process group of all ranks, if there is none; its collectives fail after `timeout` seconds.
 
     The group is destroyed at the end of the program.
-
-    Raises:
-        RankError: when a rank does not join within the timeout.
-        OptionError: when a node has fewer devices than ranks.
     """
     if dist.is_initialized():
         return
@@ -106,8 +102,7 @@ def _warn_of_others() -> None:
 def _take_device(module: Any) -> None:
     """Make the device of this rank on its node the current one; a process that sees only one takes that.
 
-    Raises:
-        OptionError: when the node has fewer devices than ranks.
+    Raises an OptionError if the node has fewer devices than ranks.
     """
     count, local_rank = module.device_count(), os.environ.get("LOCAL_RANK")
     if local_rank and 1 < count <= int(local_rank):
@@ -122,10 +117,7 @@ def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> 
     """Return a name that the ranks of this start share, and those of no other start; waits for all of them.
 
     In the store are also things that earlier starts have left. Each rank asks rank 0 under a new unique name; only a
-    running rank 0 answers, with the name of this start.
-
-    Raises:
-        RankError: when a rank does not come in time; names it.
+    running rank 0 answers, with the name of this start. Raises a RankError that names a rank that does not come.
     """
     name = f"ftrain/start/{uuid.uuid4().hex}"
     if rank == 0:

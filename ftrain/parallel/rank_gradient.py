@@ -13,7 +13,7 @@ from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
-from ftrain.parallel.partition import Part, scatter_all, start_gather_all, sum_all
+from ftrain.parallel.partition import Part, start_gather_all, start_scatter_all, start_sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
@@ -26,13 +26,7 @@ from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 class RankGradient:
     """Makes a gradient function of all ranks from one that computes on the rows of this rank.
 
-    Args:
-        level: level of `sharded`.
-        groups: the groups of this rank by axis.
-        reduction: how gradients are compressed, if they are.
-
-    Attributes:
-        order: names of the parameters in the order of their use, as far as it is known.
+    `order` are the names of the parameters in the order of their use, as far as it is known.
     """
 
     def __init__(self, level: int, groups: Mapping[str, Group], reduction: Reduction) -> None:
@@ -43,9 +37,7 @@ class RankGradient:
 
     def of(self, grad: GradFn) -> GradFn:
         """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
-        draws, results = StockDraws(self._all), LossResults(self._all)
-        program = SameProgram(self._all)
-        used = SameProgram(self._all)  # For a backward pass that runs later.
+        draws, results, program = StockDraws(self._all), LossResults(self._all), SameProgram(self._all)
         starting = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
@@ -65,7 +57,7 @@ class RankGradient:
 
                 def backward(take: Callable[[int, Tensor], None]) -> None:
                     # A block that is computed again uses these rows, too.
-                    with drawing, computing_on(rows), used.required(state), passing(how):
+                    with drawing, computing_on(rows), program.required(state), passing(how):
                         stream_grads(take)
 
                 plan = self._stream_plan(state.params)
@@ -134,10 +126,10 @@ class RankGradient:
         They are given whole, or as the backward pass has combined them.
         """
         if self._level == 0:
-            return grads if in_backward else sum_all(self._all, grads)
+            return grads if in_backward else start_sum_all(self._all, grads)()
         if self._level < 3 and not in_backward:
-            grads = scatter_all(self._shard, grads, parts)
-        return sum_all(self._replicate, grads)
+            grads = start_scatter_all(self._shard, grads, parts)()
+        return start_sum_all(self._replicate, grads)()
 
 
 def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:

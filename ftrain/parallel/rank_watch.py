@@ -96,11 +96,7 @@ class Watch:
             self._tell()
 
     def explain(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank, and explain one of a collective.
-
-        Raises:
-            RankError: if a collective failed; names the rank that it has waited for.
-        """
+        """Tell the others of an error. Raises a RankError, which names who did not come, for one of a collective."""
         if not self._is_telling:
             return
         if not is_failed_collective(error):

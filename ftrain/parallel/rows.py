@@ -46,9 +46,8 @@ class Rows:
         length: number of these examples in each microbatch.
         total: number of examples of a microbatch on all ranks.
         consecutive: number of these examples that are consecutive in the batch of all ranks.
-        microbatches: number of microbatches.
         fewest: number of examples of the rank that has fewest, if each splits its own; else None.
-        lists: where lists and tuples with a value for each example are in it.
+        lists: as `example_lists` returns.
         ranks: all ranks; None if nothing that computes on the rows communicates.
     """
 
@@ -121,9 +120,8 @@ class Rows:
 _current: ContextVar[Rows | None] = ContextVar("ftrain_rows", default=None)
 
 
-def current() -> Rows | None:
-    """Return the rows that a rank computes on; None outside a step of many ranks."""
-    return _current.get()
+current = _current.get
+"""``() -> Rows | None``: the rows that a rank computes on; None outside a step of many ranks."""
 
 
 @contextmanager
@@ -139,18 +137,10 @@ def rows_of(
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
     What `split_batch` does not split goes to every rank. Only these rows are copied to `device`; if they are there
-    and there is one microbatch, they are views of the batch.
+    and there is one microbatch, they are views of the batch. Raises a BatchError as `require_rows` does.
 
-    Args:
-        batch: the batch of all ranks.
-        rank: the number of the rank.
-        size: the number of ranks.
-        splits: into how many pieces wrappers split the batch, each of these pieces, and so on.
-        device: where the rows are.
-        is_whole: False if the batch has the examples of this rank alone, on `device`; those of all ranks are one batch.
-
-    Raises:
-        BatchError: for tensors whose first axes differ in length, or a batch without any example.
+    The batch is that of all ranks; or of this rank alone, on `device`, unless it `is_whole`. `splits` are into how many
+    pieces wrappers split it, each of these pieces, and so on.
     """
     microbatches, count = math.prod(splits), tree.batch_length(batch) or 0
     if count % microbatches:

@@ -29,13 +29,8 @@ class SameProgram:
         """Context of a gradient of this rank; in the first step it waits for the device at its end.
 
         Each gradient of that step is checked: a rank that computes them again, for want of memory in the second one,
-        needs the same collectives.
-
-        What is captured as a graph is the same on all ranks, and is checked without them.
-
-        Raises:
-            LossError: on every rank, for parameters that no rank uses unless that is allowed, or a block that some
-                ranks run.
+        needs the same collectives. What is captured as a graph is the same on all ranks, and is checked without them.
+        Raises a LossError on every rank for parameters that no rank uses, unless that is allowed.
         """
         if self._ranks.size == 1:
             yield
@@ -72,10 +67,7 @@ def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) 
 def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:
     """Check that ranks run the same block next, if they compare what they run; waits for the device then.
 
-    After the last block, `number` is the number of blocks.
-
-    Raises:
-        LossError: on every rank, when they run different blocks.
+    After the last block, `number` is the number of blocks. Raises a LossError on every rank if they differ.
     """
     unused = unused_on_rank()
     if unused is None or not unused.is_first:
@@ -93,10 +85,8 @@ def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device:
 def require_same_results(ranks: Group, loss: Mean, metrics: Metrics) -> None:
     """Check that a loss returns the same on all ranks, if they compare what they run; waits for them then.
 
-    What is summed over ranks must have one form: a metric that one of them lacks would be added to another.
-
-    Raises:
-        LossError: on every rank, when loss or metrics have other names, forms or dtypes.
+    A metric that one of them lacks would be added to another. Raises a LossError on every rank if names, forms or
+    dtypes differ.
     """
     unused = unused_on_rank()
     if unused is None or not unused.is_first:

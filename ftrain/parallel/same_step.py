@@ -36,16 +36,13 @@ class SameInputs:
     def require(self, step: Any, state: TrainState, batch: PyTree) -> None:
         """Check the first step and its inputs, for which it waits for the device; later steps are not checked.
 
-        Args:
-            step: the step; compared as it prints, with options that are numbers or strings, and the version of torch.
-            state: the state, of DTensors or whole tensors; names, shapes and the number of its step are compared.
-            batch: the batch; every value is compared. With ``batches="rows"`` its length, and a warning says which
-                ranks have the same rows.
+        Steps are compared as they print, with options that are numbers or strings, and the version of torch; of states
+        the names, shapes and the number of the step; of batches every value. With ``batches="rows"`` only their length
+        is, in every step, and a warning says which ranks have the same rows.
 
         Raises:
-            StructureError: on every rank, when steps or the structures of states differ; names the rank and the line.
-            BatchError: on every rank, when the batches differ; names the rank. With ``batches="rows"``, also when
-                their number is not that of the first step: on this rank alone, if others have as many as before.
+            StructureError: on every rank, when steps or the structures of states differ.
+            BatchError: on every rank, when the batches differ; for another length than in the first step, on this rank.
         """
         if not self._whole_batches:
             self._require_length(tree.batch_length(batch))
@@ -78,11 +75,7 @@ class SameInputs:
 
 
 def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
-    """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
-
-    Raises:
-        StructureError: on every rank, when they differ; names the rank and the tensor.
-    """
+    """Check that ranks begin with the same names, shapes and dtypes; waits for them. Raises a StructureError if not."""
     lines = [
         f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
         for name, part in parts.items()
@@ -128,16 +121,14 @@ def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
     """Warn on rank 0 if ranks that should read different rows have read the same; waits for the device."""
     numbers = torch.zeros(ranks.size, dtype=torch.int64, device=device)
     numbers[ranks.rank] = number
-    first_with: dict[int, int] = {}
-    for rank, each in enumerate(ranks.sum(numbers).tolist()):
-        first = first_with.setdefault(each, rank)
-        if first != rank and not ranks.rank:
-            warn(
-                f"sharded: ranks {first} and {rank} have read the same first batch; with batches='rows' each must read "
-                "its own part, or examples count several times: "
-                "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
-            )
-            return
+    read = ranks.sum(numbers).tolist()
+    rank = next((rank for rank, each in enumerate(read) if each in read[:rank]), None)
+    if rank is not None and ranks.rank == 0:
+        warn(
+            f"sharded: ranks {read.index(read[rank])} and {rank} have read the same first batch; with batches='rows' "
+            "each must read its own part, or examples count several times: "
+            "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
+        )
 
 
 def _structure(state: TrainState) -> list[str]:

@@ -37,10 +37,10 @@ from ftrain.parallel.rows import current, rows_of
 from ftrain.parallel.same_blocks import require_same_results
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
-from ftrain.parallel.whole_update import whole_update
+from ftrain.parallel.whole_update.update import whole_update
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.microbatch import with_fewest_examples
-from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
+from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, extend_scope, wrapper
 from ftrain.tree import sharding
 from ftrain.types import (
     Loss,
@@ -288,13 +288,12 @@ class _RankStep:
             weight = self._all.sum(mean.weight.detach()) if weight is None else weight
             return replace(zero_if_empty(mean), weight=weight), metrics, buffers
 
-        @contextmanager
-        def scope(training: bool) -> Iterator[None]:
-            gathers_blocks = training or current_layout.get(None) is not None
-            with loss.scope(training), blocks.installed() if blocks and gathers_blocks else nullcontext():
-                yield
+        def gathering(training: bool) -> AbstractContextManager[None]:
+            is_divided = training or current_layout.get(None) is not None
+            return blocks.installed() if blocks and is_divided else nullcontext()
 
-        new = dataclasses.replace(loss, fn=of_rows, scope=scope, wrapper_texts=(*loss.wrapper_texts, self._text))
+        texts = (*loss.wrapper_texts, self._text)
+        new = dataclasses.replace(loss, fn=of_rows, scope=extend_scope(loss, gathering), wrapper_texts=texts)
         if self._all.size == 1:
             return new
         by_block = self._evaluating if blocks is not None and blocks.names else None
@@ -327,5 +326,5 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 
 @contextmanager
 def _evaluating_on(layout: Layout) -> Iterator[None]:
-    with setting(current_layout, layout), passing(Passing(in_backward=True, wholes=None)):
+    with setting(current_layout, layout), passing(Passing()):
         yield

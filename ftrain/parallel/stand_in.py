@@ -3,9 +3,9 @@
 All ranks start the same collectives in the same order, so it sends what the others wait for. The values are not
 valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
 
-The collectives of an eager step are known only by running it: the rank computes the gradient again, on one example of
-each microbatch, without the collectives that it had started before. The graph of a compiled step says which
-collectives there are, and their shapes: the rank starts the remaining ones without computing anything.
+In an eager step the rank computes the gradient again, on one example of each microbatch, without the collectives that
+it had started before. The graph of a compiled step says which collectives remain: the rank starts them without
+computing anything.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -43,10 +44,9 @@ class GradientStandIn:
         """Whether this rank takes part in a gradient for which it has no memory."""
         self._world: Any = None
 
-    def __enter__(self) -> GradientStandIn:
+    def __enter__(self) -> None:
         self._world, self._started = dist.group.WORLD, 0
         COUNTERS[self._world] = self
-        return self
 
     def __exit__(self, *error: object) -> None:
         del COUNTERS[self._world]
@@ -87,51 +87,46 @@ class OutOfMemoryOnRankError(DeviceError):
     """Memory ran out on at least one rank, and all ranks know it."""
 
 
-class GraphStandIn:
-    """Runs the compiled graphs of a step on all ranks, or on none."""
+def run_graph(agreement: Agreement, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what a graph, compiled from `captured`, returns on all ranks; their hosts wait for each other.
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    If it fails, some of its inputs may have been overwritten.
 
-    def active(self) -> AbstractContextManager[None]:
-        """Return the context in which compiled graphs are run by this object."""
-        return setting(_running_graphs, self)
-
-    def run(self, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what a compiled graph returns; the hosts of all ranks wait for each other.
-
-        If it fails, some of its inputs may have been overwritten. It was compiled from `captured`.
-
-        Raises:
-            OutOfMemoryOnRankError: on every rank, when one had no memory for it.
-            DeviceError: when there is no memory for a collective either; or if a compiler has changed which
-                collectives there are, as some options of Inductor allow.
-        """
-        collectives, started = collectives_of(captured), _Started()
-        outputs, why = None, None
-        try:
-            with started:
-                outputs = run(*inputs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            why = error
-        else:
-            _require_all(started.count, len(collectives))
-        if why is not None:
-            release(why, inputs[0].device)
-            for node in collectives[started.count :]:
-                _join(node)
-        if self._agreement.largest(int(outputs is None)) or outputs is None:
-            raise OutOfMemoryOnRankError("fit: memory ran out on a rank") from why
-        return outputs
+    Raises:
+        OutOfMemoryOnRankError: on every rank, when one had no memory for it.
+        DeviceError: when there is no memory for a collective either; or if a compiler has changed which
+            collectives there are, as some options of Inductor allow.
+    """
+    collectives, started = collectives_of(captured), _Started()
+    outputs, why = None, None
+    try:
+        with started:
+            outputs = run(*inputs)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = error
+    else:
+        _require_all(started.count, len(collectives))
+    if why is not None:
+        release(why, inputs[0].device)
+        for node in collectives[started.count :]:
+            _join(node)
+    if agreement.largest(int(outputs is None)) or outputs is None:
+        raise OutOfMemoryOnRankError("fit: memory ran out on a rank") from why
+    return outputs
 
 
-_running_graphs: ContextVar[GraphStandIn | None] = ContextVar("ftrain_graph_stand_in", default=None)
+_graph_runner: ContextVar[Callable[..., Sequence[Tensor]] | None] = ContextVar("ftrain_graph_runner", default=None)
 
 
-running_graphs = _running_graphs.get
-"""``() -> GraphStandIn | None``: the object that runs compiled graphs; None if they are simply called."""
+graph_runner = _graph_runner.get
+"""``() -> function | None``: what runs compiled graphs, `run_graph` of an agreement; None if they are simply called."""
+
+
+def running_graphs(agreement: Agreement) -> AbstractContextManager[None]:
+    """Return the context in which compiled graphs run on all ranks, or on none."""
+    return setting(_graph_runner, partial(run_graph, agreement))
 
 
 class _Started(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]

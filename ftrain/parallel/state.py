@@ -23,12 +23,9 @@ from ftrain.types import PyTree, TrainState, replace
 
 
 class Layout(NamedTuple):
-    """How the leaves of a state are divided.
+    """How the leaves of a state are divided: None for one that every rank has, and if nothing is divided over ranks.
 
-    Args:
-        params_parts: the part of each of the parameters; None for one that every rank has.
-        parts: the parts of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`.
-        shards: the ranks over which the parameters are divided; None if this rank has all of each.
+    `parts` are those of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`.
     """
 
     params_parts: list[Part | None]
@@ -56,8 +53,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
-    axes = [None] * (mesh.ndim - 1) + [part.axis]
-    return dtensor.from_local(_copied(part.take(whole, rank)), mesh, axes, whole.shape)
+    return dtensor.from_local(_copied(part.take(whole, rank)), mesh, (None, part.axis), whole.shape)
 
 
 def _copied(block: Tensor) -> Tensor:
@@ -119,11 +115,7 @@ class LocalStates:
         self._layout = Layout([], [], None)
 
     def take(self, state: TrainState) -> tuple[TrainState, Layout]:
-        """Return a state of the local parts of all DTensors, and how the parameters are divided.
-
-        Raises:
-            StructureError: for a DTensor of another mesh, or parameters that are whole at a level that divides them.
-        """
+        """Return a state of the local parts of all DTensors, and how the parameters are divided."""
         leaves, structure = tree.flatten(state)
         specs = dtensor.specs(leaves)
         if structure != self._structure or not all(map(operator.is_, specs, self._specs)):
@@ -153,6 +145,7 @@ class LocalStates:
         return new
 
     def _require_fitting(self, state: TrainState, leaves: list[Any]) -> None:
+        """Raises a StructureError for a DTensor of another mesh, or parameters that another level has divided."""
         meshes = {leaf.device_mesh for leaf in leaves if dtensor.is_dtensor(leaf)}
         if any(other != self._mesh for other in meshes):
             raise StructureError(

@@ -26,10 +26,9 @@ log = logging.getLogger("ftrain")
 class StockDraws:
     """Runs functions so that torch's random operations draw from the key of the step, if they draw at all.
 
-    Drawing from a key takes a few microseconds of Python per operation, so the first run finds out whether there
-    is a draw. If there was none, later runs only check whether torch's generator has advanced, and run again if so.
-
-    All ranks agree after the first run. One of several cannot run again alone, because they would wait for each other.
+    Drawing from a key takes a few microseconds of Python per operation, so all ranks find out in the first run whether
+    there is a draw. If there was none, later runs only check whether torch's generator has advanced. One rank alone
+    then runs again; one of several cannot, because they would wait for each other.
     """
 
     def __init__(self, ranks: Group) -> None:

@@ -13,7 +13,7 @@ from ftrain import tree
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
+from ftrain.parallel.stand_in import GradientStandIn, OutOfMemoryOnRankError, running_graphs, without_examples
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.core import refuses_in_place
 from ftrain.step.loss_forms import report
@@ -65,7 +65,7 @@ class OomRetry:
         self._original, self._say, self._interrupted = step, say, interrupted
         self.loss = step.loss
         self._compiled, self._agreement = step.is_compiled, agreement
-        self._stand_in, self._graphs = GradientStandIn(), GraphStandIn(agreement)
+        self._stand_in = GradientStandIn()
         is_copied = step.may_refuse_updates and not refuses_in_place(step)
         self._writes = _StateWrites(is_copied and agreement.is_alone and not self._compiled)
         self._recorded = pieces
@@ -135,7 +135,7 @@ class OomRetry:
         if self._agreement.is_alone:
             return step(state, batch)
         if self._compiled:
-            with self._graphs.active():
+            with running_graphs(self._agreement):
                 return step(state, batch)
         with self._stand_in:
             try:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.stand_in import GraphStandIn
+from ftrain.parallel.stand_in import running_graphs
 
 WIDTH, BLOCKS = 8, 3
 
@@ -60,7 +60,7 @@ def overlaps(backend):
     step, batch = step_of(backend), {"x": torch.ones(4, WIDTH)}
     state, _ = step(step.init(seed=0), batch)
     # Which refuses a compiler that changes how many collectives there are.
-    with GraphStandIn(Agreement(1)).active(), Overlaps() as found:
+    with running_graphs(Agreement(1)), Overlaps() as found:
         step(state, batch)
     return found.counts
 

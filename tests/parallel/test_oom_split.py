@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.errors import ComposeError, DeviceError
+from ftrain.parallel import stand_in
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.stand_in import GraphStandIn
 from ftrain.step.step import Step
 from tests.faults.forks import quiet_forks
 from tests.parallel import models
@@ -176,22 +176,22 @@ def test_steps_whose_gradient_is_not_computed_before_the_update_are_refused(wrap
 
 def compiled_rank(tell, number, level, directory, faults):
     """Train compiled on a rank that runs out of memory at some of the calls of its graphs, after a part of them."""
-    remaining, run_graph = dict(faults) if number == 1 else {}, GraphStandIn.run
+    remaining, run_graph = dict(faults) if number == 1 else {}, stand_in.run_graph
     calls = iter(range(100))
 
-    def scarcely(self, run, captured, inputs):
+    def scarcely(agreement, run, captured, inputs):
         share = remaining.pop(next(calls), None)
         if share is None:
-            return run_graph(self, run, captured, inputs)
+            return run_graph(agreement, run, captured, inputs)
         count = sum(isinstance(node.target, torch._ops.OpOverload) for node in captured.graph.nodes)
 
         def scarce(*tensors):
             with Scarce(max(int(share * count), 1)):
                 return run(*tensors)
 
-        return run_graph(self, scarce, captured, inputs)
+        return run_graph(agreement, scarce, captured, inputs)
 
-    GraphStandIn.run = scarcely
+    stand_in.run_graph = scarcely
     wrappers = ft.clip(0.05), ft.ema(0.8), ft.compiled(lowering="whole", backend="eager")
     step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(timeout=60), level))
     options = {"checkpoints": ft.Checkpoints(directory / "run", every=1), "on_oom": "split", "progress": False}

@@ -8,8 +8,7 @@ blocks of a leaf if the ranks of one copy of the state hold different blocks, el
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import optree
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
 from ftrain._torch import dtensor
-from ftrain.parallel.compression.method import RESIDUAL, Compression, Memory
+from ftrain.parallel.compression.method import RESIDUAL, Memory
 from ftrain.parallel.partition import Part
 from ftrain.types import NAMESPACE, PyTree, TrainState, replace
 
@@ -25,55 +24,38 @@ SLOT = "sharded"
 """The name of the slot, which is the name of the wrapper."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The memory of a method on a mesh, as it is stored in the state.
+def first_memory(
+    init: Callable[[int, Tensor, int | None], Memory], mesh: DeviceMesh, of_blocks: bool, params: PyTree
+) -> PyTree:
+    """Return the memory before the first step, given the `init` of a method, and parameters or DTensors of them.
 
-    Args:
-        method: method that has a memory.
-        mesh: mesh of shape (replicate, shard).
-        of_blocks: whether blocks of gradients, divided over the axis ``shard``, are added up by the ranks
-            of the axis ``replicate``. Otherwise whole gradients are added up by all ranks.
+    `of_blocks` is whether blocks of gradients, divided over the axis ``shard``, are added up by the ranks of the axis
+    ``replicate``. Otherwise whole gradients are added up by all ranks.
     """
 
-    method: Compression
-    mesh: DeviceMesh
-    of_blocks: bool
+    def of_leaf(index: int, leaf: Tensor) -> Memory:
+        part = Part.of(leaf.shape, mesh.size(1)) if of_blocks and leaf.ndim else None
+        shape, axis = (leaf.shape, None) if part is None else (part.shape_of(0), part.axis)
+        memory = init(index, dtensor.local_part(leaf).new_empty(shape), axis)
+        return {
+            name: stored_residual(each, part, leaf) if name == RESIDUAL else stored_block(each, part)
+            for name, each in memory.items()
+        }
 
-    def init(self, params: PyTree) -> PyTree:
-        """Return the memory before the first step, given parameters or DTensors of them."""
-        leaves, spec = tree.flatten(params)
-        return tree.unflatten(spec, [self._of_leaf(index, leaf) for index, leaf in enumerate(leaves)])
+    def stored_residual(residual: Tensor, part: Part | None, leaf: Tensor) -> Tensor:
+        axes, rows = [None if size == 1 else 0 for size in mesh.shape], mesh.size()
+        if of_blocks:
+            axes, rows = [0, None if part is None else part.axis + 1], mesh.size(0)
+        if part is not None:  # The last blocks may be shorter.
+            residual = residual.narrow(part.axis, 0, part.range(mesh.get_local_rank(1))[1]).clone()
+        return dtensor.from_local(residual[None], mesh, axes, (rows, *leaf.shape))
 
-    def _of_leaf(self, index: int, leaf: Tensor) -> Memory:
-        local, init = dtensor.local_part(leaf), cast(Callable[..., Memory], self.method.init)
-        if not (self.of_blocks and leaf.ndim):
-            memory = init(index, local.new_empty(leaf.shape), None)
-            return {
-                name: self._row(each, leaf, None) if name == RESIDUAL else each[None] for name, each in memory.items()
-            }
-        size = self.mesh.size(1)
-        part = Part.of(leaf.shape, size)
-        shape = [*leaf.shape]
-        shape[part.axis] = part.block
-        memory = init(index, local.new_empty(shape), part.axis)
-        for name, each in memory.items():
-            if name == RESIDUAL:
-                # The last blocks may be shorter.
-                length = part.range(self.mesh.get_local_rank(1))[1]
-                memory[name] = self._row(each.narrow(part.axis, 0, length).clone(), leaf, part.axis)
-            else:
-                memory[name] = dtensor.from_local(each[None], self.mesh, (None, 0), (size, *each.shape))
-        return memory
+    def stored_block(tensor: Tensor, part: Part | None) -> Tensor:
+        one = tensor[None]
+        return one if part is None else dtensor.from_local(one, mesh, (None, 0), (mesh.size(1), *tensor.shape))
 
-    def _row(self, residual: Tensor, leaf: Tensor, axis: int | None) -> Tensor:
-        """Return the residuals of a leaf of all ranks, given that of this rank and the axis that it is a block of."""
-        axes: tuple[int | None, ...]
-        if self.of_blocks:
-            axes, rows = (0, None if axis is None else axis + 1), self.mesh.size(0)
-        else:
-            axes, rows = tuple(None if size == 1 else 0 for size in self.mesh.shape), self.mesh.size()
-        return dtensor.from_local(residual[None], self.mesh, axes, (rows, *leaf.shape))
+    leaves, spec = tree.flatten(params)
+    return tree.unflatten(spec, [of_leaf(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 def memories_of(stored: PyTree, params: optree.PyTreeSpec) -> list[Memory]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, scatter_all, sum_all
+from ftrain.parallel.partition import Part, start_scatter_all, start_sum_all
 
 Memory: TypeAlias = dict[str, Tensor]
 """What a method keeps for one leaf between steps, by name; empty if it keeps nothing."""
@@ -29,11 +29,11 @@ class Exchange:
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole sums of any tensors over the ranks."""
-        return sum_all(self.group, tensors)
+        return start_sum_all(self.group, tensors)()
 
     def needed_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return what this rank needs of the sums of all gradients, which are added in their dtype."""
-        return scatter_all(self.group, grads, self.parts)
+        return start_scatter_all(self.group, grads, self.parts)()
 
     def needed(self, index: int, whole: Tensor) -> Tensor:
         """Return what this rank needs of the whole sum of a leaf, given by its number."""

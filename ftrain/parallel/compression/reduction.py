@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from optree import PyTreeSpec
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain.errors import ComposeError, OptionError
-from ftrain.parallel.compression.memory_slot import SLOT, Stored, memories_of, stored_of
+from ftrain.parallel.compression.memory_slot import SLOT, first_memory, memories_of, stored_of
 from ftrain.parallel.compression.method import Compression, Exchange
 from ftrain.parallel.compression.sixteen_bits import bf16, fp16
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, groups
-from ftrain.parallel.partition import Part, scatter_all
+from ftrain.parallel.partition import Part, start_scatter_all
 from ftrain.step.wrapper import SlotSpec, Wrapper
 from ftrain.types import PyTree
 
-UNCOMPRESSED = "fp32"
-NAMED = {"bf16": bf16, "fp16": fp16}
+NAMED = {"fp32": None, "bf16": bf16(), "fp16": fp16()}
 
 
 def compression_of(reduce: str | Compression) -> Compression | None:
-    """Return the method that a user names; None if gradients are sent in their own dtype.
-
-    Raises:
-        OptionError: if `reduce` is anything else.
-    """
-    if isinstance(reduce, Compression):
-        return reduce
-    if reduce == UNCOMPRESSED:
-        return None
-    if not isinstance(reduce, str) or reduce not in NAMED:
+    """Return the method that a user names, or None for ``"fp32"``. Raises an OptionError for anything else."""
+    if isinstance(reduce, str) and reduce in NAMED:
+        return NAMED[reduce]
+    if not isinstance(reduce, Compression):
         raise OptionError(
             f"sharded: reduce is {reduce!r}; needs 'fp32' (no compression), 'bf16', 'fp16', ft.parallel.powersgd(rank) "
             "or ft.parallel.sign()"
         )
-    return NAMED[reduce]()
+    return reduce
 
 
 class Reduction:
     """A compression method on a mesh: between the copies of a state, or between all ranks if it has no copies.
-
-    Args:
-        reduce: as in `sharded`.
-        mesh: mesh of shape (replicate, shard).
-        level: level of `sharded`.
 
     Attributes:
         text: what prints for it.
@@ -53,8 +42,7 @@ class Reduction:
         is_active: whether gradients are compressed; one rank sends none.
         slot: the part of the state for the memory of the method, if it has one.
 
-    Raises:
-        OptionError: at level 3 on a mesh with one copy of the state, whose gradients are added block by block.
+    Raises an OptionError at level 3 on a mesh with one copy of the state, whose gradients are added block by block.
     """
 
     def __init__(self, reduce: str | Compression, mesh: DeviceMesh, level: int) -> None:
@@ -73,7 +61,8 @@ class Reduction:
         self.is_active = method is not None and mesh.size() > 1
         self.slot: SlotSpec | None = None
         if method is not None and method.init is not None and self.is_active:
-            self.slot = SlotSpec(Stored(method, mesh, self._of_blocks).init)
+            init = partial(first_memory, method.init, mesh, self._of_blocks)
+            self.slot = SlotSpec(init)
 
     @property
     def sends(self) -> str:
@@ -93,10 +82,7 @@ class Reduction:
     def require_once(self, wrappers: Sequence[Wrapper]) -> None:
         """Check that the gradient is taken once per step if what has not been sent is added to the next one.
 
-        Also on one rank, which sends nothing, so that a step can run on many.
-
-        Raises:
-            ComposeError: naming the wrapper that takes it more than once.
+        Also on one rank, which sends nothing, so that a step can run on many. Raises a ComposeError if not.
         """
         twice = [other for other in wrappers if other.grad is not None and other.grad.evaluations > 1]
         method = self._method
@@ -115,7 +101,7 @@ class Reduction:
         """
         method: Compression = self._method  # type: ignore[assignment]
         if self._of_blocks:
-            grads = scatter_all(self._shard, grads, parts) if self._level < 3 else grads
+            grads = start_scatter_all(self._shard, grads, parts)() if self._level < 3 else grads
             parts = [None] * len(grads)
         memories = memories_of(slots[SLOT], params) if self.slot else [{} for _ in grads]
         sums, memories = method.combine(grads, memories, Exchange(self._ranks, parts))

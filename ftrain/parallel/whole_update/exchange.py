@@ -29,7 +29,7 @@ def to_owners(group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Mo
     for like, owned in _owned(group, leaves, moved):
         mine = owned[group.rank]
         sent = [[leaves[key] for key in keys] for keys in owned]
-        shapes = [[_shape(moved[key].part, rank) for key in mine] for rank in range(group.size)]
+        shapes = [[moved[key].part.shape_of(rank) for key in mine] for rank in range(group.size)]
         started.append((mine, _start(group, like, sent, shapes)))
     wholes: dict[Key, Tensor] = {}
     for mine, wait in started:
@@ -50,7 +50,7 @@ def from_owners(
     for of_dtype, owned in _owned(group, like, moved):
         mine = owned[group.rank]
         sent = [[moved[key].part.take(wholes[key], rank) for key in mine] for rank in range(group.size)]
-        shapes = [[_shape(moved[key].part, group.rank) for key in keys] for keys in owned]
+        shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in owned]
         started.append((owned, _start(group, of_dtype, sent, shapes)))
     blocks: dict[Key, Tensor] = {}
     for owned, wait in started:
@@ -85,7 +85,3 @@ def _start(
         return [[next(pieces).view(*shape) for shape in each] for each in shapes]
 
     return received
-
-
-def _shape(part: Part, rank: int) -> tuple[int, ...]:
-    return (*part.shape[: part.axis], part.range(rank)[1], *part.shape[part.axis + 1 :])

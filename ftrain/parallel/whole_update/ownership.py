@@ -29,12 +29,9 @@ PARAMS, STATE, GRADS = "params", "state", "grads"
 
 @dataclass(frozen=True)
 class Round:
-    """Leaves that are updated at the same time.
+    """Leaves that are updated at the same time: parameters and their state are sent to their owners and back.
 
-    Args:
-        leaves: the parameters and their state that are sent to their owners and back.
-        grads: their gradients, which are sent to the owners.
-        group: what this rank updates, if anything.
+    `grads` are only sent there. `group` is what this rank updates, if anything.
     """
 
     leaves: dict[Key, Moved]
@@ -51,8 +48,8 @@ class Plan:
         local: the leaves whose update needs no data of other ranks.
         rounds: the other leaves.
         shared: indices of the leaves of the state that every rank has.
-        idle: groups of a parameter that other ranks update, with that parameter as a `FakeTensor`: this rank has
-            leaves of their state, and updates no other parameter that these belong to.
+        idle: groups of a parameter that other ranks update, with that parameter as a `FakeTensor`: they have shared
+            leaves that belong to no parameter of this rank.
     """
 
     specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec]
@@ -77,26 +74,19 @@ def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
     return owners
 
 
-def single_groups(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree) -> list[ParamGroup]:
-    """Return the group of each parameter alone; of the state only its structure is used."""
-    singles = [[index] for index in range(len(tree.leaves(wholes)))]
-    return list(param_groups(FUNCTION, optimizer, wholes, opt_state, singles))
-
-
-def parts_of_state(
-    optimizer: Optimizer, wholes: PyTree, singles: Sequence[ParamGroup], ranks: int
-) -> list[Part | None]:
-    """Return how each leaf of an optimizer state is divided: None for one that every rank has.
+def first_state(optimizer: Optimizer, wholes: PyTree, ranks: int) -> tuple[PyTree, list[ParamGroup], list[Part | None]]:
+    """Return the first state of whole parameters, the group of each parameter alone, and how the state is divided.
 
     Every rank has what does not belong to one parameter, such as a count of updates, or belongs to a 0-d parameter.
     """
-    leaves = tree.leaves(wholes)
-    with _torch.without_modes():
-        state = tree.leaves(optimizer.init(wholes))
+    opt_state, leaves = optimizer.init(wholes), tree.leaves(wholes)
+    lists = [[index] for index in range(len(leaves))]
+    singles, state = list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)), tree.leaves(opt_state)
     counts = Counter(index for group in singles for index in group.state_indices)
     of_params = {index for group in singles if leaves[group.indices[0]].ndim for index in group.state_indices}
     divided = {index for index in of_params if counts[index] == 1 and state[index].ndim and state[index].numel()}
-    return [Part.of(leaf.shape, ranks) if index in divided else None for index, leaf in enumerate(state)]
+    parts = [Part.of(leaf.shape, ranks) if index in divided else None for index, leaf in enumerate(state)]
+    return opt_state, singles, parts
 
 
 def wholes_of(params: PyTree) -> PyTree:
@@ -118,8 +108,8 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
     groups = iter(list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)))
     groups_of = [[next(groups) for _ in of_rank] for of_rank in chunks]
     local_group = next(groups, None)
-    singles = single_groups(optimizer, wholes, opt_state)
-    state_parts = parts_of_state(optimizer, wholes, singles, ranks.size)
+    with _torch.without_modes():
+        _, singles, state_parts = first_state(optimizer, wholes, ranks.size)
     parts = {(STATE, index): part for index, part in enumerate(state_parts)}
     parts |= {(PARAMS, index): Part.of(leaf.shape, ranks.size) for index, leaf in enumerate(leaves) if leaf.ndim}
     rounds = [_round(each, parts, ranks.rank) for each in itertools.zip_longest(*groups_of)]

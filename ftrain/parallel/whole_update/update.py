@@ -32,9 +32,8 @@ from ftrain.parallel.whole_update.ownership import (
     Plan,
     Round,
     assign,
-    parts_of_state,
+    first_state,
     plan,
-    single_groups,
     wholes_of,
 )
 from ftrain.tree import sharding
@@ -54,10 +53,8 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     Its `init` makes DTensors of DTensors. Its `update` gets the parts of this rank within `ftrain.tree.sharding.over`;
     all ranks must call both.
 
-    Args:
-        optimizer: one that has a `split`; one that this function has returned is used as before.
-        ranks: ranks over which leaves are divided.
-        owners: name of a parameter -> the rank that updates it. Default: all ranks update about equally many elements.
+    The optimizer has a `split`. One that this function has returned stands for the one that it was made of.
+    `owners` are the ranks that update parameters, by name. Default: all update about equally many elements.
     """
     optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
 
@@ -107,9 +104,8 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     """Return the first state of parameters that are DTensors, made of one whole parameter after another."""
     leaves, spec = tree.flatten(params)
     wholes = tree.unflatten(spec, sharding.abstract(leaves, [leaf.shape for leaf in leaves]))
-    state, state_spec = tree.flatten(optimizer.init(wholes))
-    singles = single_groups(optimizer, wholes, tree.unflatten(state_spec, state))
-    parts = parts_of_state(optimizer, wholes, singles, ranks.size)
+    opt_state, singles, parts = first_state(optimizer, wholes, ranks.size)
+    state, state_spec = tree.flatten(opt_state)
     for group, leaf in zip(singles, leaves, strict=True):
         whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names

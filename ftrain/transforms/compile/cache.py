@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import BatchError, TraceError
-from ftrain.parallel.stand_in import running_graphs
+from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
@@ -220,8 +220,8 @@ class Graph:
 
     def __call__(self, carry: PyTree, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments, of which `carry` is the first."""
-        tensors, stand_in = self._tensors(leaves), running_graphs()
-        outputs = iter(self._run(*tensors) if stand_in is None else stand_in.run(self._run, self.captured, tensors))
+        tensors, runner = self._tensors(leaves), graph_runner()
+        outputs = iter(self._run(*tensors) if runner is None else runner(self._run, self.captured, tensors))
         extra = tree.unflatten(self._extra_spec, [next(outputs) if e is None else e for e in self._extras])
         if self._overwrites:
             return carry, extra
