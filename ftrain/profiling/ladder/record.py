@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
-COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
+COLUMNS = "{:<22} {:<25}{:>7} {:<12} {:>8}{:>6}{:>8}{:>5}{:>5}"
 LEAST_ROUNDS = 6
 """With fewer, even the range of all is narrower than the 95% confidence interval of the median."""
 
@@ -117,7 +117,7 @@ class Ladder:
         rates = next(iter(self.rows[0].rates), "examples")
         base = self.rows[0].peak or 0
         unit, name = unit_of(base)
-        head = f"{'method':<22} {'technique':<25}{'ms/step':>7}{f'{rates}/s':>21}{name:>14}{'B/par':>10}"
+        head = f"{'method':<22} {'technique':<25}{'ms/step':>7}{f'{rates}/s':>22}{name:>14}{'B/par':>10}"
         lines = [self.title, "", head]
         for group, rows in groupby(self.rows, lambda row: row.group):
             if group != ALONE:
