@@ -360,7 +360,7 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
 
 def test_millions_of_examples_a_second_do_not_touch_the_column_before():
     fast = Row(ALONE, "", "as given", 256, Interval(0.14e-3, 0.14e-3, 0.14e-3), rates={"examples": 1_872_912.0})
-    assert "[0.14, 0.14] 1,872,912" in repr(Ladder("a step", [fast], rounds=1))
+    assert "[0.14, 0.14]   1.87M" in repr(Ladder("a step", [fast], rounds=1))
 
 
 def test_a_picture_without_matplotlib(timed, monkeypatch):

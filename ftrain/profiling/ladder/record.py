@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
-COLUMNS = "{:<22} {:<25}{:>7} {:<12} {:>8}{:>6}{:>8}{:>5}{:>5}"
+COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
 LEAST_ROUNDS = 6
 """With fewer, even the range of all is narrower than the 95% confidence interval of the median."""
 
@@ -117,7 +117,7 @@ class Ladder:
         rates = next(iter(self.rows[0].rates), "examples")
         base = self.rows[0].peak or 0
         unit, name = unit_of(base)
-        head = f"{'method':<22} {'technique':<25}{'ms/step':>7}{f'{rates}/s':>22}{name:>14}{'B/par':>10}"
+        head = f"{'method':<22} {'technique':<25}{'ms/step':>7}{f'{rates}/s':>21}{name:>14}{'B/par':>10}"
         lines = [self.title, "", head]
         for group, rows in groupby(self.rows, lambda row: row.group):
             if group != ALONE:
@@ -161,7 +161,7 @@ def _line(row: Row, method: str, base: int, unit: int) -> str:
         f"{row.name} emulated" if row.emulated else row.name,
         f"{median:,.{digits}f}",
         f"[{low:.{digits}f}, {high:.{digits}f}]",
-        f"{rate:,.{0 if rate >= 100 else 1}f}",
+        f"{rate / 1e6:,.2f}M" if rate >= 1e6 else f"{rate:,.{0 if rate >= 100 else 1}f}",
         f"x{row.speed.median:.{2 if row.speed.median < 10 else 0}f}" if row.speed else "",
         peak,
         f"{row.peak / base:.0%}" if row.peak and base else "",
