@@ -50,20 +50,23 @@ class _Lines:
 
         Of the last run in the file: steps begin again where another run has appended its lines.
         """
-        if not self._path.exists():
+        if not self._path.is_file():
             return
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self._path.read_bytes().splitlines(keepends=True)
         steps = [_step(line) for line in lines]
         start, previous = 0, -math.inf
         for index, number in enumerate(steps):
             start = index if number < previous else start
             previous = number if number < math.inf else previous
-        last_run = [*zip(lines[start:], steps[start:], strict=True)]
-        earlier = [line for line, number in last_run if number < step]
-        same = [line for line, number in last_run if number == step]
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_text("".join([*lines[:start], *earlier, *same[:count]]), encoding="utf-8")
-        temporary.replace(self._path)
+        end, of_step = len(lines), 0
+        for index in range(start, len(lines)):
+            of_step += steps[index] == step
+            if step < steps[index] < math.inf or of_step > count or not lines[index].endswith(b"\n"):
+                end = index
+                break
+        # The steps of a run only rise. Another file in its place would need room, and lose its mode and the link to it.
+        os.truncate(self._path, sum(map(len, lines[:end])))
+        self._ends_whole = False
 
 
 def _ends_whole(path: Path) -> bool:
@@ -75,10 +78,10 @@ def _ends_whole(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def _step(line: str) -> float:
-    """Return the step of a line; infinity if the line is incomplete."""
+def _step(line: bytes) -> float:
+    """Return the step of a line; infinity if the line is no record."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
