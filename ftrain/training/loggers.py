@@ -37,6 +37,9 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path, self._ends_whole = path, False
 
+    def __repr__(self) -> str:
+        return f"jsonl({str(self._path)!r})"
+
     def __call__(self, record: Record) -> None:
         line = json.dumps(_finite(record), allow_nan=False, default=str)
         start = "" if self._ends_whole or _ends_whole(self._path) else "\n"

@@ -242,6 +242,7 @@ def test_a_line_of_jsonl_that_a_killed_run_began_does_not_take_the_next_one(tmp_
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     log = ft.loggers.jsonl(path)
+    assert repr(log) == f"jsonl({str(path)!r})"
     log({"step": 1})
     log({"step": 2})
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 1}', '{"step": 2}']
