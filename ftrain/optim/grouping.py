@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain._torch import is_fake
 from ftrain.errors import StructureError
 from ftrain.optim.structure_cache import common_spec
 from ftrain.tree.name_patterns import Select
@@ -22,6 +23,10 @@ Group: TypeAlias = tuple[list[int], bool]
 
 BLOCK = 1 << 18
 """Elements that formulas take together if memory is not cached, so that intermediate results stay in CPU caches."""
+
+PREDICTED_VECTORS = 256
+"""About the largest number of vectors of fake tensors: operations on these take as long whatever their size, and a
+prediction of billions of parameters would take hours. Intermediate results of such a vector add 1% to its peak."""
 
 
 class VectorLayout(NamedTuple):
@@ -196,8 +201,7 @@ def _vectors(
 ) -> Iterator[VectorLayout]:
     """Join and cut the leaves of each group, but do not cut those in `uncut`."""
     for indices, decay in groups:
-        cached = backends.of(leaves[indices[0]].device).caches_memory
-        most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align)
+        most = _vector_size([leaves[index] for index in indices], align)
         windows: list[tuple[int, int, int]] = []
         offset = size = 0
         for index in indices:
@@ -213,6 +217,14 @@ def _vectors(
                 size += stop - start
         if windows:
             yield VectorLayout(windows, decay, offset)
+
+
+def _vector_size(leaves: list[Tensor], align: int) -> int:
+    """Return the largest number of elements of a vector of a group."""
+    most = BLOCK << 6 if backends.of(leaves[0].device).caches_memory else BLOCK
+    if is_fake(leaves[0]):
+        most = max(most, sum(map(Tensor.numel, leaves)) // PREDICTED_VECTORS)
+    return max(align, most // align * align)
 
 
 def _aligned(leaves: list[Tensor], others: list[Tensor]) -> bool:
