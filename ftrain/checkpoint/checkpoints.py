@@ -293,6 +293,9 @@ class Checkpoints:
             except UnreachableError:
                 raise
             except CheckpointError as error:
+                if self._ranks is None and step not in ranks.first(self.steps):
+                    # The run that writes there has removed it, after it saved a newer one.
+                    return self.latest(like, before=before, best=best, on_host=on_host, accept=accept)
                 errors.append(str(error))
                 continue
             if errors and ranks.is_first:

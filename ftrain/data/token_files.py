@@ -1,14 +1,17 @@
 """Token files: ``.npy`` files of integers, written document by document and read through a memory map.
 
 The ends of the documents are in a second file: ``text.npy`` and ``text.ends.npy``. A file is renamed to its final name
-when it is complete, so that an interrupted writer leaves no partial file under that name.
+when it is complete, so that an interrupted writer leaves no partial file under that name. Each writer has temporary
+names of its own: several processes that write the same file do not mix their documents, and the last one to end wins.
 """
 
 from __future__ import annotations
 
 import os
+import uuid
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ class TokenWriter:
 
     Raises:
         OptionError: if the name does not end in ``.npy``, or the dtype is not an integer dtype.
+        DataError: if the file cannot be written, here and in the methods.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -51,9 +55,11 @@ class TokenWriter:
         if self._dtype.kind not in "iu":
             raise OptionError(f"TokenWriter: dtype is {self._dtype}; needs an integer dtype")
         self._ends = array("q")
-        self._part = self._path.with_suffix(".part")
-        self._file = self._part.open("wb")
-        self._write_header(0)
+        self._part = self._path.with_name(f".{self._path.stem}.{uuid.uuid4().hex}.part")
+        with _named_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._part.open("wb")
+            self._write_header(0)
 
     def add(self, tokens: Sequence[int] | Tensor | Tokens) -> None:
         """Append a document: integers of shape (length,) that fit the dtype. Raises a DataError if they are not."""
@@ -69,22 +75,26 @@ class TokenWriter:
                 f"TokenWriter.add: tokens range from {document.min()} to {document.max()}, and {self._dtype} from "
                 f"{limits.min} to {limits.max}; pass a wider dtype="
             )
-        self._file.write(document.astype(self._dtype).tobytes())
+        with _named_errors(self._path):
+            self._file.write(document.astype(self._dtype).tobytes())
         self._ends.append((self._ends[-1] if self._ends else 0) + len(document))
 
     def close(self) -> None:
-        """Complete the file, write it to disk and rename it to its final name."""
-        self._file.seek(0)
-        self._write_header(self._ends[-1] if self._ends else 0)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        # The ends are renamed first, so that a token file always has them.
+        """Complete the file, write it to disk and rename it to its final name; raises a DataError if that fails."""
         ends = self._part.with_suffix(".ends.part")
-        with ends.open("wb") as file:
-            np.save(file, np.array(self._ends, dtype=np.int64))
-        ends.replace(ends_path(self._path))
-        self._part.replace(self._path)
+        with _named_errors(self._path):
+            self._file.seek(0)
+            self._write_header(self._ends[-1] if self._ends else 0)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            # The ends are renamed first, so that a token file always has them.
+            with ends.open("wb") as file:
+                np.save(file, np.array(self._ends, dtype=np.int64))
+                file.flush()
+                os.fsync(file.fileno())
+            ends.replace(ends_path(self._path))
+            self._part.replace(self._path)
 
     def _write_header(self, count: int) -> None:
         # numpy pads the header, so that one with a larger count can overwrite it.
@@ -95,11 +105,26 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        self._file.close()
-        self._part.unlink()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            with suppress(OSError):  # Closing writes what is left, which a full disk refuses again.
+                self._file.close()
+            for part in self._part, self._part.with_suffix(".ends.part"):
+                part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Context that raises a DataError that names the file in place of a system error."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"TokenWriter: {path} could not be written: {error}; make room, or choose another path. An earlier file of "
+            "that name is unchanged"
+        ) from error
 
 
 def write_tokens(

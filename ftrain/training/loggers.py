@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,8 +21,9 @@ def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
     The folder is created if it is missing. NaN and infinities become null, and values that JSON lacks their text. Each
-    line is written at once: when a run is killed, only the last one can be incomplete. A run that resumes from a
-    checkpoint removes its lines of later steps, which it makes again; those of earlier runs in the file stay.
+    line is written at once: when a run is killed, only its last one can be incomplete, and the next record begins a new
+    line. A run that resumes from a checkpoint removes its lines of later steps, which it makes again; those of earlier
+    runs in the file stay.
 
     Raises:
         OptionError: when `path` is no path.
@@ -33,38 +35,56 @@ def jsonl(path: str | Path) -> Logger:
 
 class _Lines:
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._ends_whole = path, False
+
+    def __repr__(self) -> str:
+        return f"jsonl({str(self._path)!r})"
 
     def __call__(self, record: Record) -> None:
         line = json.dumps(_finite(record), allow_nan=False, default=str)
+        start = "" if self._ends_whole or _ends_whole(self._path) else "\n"
+        self._ends_whole = False  # A full disk may take a part of the line.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(f"{start}{line}\n")
+        self._ends_whole = True
 
     def rewind(self, step: int, count: int) -> None:
         """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line.
 
         Of the last run in the file: steps begin again where another run has appended its lines.
         """
-        if not self._path.exists():
+        if not self._path.is_file():
             return
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self._path.read_bytes().splitlines(keepends=True)
         steps = [_step(line) for line in lines]
         start, previous = 0, -math.inf
         for index, number in enumerate(steps):
             start = index if number < previous else start
             previous = number if number < math.inf else previous
-        last_run = [*zip(lines[start:], steps[start:], strict=True)]
-        earlier = [line for line, number in last_run if number < step]
-        same = [line for line, number in last_run if number == step]
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_text("".join([*lines[:start], *earlier, *same[:count]]), encoding="utf-8")
-        temporary.replace(self._path)
+        end, of_step = len(lines), 0
+        for index in range(start, len(lines)):
+            of_step += steps[index] == step
+            if step < steps[index] < math.inf or of_step > count or not lines[index].endswith(b"\n"):
+                end = index
+                break
+        # The steps of a run only rise. Another file in its place would need room, and lose its mode and the link to it.
+        os.truncate(self._path, sum(map(len, lines[:end])))
+        self._ends_whole = False
 
 
-def _step(line: str) -> float:
-    """Return the step of a line; infinity if the line is incomplete."""
+def _ends_whole(path: Path) -> bool:
+    """Return whether a file is missing, empty or no regular file, or ends with a whole line."""
+    if not path.is_file() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a line; infinity if the line is no record."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

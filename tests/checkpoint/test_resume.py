@@ -245,6 +245,20 @@ def test_loggers_have_no_row_twice(tmp_path):
     assert [row["loss"] for row in rows] == found.history["loss"]
 
 
+def test_a_log_that_is_a_link_stays_one_and_keeps_its_mode(tmp_path):
+    log, link = tmp_path / "steps.jsonl", tmp_path / "link.jsonl"
+    log.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 1, 2, 3)) + "no record\n" + '{"step": 4}\n{"st')
+    log.chmod(0o600)
+    link.symlink_to(log)
+    logger = ft.loggers.jsonl(link)
+    logger.rewind(4, 1)
+    assert log.read_text().splitlines()[-2:] == ["no record", '{"step": 4}']
+    logger.rewind(1, 1)
+    assert log.read_text() == '{"step": 1}\n'
+    assert link.is_symlink()
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_last_evaluation_is_made_and_logged_once(tmp_path):
     path, seen = tmp_path / "steps.jsonl", []
 

@@ -285,6 +285,21 @@ def test_one_writes_and_all_read(tmp_path):
         ft.Checkpoints(tmp_path, every=1).save(2, tree(2))
 
 
+def test_what_a_run_removes_while_it_is_read_is_not_taken_for_damaged(tmp_path, recwarn):
+    reader, removed = fill(tmp_path, [1], keep=1), []
+    with ft.Checkpoints(tmp_path, every=1, keep=1) as writer:
+
+        def accept(loaded):
+            if not removed:
+                removed.append(loaded.step)
+                writer.save(2, tree(2), wait=True)
+                raise CheckpointError("a file is missing")
+
+        assert reader.latest(accept=accept).step == 2
+    assert removed == [1]
+    assert not recwarn
+
+
 def test_the_run_keeps_its_name(tmp_path):
     first = fill(tmp_path, [1, 2])
     again = ft.Checkpoints(tmp_path, every=1)

@@ -1,6 +1,8 @@
 """Sources: arrays, token files, datasets as they are; and positions of whatever keeps one."""
 
+import errno
 import functools
+import os
 import pickle
 import threading
 
@@ -147,6 +149,25 @@ def test_a_writer_that_dies_leaves_no_file(tmp_path):
     assert not (tmp_path / "text.npy").exists()
     writer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.ends.npy", "text.npy"]
+
+
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"text\.npy could not be written: .*No space left.*; make room"):
+        data.write_tokens(tmp_path / "new" / "text.npy", [[1, 2, 3]])
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_writers_of_one_file_do_not_mix_their_documents(tmp_path):
+    path = tmp_path / "text.npy"
+    with data.TokenWriter(path) as writer:
+        writer.add([1] * 10_000)
+        data.write_tokens(path, [[2, 3]])
+        assert np.load(path).tolist() == [2, 3]
+    assert np.load(path).tolist() == [1] * 10_000
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Where memory goes: what is predicted is what the profiler of torch measures, and what is known by hand."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import weakref
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
+from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.step_variants import nbytes
@@ -627,3 +629,18 @@ def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
         for given in ((step, step.init(), piece), (ft.accumulate(4)(step), step.init(), batch))
     )
     assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize("make", [optim.adamw_8bit, functools.partial(optim.adamw, state_dtype="bf16")])
+def test_the_operations_of_a_prediction_do_not_grow_with_a_narrow_optimizer_state(make, monkeypatch):
+    monkeypatch.setattr(grouping, "BLOCK", 2048)
+
+    def predicted(most):
+        monkeypatch.setattr(grouping, "PREDICTED_VECTORS", most)
+        step = ft.train_step(lambda params, batch: (batch @ params).square().mean(), make(1e-3))
+        return ft.anatomy(step, step.init(torch.ones(256, 256)), torch.ones(2, 256), measure=False)
+
+    many, few = predicted(10**9), predicted(8)
+    assert len(few.timeline.operations) < len(many.timeline.operations) / 3
+    assert few.at_rest == many.at_rest
+    assert few.most["gradients"] == many.most["gradients"]

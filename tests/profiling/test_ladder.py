@@ -12,7 +12,8 @@ from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, O
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Remedy
 from ftrain.profiling.ladder import TECHNIQUES, Case, run
-from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER
+from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
+from ftrain.profiling.timing import Interval
 from tests.laws.registry import EVERY
 from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
@@ -355,6 +356,11 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf"):
         found.plot(tmp_path / "a.pdf")
+
+
+def test_millions_of_examples_a_second_do_not_touch_the_column_before():
+    fast = Row(ALONE, "", "as given", 256, Interval(0.14e-3, 0.14e-3, 0.14e-3), rates={"examples": 1_872_912.0})
+    assert "[0.14, 0.14]   1.87M" in repr(Ladder("a step", [fast], rounds=1))
 
 
 def test_a_picture_without_matplotlib(timed, monkeypatch):

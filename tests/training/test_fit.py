@@ -238,6 +238,16 @@ def test_jsonl_writes_one_line_for_each_record(tmp_path):
     assert len(path.read_text(encoding="utf-8").splitlines()) == 6
 
 
+def test_a_line_of_jsonl_that_a_killed_run_began_does_not_take_the_next_one(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    log = ft.loggers.jsonl(path)
+    assert repr(log) == f"jsonl({str(path)!r})"
+    log({"step": 1})
+    log({"step": 2})
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 1}', '{"step": 2}']
+
+
 def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     path = tmp_path / "log.jsonl"
     evaluate = lambda state: {"tensor": torch.tensor(0.5), "mean": torch.tensor([1, 3]).float().mean()}  # noqa: E731

@@ -161,7 +161,7 @@ def _line(row: Row, method: str, base: int, unit: int) -> str:
         f"{row.name} emulated" if row.emulated else row.name,
         f"{median:,.{digits}f}",
         f"[{low:.{digits}f}, {high:.{digits}f}]",
-        f"{rate:,.{0 if rate >= 100 else 1}f}",
+        f"{rate / 1e6:,.2f}M" if rate >= 1e6 else f"{rate:,.{0 if rate >= 100 else 1}f}",
         f"x{row.speed.median:.{2 if row.speed.median < 10 else 0}f}" if row.speed else "",
         peak,
         f"{row.peak / base:.0%}" if row.peak and base else "",
