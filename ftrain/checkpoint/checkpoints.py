@@ -326,11 +326,11 @@ class Checkpoints:
             raise OptionError(
                 "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
             )
-        found = self._best(steps)
-        if not found:
+        best_step = self._best(steps)
+        if not best_step:
             until = "" if before is None else f" up to step {before}"
             raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
-        return found
+        return best_step
 
     def _write(
         self, step: int, content: LocalTree, draft: Manifest, first: Callable[[], None] | None, ranks: Ranks

@@ -109,7 +109,7 @@ class TokenWriter:
             if kind is None:
                 self.close()
         finally:
-            with suppress(OSError):  # Closing writes what is left, which a full disk refuses again.
+            with suppress(OSError):  # Closing writes the rest of the buffer; on a full disk it fails again.
                 self._file.close()
             for part in self._part, self._part.with_suffix(".ends.part"):
                 part.unlink(missing_ok=True)

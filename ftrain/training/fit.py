@@ -160,8 +160,7 @@ def fit(
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state, point
             _train(run)
-    data_ended = steps is None or run.step < steps
-    run.history.stopped = run.stopped or ("data" if data_ended else "steps")
+    run.history.stopped = run.stopped or ("data" if steps is None or run.step < steps else "steps")
     if number := votes.agreed_signal():
         run.history.stopped = "interrupt"
         _end_by(number, checkpoints, run, prints=agreement.is_first)

@@ -56,7 +56,7 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
 def require_same_rates(step: Any, steps: Sequence[StepMetrics], records: Sequence[Mapping[str, Any]]) -> None:
     """Check that this rank made its steps with the scheduled values that the records of the first rank have.
 
-    Raises an OptionError that names the value: each rank would train its part of the state at another rate.
+    Raises an OptionError that names the value. The ranks would otherwise train with different rates.
     """
     for (number, _, metrics), record in zip(steps, records, strict=True):
         for name in step.optimizer.schedules if isinstance(step, Step) else ():

@@ -33,8 +33,8 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     if max_norm is not None and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
     limit = value if value is not None else 1.0 if max_norm is None else max_norm
-    measures = value is None and limit == math.inf
-    if not measures:
+    only_reports = value is None and limit == math.inf
+    if not only_reports:
         require_positive_number("clip", "the limit", limit)
 
     def wrap(grad: GradFn) -> GradFn:
@@ -49,7 +49,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
             if value is not None:
                 for index, leaf in enumerate(leaves):
                     leaves[index] = leaf.clamp(-limit, limit)
-            elif not measures:
+            elif not only_reports:
                 factor = (norm + EPSILON).reciprocal_()
                 factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
                 tree.scale_in_turn(leaves, factor)

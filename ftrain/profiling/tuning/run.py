@@ -98,18 +98,18 @@ def trials(
     fitting = [row for row in rows if row.fits]
     if not fitting:
         raise DeviceError(nothing_fits(rows, format_bytes(search.memory), search.advice))
-    given = search.current_microbatches, search.current_remat
-    fitting.sort(key=lambda row: ((row.microbatches, row.policy) != given, row.flops, row.microbatches))
-    tried, found = fitting[:MOST], list[Hint]()
+    current = search.current_microbatches, search.current_remat
+    fitting.sort(key=lambda row: ((row.microbatches, row.policy) != current, row.flops, row.microbatches))
+    tried, hints = fitting[:MOST], list[Hint]()
     if search.original is None:
         best = min(tried, key=lambda row: (row.flops, row.microbatches))
         tried = [dataclasses.replace(best, verdict="<- computes least")]
     else:
         tried = _choose(search, search.original, _time(search.original, tried, search.batch, rounds))
-        found = _hints(search.original, tried[0].step, search.batch)
+        hints = _hints(search.original, tried[0].step, search.batch)
     by_candidate = {(row.microbatches, row.policy): row for row in [*rows, *tried]}
     examples = tree.batch_length(search.batch) or 1
-    return Trials(tried[0].step, [*by_candidate.values()], search.memory, examples, found)
+    return Trials(tried[0].step, [*by_candidate.values()], search.memory, examples, hints)
 
 
 def _time(original: Original, rows: Sequence[Trial], batch: PyTree, rounds: int) -> list[Trial]:
