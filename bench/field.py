@@ -18,6 +18,7 @@ OURS_EAGER = Entrant("ftrain, eager", "ours", "bench.ours:eager")
 OURS_COMPILED = Entrant("ftrain, compiled", "ours", "bench.ours:compiled")
 OURS_KEEPING = Entrant("ftrain, compiled, not donated", "ours", "bench.ours:compiled", options=(("donate", False),))
 OURS_GRAPHED = Entrant("ftrain, compiled, graphs", "ours", "bench.ours:compiled", options=(("graphs", True),))
+OURS_COMBO = Entrant("ftrain, compiled, combo kernels", "ours", "bench.ours:compiled", options=(("combo", True),))
 OURS_CALLS = Entrant("ftrain, compiled, calls alone", "ours", "bench.ours:called")
 OURS_UNGRAPHED = Entrant("ftrain, compiled, no graphs", "ours", "bench.ours:compiled", options=(("graphs", False),))
 

@@ -109,7 +109,8 @@ def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: 
             for value in state.values():
                 value.zero_()
 
-    def run() -> Tensor:
+    # The graph works on the memory of model, batch and optimizer, and does not keep it alive.
+    def run(_kept: Any = iteration) -> Tensor:
         graph.replay()
         return loss
 

@@ -88,7 +88,10 @@ def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -
     """
     if graphs and task.device == "cpu":
         raise MissingError("a CPU captures no device graphs")
-    return ft.compiled(donate=donate, backend=None if task.backend == "inductor" else task.backend, replay=graphs)
+    if task.backend != "inductor":
+        return ft.compiled(donate=donate, backend=task.backend, replay=graphs)
+    options = {"combo_kernels": True} if task.option("combo") else {}
+    return ft.compiled(donate=donate, replay=graphs, **options)
 
 
 def called(task: Task) -> Run:

@@ -1,4 +1,7 @@
-"""What only a GPU can show: replay with real kernels, and that nothing waits for the device."""
+"""What only a GPU can show: real kernels, their replay, memory that runs out, and that nothing waits for the device."""
+
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,9 +11,27 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.random.torch_ops import Keyed
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU, and `make test-gpu`, which shows it"
-)
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and `make test-gpu`, which shows it"),
+    # Torch's own, when Inductor compiles for a GPU.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
+    # Of torchao, about a function of torch.
+    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
+]
+
+
+@contextmanager
+def waiting_is_an_error():
+    """Torch raises at a synchronisation of the host with the device."""
+    with warnings.catch_warnings():
+        # Torch says that the mode is a prototype.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Net(nn.Module):
@@ -24,7 +45,7 @@ class Net(nn.Module):
 
 
 def criterion(model, batch, *, rng):
-    kept = ft.random.dropout(rng, batch, 0.2)
+    kept = batch if rng is None else ft.random.dropout(rng, batch, 0.2)
     return (model(kept) ** 2).mean()
 
 
@@ -39,10 +60,10 @@ def batches(count):
     return list(torch.randn(count, 8, 16, generator=generator).unbind())
 
 
-def train(step, data):
-    state, losses = step.init(device="cuda"), []
+def train(step, data, device="cuda"):
+    state, losses = step.init(device=device), []
     for batch in data:
-        state, metrics = step(state, batch.cuda())
+        state, metrics = step(state, batch.to(device))
         losses.append(metrics["loss"])
     return state, torch.stack(losses)
 
@@ -71,7 +92,7 @@ def test_compiled_agrees_with_eager():
     "wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=["plain", "guarded", "compiled"]
 )
 def test_nothing_waits_for_the_device_between_two_readings(wrappers):
-    """Torch raises at a synchronisation; the one reading is at the end, after the mode is off."""
+    """The one reading is at the end, after the mode is off."""
     step = make(*wrappers)
     state = step.init(device="cuda")
     data = [batch.pin_memory() for batch in batches(12)]
@@ -79,11 +100,8 @@ def test_nothing_waits_for_the_device_between_two_readings(wrappers):
     state, _ = step(state, data[1].cuda())
 
     def watched():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             yield from data[2:]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     _, history = ft.fit(step, state, watched(), log_every=100, progress=False, donate=False)
     assert len(history) == 10
@@ -183,12 +201,9 @@ def test_no_optimizer_waits_for_the_device(name):
     state, data = step.init(device="cuda"), [batch.cuda() for batch in batches(4)]
     for batch in data[:2]:
         state, _ = step(state, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for batch in data[2:]:
             state, _ = step(state, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -207,3 +222,161 @@ def test_attention_and_recurrent_nets_with_dropout_draw_from_a_key(dtype):
     for a, b in zip(run(), run(), strict=True):
         torch.testing.assert_close(a, b)
     assert run()[0] == 2
+
+
+WRAPPERS = {
+    "remat": lambda: ft.remat(blocks=["up", "down"]),
+    "accumulate": lambda: ft.accumulate(2),
+    "sam": lambda: ft.sam(0.05),
+    "skip_nonfinite": ft.skip_nonfinite,
+    "skip_spikes": lambda: ft.skip_spikes(4.0),
+    "offload activations": lambda: ft.offload("activations"),
+    "offload opt_state": lambda: ft.offload("opt_state"),
+    "empty_cache": lambda: ft.empty_cache(every=2),
+}
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_compute_what_they_compute_on_a_cpu(name, more):
+    """Dropout included: the keys draw the same numbers."""
+    _, found = train(make(WRAPPERS[name](), *more), batches(6))
+    alike = () if name.startswith(("offload", "empty_cache")) else (WRAPPERS[name](),)
+    _, wanted = train(make(*alike), batches(6), "cpu")
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_updates_in_the_backward_pass_are_those_of_a_cpu():
+    def step():
+        return ft.compose(
+            ft.train_step(ft.from_module(Net(), criterion), ft.optim.adamw(1e-2)), ft.update_in_backward()
+        )
+
+    torch.manual_seed(0)
+    _, found = train(step(), batches(6))
+    torch.manual_seed(0)
+    _, wanted = train(step(), batches(6), "cpu")
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision_trains_as_float32_does(dtype, more):
+    step = make(ft.with_amp(dtype), *more)
+    state, found = train(step, batches(6))
+    _, wanted = train(make(), batches(6))
+    torch.testing.assert_close(found, wanted, rtol=0.1, atol=1e-2)
+    assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, more):
+    def run(steps, **options):
+        step = make(ft.with_amp("bf16"), *more)
+        return ft.fit(step, step.init(device="cuda"), batches(12), steps=steps, progress=False, **options)
+
+    wanted, _ = run(12)
+    run(6, checkpoints=ft.Checkpoints(tmp_path, every=3))
+    found, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
+    assert int(found.step) == 12
+    assert len(history) == 12
+    for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        assert a.device == b.device
+        assert torch.equal(a, b)
+
+
+class Tokens(nn.Module):
+    """An embedding, whose gradient adds to the same rows from many threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 64), nn.Linear(64, 8)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
+def test_deterministic_algorithms_give_the_same_bits(more):
+    def run():
+        torch.manual_seed(0)
+        loss = ft.from_module(Tokens(), lambda model, tokens: ft.losses.cross_entropy(model(tokens), tokens))
+        step = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), *more)
+        return train(step, torch.randint(8, (6, 64, 128), generator=torch.Generator().manual_seed(1)).unbind())
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        (found, losses), (wanted, others) = run(), run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(losses, others)
+    for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_parameters_of_one_element_are_part_of_one_graph(width):
+    """Inductor fuses what computes the norm into the update of such a parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, width), nn.PReLU(), nn.Linear(width, 1))
+    loss = ft.from_module(model, lambda model, batch: (model(batch) - 1).square().mean())
+    eager = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.clip(0.1))
+    step = ft.compiled(donate=True, lowering="whole")(eager)
+    data = [torch.randn(8, 1) for _ in range(5)]
+    _, found = train(step, data)
+    _, wanted = train(eager, data)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_many_parameters_are_part_of_one_graph():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(60)])
+
+        def forward(self, x):
+            return sum((x * part).tanh().sum() for part in self.parts)
+
+    torch.manual_seed(0)
+    loss = ft.from_module(Many(), lambda model, batch: model(batch).square())
+    eager = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.clip(0.1))
+    data = [torch.randn(3) for _ in range(4)]
+    _, found = train(ft.compiled(donate=True, lowering="whole")(eager), data)
+    _, wanted = train(eager, data)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_does_not_fit_is_split():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.Tanh())))
+    loss = ft.from_module(model, lambda model, batch: ft.losses.mse(model(batch), batch))
+    step = ft.train_step(loss, ft.optim.adamw(1e-3))
+    state, data = step.init(device="cuda"), [torch.randn(1 << 17, 512) for _ in range(2)]
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.empty_cache()
+    # A batch takes 0.27 GB, and the activations of twelve layers twelve times as much.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2.5e9) / total)
+    try:
+        _, history = ft.fit(step, state, data, on_oom="split", progress=False, donate=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert history[0]["split"] > 1
+    _, wanted = ft.fit(step, state, data, progress=False, donate=False)
+    torch.testing.assert_close(torch.tensor(history["loss"]), torch.tensor(wanted["loss"]), rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_is_that_of_a_cpu():
+    step = make()
+    state, _ = train(step, batches(4))
+    host = tree.to(state, "cpu")
+    wanted = ft.evaluate(ft.eval_step(step.loss), host, batches(4))
+    for evaluation in (ft.eval_step(step.loss), ft.compiled()(ft.eval_step(step.loss))):
+        assert ft.evaluate(evaluation, state, batches(4)) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_one_rank_connected_by_nccl_computes_what_no_mesh_does(level, more):
+    _, found = train(make(ft.sharded(ft.parallel.mesh(), level=level), *more), batches(4))
+    _, wanted = train(make(), batches(4))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,8 @@ from bench.settings import Settings
 NULL = "G1 null model"
 GRAPHED = (field.HAND_GRAPH, field.HAND_GRAPH_BEST)
 OURS = (field.OURS_EAGER, field.OURS_COMPILED, field.OURS_UNGRAPHED, field.OURS_GRAPHED)
-SWEPT = (field.HAND_EAGER, field.HAND_GRAPH, field.OURS_EAGER, field.OURS_UNGRAPHED, field.OURS_GRAPHED)
+OURS_SWEPT = (field.OURS_EAGER, field.OURS_UNGRAPHED, field.OURS_GRAPHED, field.OURS_COMBO)
+SWEPT = (field.HAND_EAGER, field.HAND_GRAPH, *OURS_SWEPT)
 COUNTS = (10, 100, 1_000)
 
 

@@ -8,7 +8,7 @@ from bench.race import race
 from bench.rows import Row
 from bench.settings import Settings
 
-FEW = (field.HAND_EAGER, field.HAND_BEST, field.HAND_GRAPH_BEST, field.OURS_COMPILED, field.OURS_GRAPHED)
+FEW = (field.HAND_EAGER, field.HAND_BEST, field.HAND_GRAPH_BEST, field.OURS_COMPILED, field.OURS_COMBO)
 ALL = (*FEW, field.HAND_GRAPH, field.OURS_EAGER)
 
 

@@ -22,13 +22,18 @@ LEAST_COPIED = 1 << 25
 
 def options() -> dict[str, Any]:
     """Return the options of Inductor for these changes."""
-    passes = {"post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.scaling_apart.1", scaling_apart)}
+    passes = {"post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.3", _before)}
     if onednn.is_faster():
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
         passes["post_grad_custom_post_pass"] = torch_compile.graph_pass(
             f"ftrain.by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}", products_by_onednn
         )
     return passes
+
+
+def _before(graph: fx.Graph) -> None:
+    scaling_apart(graph)
+    products_apart(graph)
 
 
 def scaling_apart(graph: fx.Graph) -> None:
@@ -45,6 +50,19 @@ def scaling_apart(graph: fx.Graph) -> None:
             scaled = graph.call_function(_aten.mul.Tensor, (second, alpha))
         scaled.meta = {**second.meta, "val": second.meta["val"] * alpha}
         node.args, node.kwargs = (first, scaled), {}
+
+
+def products_apart(graph: fx.Graph) -> None:
+    """Turn ``_foreach_mul`` by a tensor into one product for each tensor.
+
+    On a GPU Inductor compiles the list as one kernel, and fails where it fuses this kernel with others: with what
+    computes the factor if a product has one element, or with what updates parameters (torch 2.11).
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten._foreach_mul.Tensor):
+        tensors, factor = node.args
+        for item in list(node.users):
+            item.target, item.args = _aten.mul.Tensor, (tensors[item.args[1]], factor)
+        graph.erase_node(node)
 
 
 def products_by_onednn(graph: fx.Graph) -> None:
