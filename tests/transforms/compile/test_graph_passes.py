@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -103,3 +104,20 @@ def test_onednn_is_chosen_by_the_maker_of_the_cpu(name, is_faster, monkeypatch):
     assert onednn.is_faster() == is_faster
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert not onednn.is_faster()
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3, 1)], ids=str)
+def test_products_of_a_list_are_taken_one_by_one(sizes):
+    """What Inductor makes one kernel of on a GPU, and then cannot fuse with others."""
+
+    def clipped(factor, *gradients):
+        return torch._foreach_mul(list(gradients), factor)
+
+    inputs = [torch.tensor(0.5), *(torch.randn(size) for size in sizes)]
+    graph = make_fx(clipped)(*inputs)
+    graph_passes.products_apart(graph.graph)
+    graph.recompile()
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names == ["aten.mul.Tensor"] * len(sizes)
+    for found, wanted in zip(graph(*inputs), clipped(*inputs), strict=True):
+        assert torch.equal(found, wanted)
