@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ftrain.errors import VersionError
 
-TESTED = (2, 11), (2, 13)
+TESTED = (2, 11), (2, 15)
 """The oldest and the newest torch that the tests run with, as (major, minor)."""
 
 

@@ -54,12 +54,12 @@ def are_processes() -> bool:
 
 def set_timeout(groups: Iterable[Any], seconds: float) -> None:
     """Set the timeout of the collectives of some groups, and of waits for messages in the store."""
-    with private_names():
-        from torch.distributed.distributed_c10d import _set_pg_timeout
-    timeout = timedelta(seconds=seconds)
+    timeout, dist = timedelta(seconds=seconds), torch.distributed
+    with private_names():  # Public from torch 2.15 on.
+        set_of_group: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     _default_store().set_timeout(timeout)
     for group in groups:
-        _set_pg_timeout(timeout, group)
+        set_of_group(timeout, group)
 
 
 def timeout() -> timedelta:

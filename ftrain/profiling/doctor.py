@@ -53,7 +53,8 @@ def _versions() -> Iterator[str]:
     versions = []
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
+            version = torch.__version__ if package == "torch" else importlib.metadata.version(package)
+            versions.append(f"{package} {version}")
     yield f"ftrain {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(versions)
     if os.environ.get(CHOICE):

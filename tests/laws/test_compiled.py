@@ -316,8 +316,13 @@ def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
     needed, _ = step(state, batch)
     found, _ = ft.compiled(backend="aot_eager")(step)(state, batch)
     torch.testing.assert_close(found.params["b"], needed.params["b"])
+    split = ft.compiled(lowering="split", backend="aot_eager")(step)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        # Torch runs such a loss uncompiled.
+        torch.testing.assert_close(split(state, batch)[0].params["b"], needed.params["b"])
+        return
     with pytest.raises(TraceError, match=r"create_graph=True.*lowering='whole'"):
-        ft.compiled(lowering="split", backend="aot_eager")(step)(state, batch)
+        split(state, batch)
 
 
 def test_inductor_scales_what_is_added_to_a_matrix_product():

@@ -58,7 +58,8 @@ def _settings_of_process():
     excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
     generator_state = stock_draws._generator_state
     precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    is_tracing = _symbolic_trace._is_fx_tracing_flag  # Of the ranks that trace at once the last one may leave it set.
+    # Of the ranks that trace at once the last one may leave it set; a thread has its own from torch 2.15 on.
+    is_tracing = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
 
     def restore():
         sys.excepthook, stock_draws._generator_state = excepthook, generator_state

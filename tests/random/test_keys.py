@@ -755,7 +755,7 @@ def test_a_traced_gradient_has_no_random_operation_and_the_same_bits():
     losses = set()
     for seed in (0, 1):
         same(traced(random.key(seed), x, params), step(random.key(seed), x, params))
-        losses.add(float(traced(random.key(seed), x, params)[0]))
+        losses.add(traced(random.key(seed), x, params)[0].item())
     assert len(losses) == 2
     same(torch.get_rng_state(), before)
 
