@@ -116,7 +116,7 @@ class RunCheckpoints:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
                 _warn_of_pipeline(checkpoint, self._pipeline)
-                _warn_of_unused_steps(checkpoint, step)
+                _warn_of_unused_state(checkpoint, state, step)
                 self._warn_of_other_data(checkpoint)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
@@ -326,11 +326,17 @@ def _warn_of_pipeline(checkpoint: LoadedCheckpoint, now: Sequence[str]) -> None:
     )
 
 
-def _warn_of_unused_steps(checkpoint: LoadedCheckpoint, step: int) -> None:
-    """Warn if the state that the caller passed has made more steps than the checkpoint that is loaded in its place."""
+def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int) -> None:
+    """Warn if the state that the caller passed is another run's than the checkpoint that is loaded in its place."""
+    saved = checkpoint.parts["state"]
+    has_other_seed = isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)
     if step > checkpoint.step:
-        warn(
-            f"fit: the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}: the run "
-            "continues from the checkpoint, and the state is not used; pass another directory to continue from the "
-            "state"
-        )
+        found = f"the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}"
+    elif has_other_seed:
+        found = f"the state has another seed (step.init(seed=)) than {checkpoint.path}"
+    else:
+        return
+    warn(
+        f"fit: {found}: the run continues from the checkpoint, and the state is not used; pass another directory to "
+        "continue from the state"
+    )
