@@ -234,7 +234,7 @@ def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
 def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
     needed = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     step = make()
-    given = step.init()
+    given = step.init(seed=3)
     places = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
     found = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     state = found.state
@@ -243,7 +243,7 @@ def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
     with pytest.raises(ft.errors.ConsumedError):
         _ = given.params
     # Of a state that others may hold, nothing is overwritten.
-    shared = ft.tree.clone(step.init())
+    shared = ft.tree.clone(step.init(seed=3))
     kept = ft.tree.clone(shared)
     assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), needed)
     assert all(map(torch.equal, ft.tree.leaves(shared), ft.tree.leaves(kept)))

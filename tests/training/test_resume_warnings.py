@@ -58,7 +58,7 @@ def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     state = step.init({"w": torch.ones(2)}, seed=1)
     with pytest.warns(UserWarning, match=r"the state has another seed .* the state is not used; pass another directory"):
-        ft.fit(step, state, [torch.ones(4, 2)] * 3, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
+        ft.fit(step, state, [torch.ones(4, 2)] * 8, steps=3, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
 
 
 def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
