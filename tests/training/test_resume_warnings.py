@@ -1,6 +1,7 @@
 """What `fit` warns of when it continues from a checkpoint."""
 
 import re
+import shutil
 import warnings
 
 import pytest
@@ -59,6 +60,27 @@ def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
     state = step.init({"w": torch.ones(2)}, seed=1)
     with pytest.warns(UserWarning, match=r"the state has another seed .* the state is not used; pass another directory"):
         ft.fit(step, state, [torch.ones(4, 2)] * 8, steps=3, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
+
+
+def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_from_it(tmp_path):
+    def go(steps, third):
+        data = [torch.ones(4, 2)] * 2 + [third] + [torch.ones(4, 2)] * 5
+        log = ft.loggers.jsonl(tmp_path / "log.jsonl")
+        step = ft.train_step(loss, ft.optim.sgd(0.1, momentum=0.9))
+        options = {"checkpoints": ft.Checkpoints(tmp_path / "run", every=1, keep=2), "loggers": [log]}
+        return ft.fit(step, step.init({"w": torch.ones(2)}), data, steps=steps, progress=False, log_every=1, **options)
+
+    bad = torch.full((4, 2), torch.nan)
+    for steps in (5, 7):
+        with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.* The checkpoint of step 1, the newest before"):
+            go(steps, bad)
+    for number in (6, 7):
+        shutil.rmtree(tmp_path / "run" / f"step-{number:012}")
+    state, history = go(8, torch.ones(4, 2))
+    assert history["step"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 8
+    assert torch.isfinite(torch.tensor(history["loss"])).all()
+    assert int(state.step) == 8
 
 
 def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
