@@ -22,7 +22,7 @@ from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
-from ftrain.parallel.same_step import ADDRESS
+from ftrain.parallel.same_step import ADDRESS, option_texts
 from ftrain.parallel.state import divided
 from ftrain.step.step import Step
 from ftrain.training.history import History, record_of, unpack
@@ -219,8 +219,7 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        about_data = {"pipeline": self._pipeline, "batches": self._num_batches}
-        record = {"history": history, **about_data, **point.last._asdict()}
+        record = {"history": history, **self._pipeline, "batches": self._num_batches, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,
@@ -306,20 +305,24 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
         )
 
 
-def _pipeline_texts(step: Any) -> list[str]:
-    """Return the optimizer and the wrappers of a `Step` as texts; not those of how it runs, which a run may change."""
+def _pipeline_texts(step: Any) -> dict[str, list[str]]:
+    """Return the optimizer and the wrappers of a `Step`, and their options; not how it runs, which a run may change."""
     if not isinstance(step, Step):
-        return []
-    texts = [step.optimizer.text, *(wrapper.text for wrapper in step.wrappers if wrapper.step is None)]
-    return [ADDRESS.sub("", text) for text in texts]
+        return {"pipeline": [], "options": []}
+    wrappers = [wrapper for wrapper in step.wrappers if wrapper.step is None]
+    texts = [step.optimizer.text, *(wrapper.text for wrapper in wrappers)]
+    return {"pipeline": [ADDRESS.sub("", text) for text in texts], "options": option_texts(step, wrappers)}
 
 
-def _warn_of_pipeline(checkpoint: LoadedCheckpoint, now: Sequence[str]) -> None:
+def _warn_of_pipeline(checkpoint: LoadedCheckpoint, texts: Mapping[str, list[str]]) -> None:
     """Warn if the pipeline of a checkpoint differs from that of the run that continues from it."""
-    saved = checkpoint.run["record"].get("pipeline", ())
-    if not (saved and now) or [*saved] == [*now]:
+    record = checkpoint.run["record"]
+    saved, now = record.get("pipeline", ()), texts["pipeline"]
+    if [*saved] == now:  # Checkpoints of earlier versions have no options.
+        saved, now = record.get("options", ()), texts["options"]
+    if not (saved and now) or [*saved] == now:
         return
-    changes = [line for line in difflib.ndiff([*saved], [*now]) if line[0] in "+-"]
+    changes = [line for line in difflib.ndiff([*saved], now) if line[0] in "+-"]
     warn(
         f"fit: continues from {checkpoint.path}, which another pipeline has saved; use another directory for a new "
         "run. What has changed:\n  " + "\n  ".join(changes)

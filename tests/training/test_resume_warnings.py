@@ -39,6 +39,15 @@ def test_another_pipeline_is_named_once(tmp_path):
         run(tmp_path, 6, ft.optim.lamb(lambda step: 1e-3), ft.clip(1.0), ft.sam(0.1))
 
 
+def test_an_option_that_does_not_print_is_named(tmp_path):
+    run(tmp_path, 2, ft.optim.adamw(0.1))
+    with pytest.warns(UserWarning, match=r"another pipeline has saved[^-+]*- adamw with b2=0\.999\s*\+ adamw with b2=0\.9$"):
+        run(tmp_path, 3, ft.optim.adamw(0.1, b2=0.9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, 4, ft.optim.adamw(0.1, b2=0.9))
+
+
 def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(tmp_path):
     state, _ = run(tmp_path, 2, ft.optim.sgd(0.1))
     step, data, checkpoints = (
