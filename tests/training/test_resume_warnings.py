@@ -41,7 +41,9 @@ def test_another_pipeline_is_named_once(tmp_path):
 
 def test_an_option_that_does_not_print_is_named(tmp_path):
     run(tmp_path, 2, ft.optim.adamw(0.1))
-    with pytest.warns(UserWarning, match=r"another pipeline has saved[^-+]*- adamw with b2=0\.999\s*\+ adamw with b2=0\.9$"):
+    with pytest.warns(
+        UserWarning, match=r"another pipeline has saved[^-+]*- adamw with b2=0\.999\s*\+ adamw with b2=0\.9$"
+    ):
         run(tmp_path, 3, ft.optim.adamw(0.1, b2=0.9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -67,8 +69,8 @@ def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
     run(tmp_path, 2, ft.optim.sgd(0.1))
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     state = step.init({"w": torch.ones(2)}, seed=1)
-    with pytest.warns(UserWarning, match=r"the state has another seed .* the state is not used; pass another directory"):
-        ft.fit(step, state, [torch.ones(4, 2)] * 8, steps=3, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
+    with pytest.warns(UserWarning, match=r"the state has another seed .* the state is not used"):
+        ft.fit(step, state, [torch.ones(4, 2)] * 8, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
 
 
 def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_from_it(tmp_path):
@@ -81,7 +83,7 @@ def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_
 
     bad = torch.full((4, 2), torch.nan)
     for steps in (5, 7):
-        with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.* The checkpoint of step 1, the newest before"):
+        with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.* checkpoint of step 1, the newest before"):
             go(steps, bad)
     for number in (6, 7):
         shutil.rmtree(tmp_path / "run" / f"step-{number:012}")
