@@ -107,9 +107,10 @@ class RunCheckpoints:
             checkpoint = self._newest(self._checkpoints, state, on_host=refill)
         except StructureError as error:
             error.add_note(
-                f"fit: {directory} holds a run of another step; pass that step, or use another directory (to go on from "
-                "its parameters: ft.to_module(model, checkpoints.latest().parts['state']), then state = step.init(); to "
-                "keep its step and moments too: ft.checkpoint.load(path, like={'state': state}, partial=True))"
+                f"fit: {directory} holds a run of another step; pass that step, or use another directory (to go on "
+                "from its parameters: ft.to_module(model, checkpoints.latest().parts['state']), then state = "
+                "step.init(); to keep its step and moments too: ft.checkpoint.load(path, like={'state': state}, "
+                "partial=True))"
             )
             raise
         if checkpoint is not None:
