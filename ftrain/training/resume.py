@@ -117,7 +117,7 @@ class RunCheckpoints:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
                 _warn_of_pipeline(checkpoint, self._pipeline)
-                _warn_of_unused_state(checkpoint, state, step)
+                _warn_of_unused_state(checkpoint, state, step, may_begin=self._resume == "auto")
                 self._warn_of_other_data(checkpoint)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
@@ -330,10 +330,13 @@ def _warn_of_pipeline(checkpoint: LoadedCheckpoint, texts: Mapping[str, list[str
     )
 
 
-def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int) -> None:
-    """Warn if the state that the caller passed is another run's than the checkpoint that is loaded in its place."""
+def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int, *, may_begin: bool) -> None:
+    """Warn if the state that the caller passed is another run's than the checkpoint that is loaded in its place.
+
+    The seed tells so only if the run might also have begun with that state.
+    """
     saved = checkpoint.parts["state"]
-    has_other_seed = isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)
+    has_other_seed = may_begin and isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)
     if step > checkpoint.step:
         found = f"the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}"
     elif has_other_seed:
