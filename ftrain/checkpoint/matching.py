@@ -14,7 +14,7 @@ from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
-from ftrain.types import NAMESPACE, PyTree
+from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
 
 OF_ANOTHER_DTYPE = (
     "of another dtype: load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True with "
@@ -53,6 +53,8 @@ def match_leaves(
     Raises a StructureError that lists the differences; with ``partial`` only those in shape and dtype.
     """
     by_name = any(isinstance(key, str) for key in saved)
+    if partial:
+        saved = _with_frozen(saved, wanted, by_name=by_name)
     containers_may_differ = partial or by_name
     chosen, problems, has_changed, used = {}, list[str](), False, set()
     for path, need in wanted.items():
@@ -75,6 +77,22 @@ def match_leaves(
         advice = OF_ANOTHER_DTYPE if has_changed else "partial=True loads the leaves that it has, rename= maps names"
         raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
     return chosen
+
+
+def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *, by_name: bool) -> dict[Any, Any]:
+    """Return the saved items with the parameters that were trained, and are frozen in a state of `like`.
+
+    Without them that state would keep the values that it has, as if they had never been trained.
+    """
+    state, frozen = Container(tree_tag(TrainState)), {}
+    for path, need in wanted.items():
+        for depth, field in enumerate(path):
+            if field == "frozen" and isinstance(need, Tensor) and wanted[path[:depth]] == state:
+                trained = (*path[:depth], "params", *path[depth + 1 :])
+                new, old = (dotted(path), dotted(trained)) if by_name else (path, trained)
+                if isinstance(saved.get(old), TensorEntry) and not isinstance(saved.get(new), TensorEntry):
+                    frozen[new] = saved[old]
+    return {**saved, **frozen}
 
 
 def _agree(item: Any, need: Any) -> bool:

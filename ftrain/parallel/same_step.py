@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -102,19 +102,22 @@ def _digest(content: bytes) -> int:
 def _description(step: Any) -> list[str]:
     """Return what must be equal on all ranks: a step as it prints, and options; not addresses and directories."""
     text = ADDRESS.sub("", repr(step))
-    options = {step.optimizer.name or "the optimizer": step.optimizer.options}
     for wrapper in step.wrappers:
-        of_wrapper = dict(wrapper.options or {})
-        directory = of_wrapper.pop("directory", None)
+        directory = (wrapper.options or {}).get("directory")
         text = text if directory is None else text.replace(str(directory), "a directory")
-        options[wrapper.name] = of_wrapper
-    hidden = [
+    return [*text.splitlines(), *option_texts(step, step.wrappers), f"torch {torch.__version__}"]
+
+
+def option_texts(step: Any, wrappers: Iterable[Any]) -> list[str]:
+    """Return the options of the optimizer and of wrappers, also those that do not print; not directories."""
+    options = {step.optimizer.name or "the optimizer": step.optimizer.options}
+    options.update((wrapper.name, wrapper.options or {}) for wrapper in wrappers)
+    return [
         f"{name} with {option}={ADDRESS.sub('', repr(value))}"
         for name, of_name in options.items()
         for option, value in of_name.items()
-        if isinstance(value, int | float | str | tuple)
+        if option != "directory" and isinstance(value, int | float | str | tuple)
     ]
-    return [*text.splitlines(), *hidden, f"torch {torch.__version__}"]
 
 
 def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:

@@ -24,10 +24,16 @@ class NonFiniteLossCheck:
         self._action, self._checkpoints, self._is_first = action, checkpoints, is_first
         self._has_warned = False
 
-    def __call__(self, records: Sequence[Mapping[str, Any]], params_are_finite: Callable[[], bool]) -> None:
+    def __call__(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        params_are_finite: Callable[[], bool],
+        history: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead.
 
         A NaN that has changed no parameter is no error: its batch has nothing to average, such as one without labels.
+        In `history`, which ends with the records, a run that continues may have such losses already.
         """
         if self._action == IGNORE:
             return
@@ -43,12 +49,13 @@ class NonFiniteLossCheck:
                     "has nothing to average, as if no label counts"
                 )
             return
+        record = _first_of_its_kind(history, record)
+        good = self._newest_good_step(record["step"])
         text = (
             f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters after it are probably not "
             "finite; lower the learning rate, clip the gradient with ft.clip(1.0), or skip such steps with "
             "ft.skip_nonfinite()"
         )
-        good = self._newest_good_step(record["step"])
         if self._action == RAISE:
             raise NonFiniteError(text + (f". The newest checkpoint before it is that of step {good}" if good else ""))
         self._action = IGNORE
@@ -56,7 +63,10 @@ class NonFiniteLossCheck:
             return
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
-            text += f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed"
+            text += (
+                f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed; to go on "
+                "from it, delete the later ones and run again"
+            )
         warn(f"{text}. on_nonfinite='raise' stops the run instead")
 
     def _newest_good_step(self, step: int) -> int | None:
@@ -66,6 +76,16 @@ class NonFiniteLossCheck:
         earlier = [saved for saved in self._checkpoints.steps() if saved < step]
         # The gradient of the last step with a finite loss may not have been finite.
         return max([saved for saved in earlier if saved < step - 1] or earlier, default=None)
+
+
+def _first_of_its_kind(history: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first of the steps without a finite loss that lead to a record."""
+    for earlier in reversed(history):
+        if "loss" in earlier and earlier["step"] < record["step"]:
+            if not _is_nonfinite(earlier):
+                break
+            record = earlier
+    return record
 
 
 def _is_nonfinite(record: Mapping[str, Any]) -> bool:

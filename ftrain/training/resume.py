@@ -22,7 +22,7 @@ from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
-from ftrain.parallel.same_step import ADDRESS
+from ftrain.parallel.same_step import ADDRESS, option_texts
 from ftrain.parallel.state import divided
 from ftrain.step.step import Step
 from ftrain.training.history import History, record_of, unpack
@@ -107,15 +107,17 @@ class RunCheckpoints:
             checkpoint = self._newest(self._checkpoints, state, on_host=refill)
         except StructureError as error:
             error.add_note(
-                f"fit: {directory} holds a run of another step; pass that step, or use another directory (to load the "
-                "part that fits this step: ft.checkpoint.load(path, like={'state': state}, partial=True))"
+                f"fit: {directory} holds a run of another step; pass that step, or use another directory (to go on "
+                "from its parameters: ft.to_module(model, checkpoints.latest().parts['state']), then state = "
+                "step.init(); to keep its step and moments too: ft.checkpoint.load(path, like={'state': state}, "
+                "partial=True))"
             )
             raise
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
                 _warn_of_pipeline(checkpoint, self._pipeline)
-                _warn_of_unused_steps(checkpoint, step)
+                _warn_of_unused_state(checkpoint, state, step, may_begin=self._resume == "auto")
                 self._warn_of_other_data(checkpoint)
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
@@ -218,8 +220,7 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        about_data = {"pipeline": self._pipeline, "batches": self._num_batches}
-        record = {"history": history, **about_data, **point.last._asdict()}
+        record = {"history": history, **self._pipeline, "batches": self._num_batches, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,
@@ -305,31 +306,44 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
         )
 
 
-def _pipeline_texts(step: Any) -> list[str]:
-    """Return the optimizer and the wrappers of a `Step` as texts; not those of how it runs, which a run may change."""
+def _pipeline_texts(step: Any) -> dict[str, list[str]]:
+    """Return the optimizer and the wrappers of a `Step`, and their options; not how it runs, which a run may change."""
     if not isinstance(step, Step):
-        return []
-    texts = [step.optimizer.text, *(wrapper.text for wrapper in step.wrappers if wrapper.step is None)]
-    return [ADDRESS.sub("", text) for text in texts]
+        return {"pipeline": [], "options": []}
+    wrappers = [wrapper for wrapper in step.wrappers if wrapper.step is None]
+    texts = [step.optimizer.text, *(wrapper.text for wrapper in wrappers)]
+    return {"pipeline": [ADDRESS.sub("", text) for text in texts], "options": option_texts(step, wrappers)}
 
 
-def _warn_of_pipeline(checkpoint: LoadedCheckpoint, now: Sequence[str]) -> None:
+def _warn_of_pipeline(checkpoint: LoadedCheckpoint, texts: Mapping[str, list[str]]) -> None:
     """Warn if the pipeline of a checkpoint differs from that of the run that continues from it."""
-    saved = checkpoint.run["record"].get("pipeline", ())
-    if not (saved and now) or [*saved] == [*now]:
+    record = checkpoint.run["record"]
+    saved, now = record.get("pipeline", ()), texts["pipeline"]
+    if [*saved] == now:  # Checkpoints of earlier versions have no options.
+        saved, now = record.get("options", ()), texts["options"]
+    if not (saved and now) or [*saved] == now:
         return
-    changes = [line for line in difflib.ndiff([*saved], [*now]) if line[0] in "+-"]
+    changes = [line for line in difflib.ndiff([*saved], now) if line[0] in "+-"]
     warn(
         f"fit: continues from {checkpoint.path}, which another pipeline has saved; use another directory for a new "
         "run. What has changed:\n  " + "\n  ".join(changes)
     )
 
 
-def _warn_of_unused_steps(checkpoint: LoadedCheckpoint, step: int) -> None:
-    """Warn if the state that the caller passed has made more steps than the checkpoint that is loaded in its place."""
+def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int, *, may_begin: bool) -> None:
+    """Warn if the state that the caller passed is another run's than the checkpoint that is loaded in its place.
+
+    The seed tells so only if the run might also have begun with that state.
+    """
+    saved = checkpoint.parts["state"]
+    has_other_seed = may_begin and isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)
     if step > checkpoint.step:
-        warn(
-            f"fit: the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}: the run "
-            "continues from the checkpoint, and the state is not used; pass another directory to continue from the "
-            "state"
-        )
+        found = f"the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}"
+    elif has_other_seed:
+        found = f"the state has another seed (step.init(seed=)) than {checkpoint.path}"
+    else:
+        return
+    warn(
+        f"fit: {found}: the run continues from the checkpoint, and the state is not used; pass another directory to "
+        "continue from the state"
+    )

@@ -262,7 +262,7 @@ class Run:
             if records and self._display.due(self.step, self._total, seconds):
                 self._display.update(self.step, self._total, seconds, self._described(records[-1]))
             if check:
-                self._check_loss(records, self._params_are_finite)
+                self._check_loss(records, self._params_are_finite, self.history)
                 if isinstance(self._step, Step):
                     self._step.check(self._newest.state, self._last.checked)
                     self._last = self._last._replace(checked=self.step)

@@ -204,6 +204,24 @@ def test_a_run_of_another_step_is_refused_and_what_fits_can_be_taken(tmp_path):
     assert int(fit(averaging, batches(), state).state.step) == STEPS
 
 
+def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(tmp_path):
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+
+    def loss(params, batch):
+        return (params["a"] * params["b"] * batch).sum()
+
+    step = ft.train_step(loss, ft.optim.adam(0.1))
+    state, _ = step(step.init(params), torch.ones(2))
+    ft.checkpoint.save(tmp_path / "a", {"state": state})
+    freezing = ft.train_step(loss, ft.optim.adam(0.1), trainable=["b"])
+    for rename in ({}, {"state.buffers": "unused"}):
+        like = {"state": freezing.init(params)}
+        found = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
+        assert torch.equal(found.frozen["a"], state.params["a"])
+        assert torch.equal(found.params["b"], state.params["b"])
+        freezing(found, torch.ones(2))
+
+
 @pytest.mark.parametrize("data", DATA)
 def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
     data = DATA[data]
@@ -216,7 +234,7 @@ def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
 def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
     needed = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     step = make()
-    given = step.init(seed=9)
+    given = step.init(seed=3)
     places = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
     found = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     state = found.state
@@ -225,7 +243,7 @@ def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
     with pytest.raises(ft.errors.ConsumedError):
         _ = given.params
     # Of a state that others may hold, nothing is overwritten.
-    shared = ft.tree.clone(step.init(seed=9))
+    shared = ft.tree.clone(step.init(seed=3))
     kept = ft.tree.clone(shared)
     assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), needed)
     assert all(map(torch.equal, ft.tree.leaves(shared), ft.tree.leaves(kept)))

@@ -1,6 +1,7 @@
 """What `fit` warns of when it continues from a checkpoint."""
 
 import re
+import shutil
 import warnings
 
 import pytest
@@ -38,6 +39,17 @@ def test_another_pipeline_is_named_once(tmp_path):
         run(tmp_path, 6, ft.optim.lamb(lambda step: 1e-3), ft.clip(1.0), ft.sam(0.1))
 
 
+def test_an_option_that_does_not_print_is_named(tmp_path):
+    run(tmp_path, 2, ft.optim.adamw(0.1))
+    with pytest.warns(
+        UserWarning, match=r"another pipeline has saved[^-+]*- adamw with b2=0\.999\s*\+ adamw with b2=0\.9$"
+    ):
+        run(tmp_path, 3, ft.optim.adamw(0.1, b2=0.9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, 4, ft.optim.adamw(0.1, b2=0.9))
+
+
 def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(tmp_path):
     state, _ = run(tmp_path, 2, ft.optim.sgd(0.1))
     step, data, checkpoints = (
@@ -51,6 +63,35 @@ def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(t
         state, _ = ft.fit(step, state, data, steps=5, progress=False)
     with pytest.warns(UserWarning, match=r"the state has made 5 steps, and .* is of step 3: .* the state is not used"):
         ft.fit(step, state, data, steps=6, checkpoints=checkpoints, progress=False)
+
+
+def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
+    run(tmp_path, 2, ft.optim.sgd(0.1))
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
+    state = step.init({"w": torch.ones(2)}, seed=1)
+    with pytest.warns(UserWarning, match=r"the state has another seed .* the state is not used"):
+        ft.fit(step, state, [torch.ones(4, 2)] * 8, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
+
+
+def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_from_it(tmp_path):
+    def go(steps, third):
+        data = [torch.ones(4, 2)] * 2 + [third] + [torch.ones(4, 2)] * 5
+        log = ft.loggers.jsonl(tmp_path / "log.jsonl")
+        step = ft.train_step(loss, ft.optim.sgd(0.1, momentum=0.9))
+        options = {"checkpoints": ft.Checkpoints(tmp_path / "run", every=1, keep=2), "loggers": [log]}
+        return ft.fit(step, step.init({"w": torch.ones(2)}), data, steps=steps, progress=False, log_every=1, **options)
+
+    bad = torch.full((4, 2), torch.nan)
+    for steps in (5, 7):
+        with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.* checkpoint of step 1, the newest before"):
+            go(steps, bad)
+    for number in (6, 7):
+        shutil.rmtree(tmp_path / "run" / f"step-{number:012}")
+    state, history = go(8, torch.ones(4, 2))
+    assert history["step"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 8
+    assert torch.isfinite(torch.tensor(history["loss"])).all()
+    assert int(state.step) == 8
 
 
 def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
