@@ -171,12 +171,15 @@ def describe(metrics: Mapping[str, Any], rates: Mapping[str, float], seconds_lef
     'loss 0.5000  1,234 tokens/s  0:00:02 left  1.0 GiB'
     """
     shown = [
-        f"{name} {value:.4f}"
+        f"{name} {_number(value)}"
         for name, value in metrics.items()
         if isinstance(value, float) and not (name in HIDDEN_METRICS or is_share(name))
     ]
-    parts = [*shown[:MAX_METRICS], *(f"{rate:,.0f} {name}/s" for name, rate in rates.items())]
-    parts += [f"{timedelta(seconds=round(seconds_left))} left"] if seconds_left is not None else []
+    counts = ((name, f"{rate:,.0f}" if rate >= 1 else f"{rate:.2g}") for name, rate in rates.items())
+    parts = [*shown[:MAX_METRICS], *(f"{count} {name}/s" for name, count in counts)]
+    # With steps=sys.maxsize the time left is more than a timedelta can be.
+    if seconds_left is not None and seconds_left < timedelta.max.total_seconds():
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join([*parts, f"{memory / GIB:.1f} GiB"])
 
 
@@ -186,5 +189,14 @@ def describe_evaluation(step: int, values: Mapping[str, Any]) -> str:
     >>> describe_evaluation(10, {"eval_loss": 0.5, "eval_count": 3})
     'step 10  eval_loss 0.5000  eval_count 3'
     """
-    texts = [f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    texts = (f"{name} {_number(value) if isinstance(value, float) else value}" for name, value in values.items())
     return f"step {step}  {'  '.join(texts)}"
+
+
+def _number(value: float) -> str:
+    """Return a number with four decimals, or in powers of ten where these would hide it or fill the line.
+
+    >>> _number(0.5), _number(2e-6), _number(-3e9), _number(0.0)
+    ('0.5000', '2.000e-06', '-3.000e+09', '0.0000')
+    """
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or not value else f"{value:.3e}"

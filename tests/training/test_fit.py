@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ftrain as ft
 from ftrain.backends import registry
 from ftrain.errors import ConsumedError, DataError, LossError, OptionError
+from ftrain.training import progress
 from ftrain.training.progress import total_steps
 
 F64 = torch.float64
@@ -887,6 +889,21 @@ def test_progress_lines_can_be_read(capsys):
     for line in steps:
         assert re.fullmatch(pattern, line), line
         assert len(line) < 100
+
+
+def test_progress_of_a_run_of_endless_steps_and_of_numbers_of_any_size(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+
+    def step(state, batch):
+        return state, {"loss": 2e-6, "largest": 3e12, "zero": 0.0}
+
+    options = {"stop": lambda history: "enough", "evaluate": lambda state: {"accuracy": 2e-5}, "evaluate_every": 1}
+    ft.fit(step, make().init(params()), batches(1), steps=sys.maxsize, progress=True, log_every=1, **options)
+    _, err = capsys.readouterr()
+    assert "  loss 2.000e-06  largest 3.000e+12  zero 0.0000  " in err
+    assert "left" not in err
+    assert "eval_accuracy 2.000e-05" in err
+    assert progress.describe({}, {"images": 0.25}, None, 0) == "0.25 images/s  0.0 GiB"
 
 
 def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatch):
