@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import threading
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
 from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
+from ftrain.profiling.module_path import Running
 from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
@@ -349,6 +351,33 @@ def test_products_that_torch_does_not_count():
     assert found.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
+def test_the_products_of_a_recurrent_layer_by_hand():
+    layers = nn.LSTM(12, 16, 2, bidirectional=True)
+    step = ft.train_step(ft.from_module(layers, lambda model, batch: model(batch)[0].square().mean()), optim.sgd(0.1))
+    positions, matrices = 5 * 3, sum(each.numel() for each in layers.parameters() if each.ndim == 2)
+    found = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
+    # One kernel has the gradient of its input too, whether or not it is needed.
+    assert found.flops[CONTRACTION] == 3 * 2 * positions * matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_of_experts_in_every_dtype(dtype):
+    """Each row of a batch is multiplied by the matrix of one expert."""
+    rows, width, outputs, experts = 32, 16, 8, 4
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    first = nn.Parameter(torch.randn(experts, width, width, dtype=dtype))
+    second = nn.Parameter(torch.randn(experts, width, outputs, dtype=dtype))
+
+    def loss(params, batch):
+        hidden = F.grouped_mm(batch, params["first"], offs=ends)
+        return F.grouped_mm(hidden, params["second"], offs=ends).square().mean()
+
+    step = ft.train_step(loss, optim.sgd(0.1))
+    found = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
+    assert found.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
+    assert 0 <= found.overhead < 6000
+
+
 def test_the_known_bytes_per_parameter():
     """16 of float32 AdamW, 18 in mixed precision, 4 + 4 of SGD, 2 + 4 + 2 in bfloat16."""
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
@@ -575,6 +604,55 @@ def test_no_tensor_without_values_stays_in_the_model(run, place):
     new, metrics = step(state, batch)
     assert {type(leaf) for leaf in tree.leaves((new, metrics))} <= {torch.Tensor, float}
     assert {type(part.table) for part in model.modules() if isinstance(part, Keeping)} <= {type(None), torch.Tensor}
+
+
+def test_a_step_is_predicted_while_anomalies_are_detected():
+    step, batch = build("gpt", "plain")
+    with torch.autograd.set_detect_anomaly(True):
+        assert ft.anatomy(step, step.init(), batch, measure=False).peak > 0
+        assert torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize("starts_before", [True, False])
+def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_before):
+    """Torch calls its hooks of all modules in all threads."""
+    inside, finish, errors = threading.Event(), threading.Event(), []
+
+    class Waiting(nn.Module):
+        def forward(self):
+            inside.set()
+            finish.wait(60)
+
+    def run():
+        try:
+            model[0]()
+        except Exception as error:
+            errors.append(error)
+
+    model = nn.Sequential(Waiting())
+    model[0].register_forward_hook(lambda *arguments: None)  # With one, torch looks for the hooks of all modules later.
+    thread, running = threading.Thread(target=run), Running(model)
+    if starts_before:
+        thread.start()
+        inside.wait(60)
+    with running.followed():
+        if not starts_before:
+            thread.start()
+            inside.wait(60)
+        assert running.name == ""
+        finish.set()
+        thread.join()
+    assert not errors
+
+
+def test_a_profiler_that_runs_already_is_not_ended():
+    step, batch = build("gpt", "plain")
+    state = step.init()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(OptionError, match=r"^anatomy, ladder, tune: .* torch's profiler, and it runs already"):
+            ft.anatomy(step, state, batch)
+        ft.anatomy(step, state, batch, measure=False)
+    assert any(event.key == "aten::mm" for event in profiler.key_averages())
 
 
 def test_a_step_that_asks_for_a_value_cannot_be_predicted():

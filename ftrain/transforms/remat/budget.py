@@ -95,7 +95,7 @@ class Budget:
             return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
         # Without modes that capture or observe this run.
-        fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        fake = _torch.ExpertsFakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
