@@ -131,10 +131,11 @@ class Bar(Display):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        # Square brackets and colons in the names of metrics are no markup.
-        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
+        # Square brackets and colons in the names of metrics are no markup. In a narrow terminal the bar is shortened,
+        # and then the text from its end, so the number of steps is the last to go.
+        columns = BarColumn(bar_width=24), TextColumn("{task.fields[status]}", markup=False)
         console = Console(stderr=True, markup=False, emoji=False, highlight=False)
         # What the program prints goes above the bar, unless its output goes to a file: there it stays.
         self._progress = Progress(*columns, console=console, redirect_stdout=_is_terminal(sys.stdout))
@@ -156,7 +157,7 @@ class Bar(Display):
     def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
         """Move the bar."""
         self._shown_seconds = seconds
-        self._progress.update(self._task, completed=step, total=total, status=text)
+        self._progress.update(self._task, completed=step, total=total, status=f"{step}/{total or '?'}  {text}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

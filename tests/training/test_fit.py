@@ -1015,6 +1015,16 @@ def test_progress_in_a_terminal(term, monkeypatch, capsys):
     assert ("step 1/4" in terminal.getvalue()) == (term == "dumb")
 
 
+def test_a_bar_in_a_narrow_terminal_shows_the_step(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    fit(make(), batches(), steps=4, progress=True, log_every=1)
+    assert "4/4  loss " in terminal.getvalue()
+    assert "GiB" not in terminal.getvalue()
+
+
 @pytest.mark.parametrize("to_terminal", [True, False])
 def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkeypatch):
     pytest.importorskip("rich")
