@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeGuard
@@ -73,6 +73,8 @@ with private_names():
     _dispatch_fake = FakeTensorMode.dispatch
     _is_profiler_enabled = attrgetter("_is_profiler_enabled")
     _is_profiler_enabled(torch.autograd.profiler)
+    _disable_profiler = torch.autograd._disable_profiler
+    _note_end_of_profiler = torch.autograd.profiler._run_on_profiler_stop
     _grouped_product = torch.ops.aten._grouped_mm.default
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
@@ -349,6 +351,14 @@ def stop_workers(iterator: Any) -> None:
 def is_profiling() -> bool:
     """Whether a profiler of torch runs in any thread; a second one would end it."""
     return bool(_is_profiler_enabled(torch.autograd.profiler))
+
+
+def end_profiling() -> None:
+    """End torch's profiler if it runs: it does after an interrupt that came while it started or ended."""
+    if is_profiling():
+        with suppress(RuntimeError):
+            _disable_profiler()
+        _note_end_of_profiler()
 
 
 # Tensors without values

@@ -655,6 +655,23 @@ def test_a_profiler_that_runs_already_is_not_ended():
     assert any(event.key == "aten::mm" for event in profiler.key_averages())
 
 
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_while_torch_starts_or_ends_its_profiler_does_not_leave_it_on(where, monkeypatch):
+    step, batch = build("gpt", "plain")
+    state, started = step.init(), torch.profiler.profile.__enter__
+
+    def interrupted(profiler, *error):
+        if where == "__enter__":
+            started(profiler)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch.profiler.profile, where, interrupted)
+        ft.anatomy(step, state, batch)
+    assert not torch.autograd._profiler_enabled()
+    assert ft.anatomy(step, state, batch).measured_ratio == pytest.approx(1, abs=0.05)
+
+
 def test_a_step_that_asks_for_a_value_cannot_be_predicted():
     def loss(params, batch):
         total = (params["w"] * batch).sum()

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile
 
 from ftrain import backends, tree
-from ftrain._torch import is_profiling
+from ftrain._torch import end_profiling, is_profiling
 from ftrain.errors import OptionError
 from ftrain.step.flops import MOVEMENT, group_of
 from ftrain.step.step import Step
@@ -42,9 +42,12 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str
                 "anatomy, ladder, tune: the peak is measured with torch's profiler, and it runs already, so that this "
                 "would end it; call them after it, or ft.anatomy(..., measure=False)"
             )
-        with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
-            step(state, batch)
-            backends.of(device).synchronize()
+        try:
+            with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
+                step(state, batch)
+                backends.of(device).synchronize()
+        finally:
+            end_profiling()
     return _peak(profiler, device), _seconds(profiler, on_host=device == tree.HOST)
 
 
