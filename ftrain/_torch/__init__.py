@@ -73,8 +73,8 @@ with private_names():
     _dispatch_fake = FakeTensorMode.dispatch
     _is_profiler_enabled = attrgetter("_is_profiler_enabled")
     _is_profiler_enabled(torch.autograd.profiler)
-    _disable_profiler = torch.autograd._disable_profiler
-    _note_end_of_profiler = torch.autograd.profiler._run_on_profiler_stop
+    _disable_profiler: Any = torch._C._autograd._disable_profiler
+    _note_end_of_profiler: Any = torch.autograd.profiler._run_on_profiler_stop
     _grouped_product = torch.ops.aten._grouped_mm.default
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
