@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
 from ftrain.errors import LossError, TraceError
-from ftrain.step.blocks import within
+from ftrain.step.blocks import unrecorded, within
 from ftrain.step.flops import flops
 from ftrain.step.swap_params import Slot, preserve_attributes
 from ftrain.transforms.remat.policies import DOTS, FULL, NONE
@@ -96,7 +96,7 @@ class Budget:
 
         # Without modes that capture or observe this run.
         fake = _torch.ExpertsFakeTensorMode(allow_non_fake_inputs=True)
-        with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
+        with _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
