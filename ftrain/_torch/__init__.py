@@ -70,12 +70,10 @@ with private_names():
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
-    _dispatch_fake = FakeTensorMode.dispatch
     _is_profiler_enabled = attrgetter("_is_profiler_enabled")
     _is_profiler_enabled(torch.autograd.profiler)
     _disable_profiler: Any = torch._C._autograd._disable_profiler
     _note_end_of_profiler: Any = torch.autograd.profiler._run_on_profiler_stop
-    _grouped_product = torch.ops.aten._grouped_mm.default
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
@@ -362,18 +360,6 @@ def end_profiling() -> None:
 
 
 # Tensors without values
-
-
-class ExpertsFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors with products of experts in every dtype: torch has them for bfloat16 alone."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of an operation."""
-        if func is not _grouped_product or args[0].dtype == torch.bfloat16:
-            return _dispatch_fake(self, func, types, args, kwargs)
-        a, b, *offsets = args
-        groups = a.shape[:-2] if b.ndim == 3 else offsets[0].shape if a.ndim == 2 else ()
-        return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 def on_meta(tensor: Tensor) -> Tensor:

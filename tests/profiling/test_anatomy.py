@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ftrain as ft
 from ftrain import optim, tree
+from ftrain._torch import FakeTensorMode, active_modes
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
@@ -655,6 +656,37 @@ def test_a_profiler_that_runs_already_is_not_ended():
             ft.anatomy(step, state, batch)
         ft.anatomy(step, state, batch, measure=False)
     assert any(event.key == "aten::mm" for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        (functools.partial(ft.anatomy, measure=False), 0),
+        (functools.partial(ft.anatomy, measure=False), 40),
+        (record_calls, 40),
+        (lambda step, state, batch: ft.compose(step, ft.remat(budget=0.5))(state, batch), 1),
+    ],
+    ids=["anatomy begins", "anatomy", "hints", "budget"],
+)
+def test_an_interrupt_within_a_mode_of_torch_does_not_leave_it_on(run, number, where, monkeypatch):
+    """Torch enters its mode of fake tensors again for many operations."""
+    step, batch = build("gpt", "plain")
+    state, method, left = step.init(), getattr(FakeTensorMode, where), itertools.count(-number)
+
+    def interrupted(mode, *error):
+        if next(left) == 0:
+            if where == "__enter__":
+                method(mode)
+            raise KeyboardInterrupt
+        return method(mode, *error)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeTensorMode, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(step, state, batch)
+    assert not active_modes()
+    step(state, batch)
 
 
 @pytest.mark.parametrize("where", ["__enter__", "__exit__"])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import tree
-from ftrain._torch import NEEDS_VALUES, ExpertsFakeTensorMode, FakeTensorMode, dtensor, fake_like
+from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
+from ftrain._torch.fake import ExpertsFakeTensorMode
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import FtrainError, StructureError, TraceError
 from ftrain.parallel.sharded import NAME as SHARDED

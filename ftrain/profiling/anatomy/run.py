@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
+from ftrain._torch.fake import modes_restored
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import predict, whole_state
@@ -58,6 +59,7 @@ def anatomy(
     return anatomy_for("anatomy", step, state, batch, measure=measure, mesh=mesh, level=level)
 
 
+@modes_restored()
 def anatomy_for(
     function: str,
     step: Step,
