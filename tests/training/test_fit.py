@@ -276,6 +276,21 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
 
 
+def test_jsonl_writes_the_metrics_of_a_loop_of_ones_own_as_numbers(tmp_path):
+    log, step = ft.loggers.jsonl(tmp_path / "log.jsonl"), make()
+    for made in ft.iterate(step, step.init(params()), batches(1), steps=1):
+        log(
+            {
+                "step": made.step,
+                **made.metrics,
+                "mean": ft.Mean(torch.tensor(3.0), torch.tensor(2.0)),
+                "of numpy": np.int64(3),
+            }
+        )
+        needed = {"step": 1, **{name: float(value) for name, value in made.metrics.items()}, "mean": 1.5, "of numpy": 3}
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == needed
+
+
 def test_a_logger_may_change_its_record(tmp_path):
     steps = []
     options = {"evaluate": lambda state: {"a": 1.0}, "evaluate_every": 2, "stop": ft.patience("eval_a", 9)}

@@ -51,7 +51,7 @@ def anatomy(
 
     Raises:
         ComposeError: if `step` is not a `Step`, or cannot run on ranks or at this level.
-        OptionError: for an invalid mesh or level, or a level without ranks.
+        OptionError: for an invalid mesh or level, or a level without ranks; to measure while a profiler of torch runs.
         StructureError: if the state is of another step, or missing while the loss has no module.
         TraceError: if the step reads the value of a tensor.
         RankError: if a step on ranks is measured, and another rank does not call this.
