@@ -480,6 +480,15 @@ def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp
         assert plain.at_rest.total() - there.at_rest.total() == sum(m for m in moments if m >= max(least, 5))
 
 
+def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
+    """Without donation there are two states, and so two sets of files."""
+    size = 100_000
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adamw(1e-3))
+    step = ft.compose(step, ft.offload("opt_state", directory=tmp_path))
+    found = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
+    assert found.measured_ratio == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
 def test_fused_updates_take_no_memory_either(optimizer):
     with torch.device("meta"):

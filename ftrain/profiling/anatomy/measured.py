@@ -66,12 +66,14 @@ def _quiet() -> Iterator[None]:
 
 def _peak(profiler: Any, device: torch.device) -> int:
     """Return the most bytes that were allocated on a device at one time while the profiler ran."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == MEMORY]
-    events = [event for event in events if event.device_type().name.lower() == device.type]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    allocated = peak = mapped_until = 0
+    for event in events:
+        if event.name() == "aten::from_file":
+            mapped_until = event.end_ns()  # The memory of a file that is mapped is not allocated.
+        elif event.name() == MEMORY and event.device_type().name.lower() == device.type:
+            allocated += event.nbytes() if event.start_ns() > mapped_until else 0
+            peak = max(peak, allocated)
     return peak
 
 
