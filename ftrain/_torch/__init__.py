@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeGuard
@@ -70,6 +70,10 @@ with private_names():
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    _is_profiler_enabled = attrgetter("_is_profiler_enabled")
+    _is_profiler_enabled(torch.autograd.profiler)
+    _disable_profiler: Any = torch._C._autograd._disable_profiler
+    _note_end_of_profiler: Any = torch.autograd.profiler._run_on_profiler_stop
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
@@ -337,6 +341,22 @@ def stop_workers(iterator: Any) -> None:
     """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         _stop_workers(iterator)
+
+
+# Profiling
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs in any thread; a second one would end it."""
+    return bool(_is_profiler_enabled(torch.autograd.profiler))
+
+
+def end_profiling() -> None:
+    """End torch's profiler if it runs: it does after an interrupt that came while it started or ended."""
+    if is_profiling():
+        with suppress(RuntimeError):
+            _disable_profiler()
+        _note_end_of_profiler()
 
 
 # Tensors without values

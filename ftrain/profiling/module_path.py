@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,14 +29,22 @@ class Running:
         # Without those that another call was stopped in: `remat` ends a recomputation without leaving its modules.
         self._stack.clear()
         self.is_followed = True
-        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
-        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
+        # Torch calls them in all threads, such as one that evaluates another module.
+        thread = threading.get_ident()
+
+        def enter(part: nn.Module, args: object) -> None:
+            if threading.get_ident() == thread:
+                self._stack.append(self._names.get(id(part), ""))
+
+        def leave(part: nn.Module, args: object, returned: object) -> None:
+            if threading.get_ident() == thread:
+                self._stack.pop()
+
+        entered = register_module_forward_pre_hook(enter)
+        left = register_module_forward_hook(leave, always_call=True)
         try:
             yield
         finally:
             self.is_followed = False
             entered.remove()
             left.remove()
-
-    def _leave(self) -> None:
-        self._stack.pop()

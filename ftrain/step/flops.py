@@ -50,6 +50,8 @@ CONTRACTIONS = {
 """Words in the names of contractions."""
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_CPU_RECURRENT_LAYER = {"mkldnn_rnn_layer": 1, "mkldnn_rnn_layer_backward": 2}
+"""Operations of a layer of `nn.LSTM` -> how often each has the products of the forward pass."""
 
 
 def group_of(name: str) -> str:
@@ -91,6 +93,13 @@ def _contraction(operation: Any, name: str, args: Any, kwargs: Any, returned: An
         return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
     if name == f"{_CPU_ATTENTION}_backward":
         return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+    if name == "_grouped_mm":
+        a, b = args[:2]
+        return int(2 * a.numel() * b.shape[-1] if a.ndim == 2 or b.ndim == 3 else 2 * b.numel() * a.shape[-2])
+    if name in _CPU_RECURRENT_LAYER:
+        inputs, of_inputs, of_hidden = args[:3]
+        positions = inputs.numel() // inputs.shape[-1]
+        return int(2 * positions * (of_inputs.numel() + of_hidden.numel())) * _CPU_RECURRENT_LAYER[name]
     count: Callable[..., int] | None = flop_registry.get(operation.overloadpacket)
     if count is None:
         return 2 * max((_elements(arg) for arg in args), default=0)

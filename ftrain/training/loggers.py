@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ftrain.errors import as_path
+from ftrain.training.metrics import read_metrics
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
@@ -20,10 +21,10 @@ of this step all but the first ``count``."""
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. NaN and infinities become null, and values that JSON lacks their text. Each
-    line is written at once: when a run is killed, only its last one can be incomplete, and the next record begins a new
-    line. A run that resumes from a checkpoint removes its lines of later steps, which it makes again; those of earlier
-    runs in the file stay.
+    The folder is created if it is missing. Tensors, which it waits for, become numbers, NaN and infinities null, and
+    other values that JSON lacks their text. Each line is written at once: when a run is killed, only its last one can
+    be incomplete, and the next record begins a new line. A run that resumes from a checkpoint removes its lines of
+    later steps, which it makes again; those of earlier runs in the file stay.
 
     Raises:
         OptionError: when `path` is no path.
@@ -41,7 +42,8 @@ class _Lines:
         return f"jsonl({str(self._path)!r})"
 
     def __call__(self, record: Record) -> None:
-        line = json.dumps(_finite(record), allow_nan=False, default=str)
+        (numbers,) = read_metrics([record])  # In a loop of one's own, metrics are tensors.
+        line = json.dumps(_finite(numbers), allow_nan=False, default=str)
         start = "" if self._ends_whole or _ends_whole(self._path) else "\n"
         self._ends_whole = False  # A full disk may take a part of the line.
         with self._path.open("a", encoding="utf-8") as file:

@@ -131,10 +131,11 @@ class Bar(Display):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        # Square brackets and colons in the names of metrics are no markup.
-        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}", markup=False)
+        # Square brackets and colons in the names of metrics are no markup. In a narrow terminal the bar is shortened,
+        # and then the text from its end, so the number of steps is the last to go.
+        columns = BarColumn(bar_width=24), TextColumn("{task.fields[status]}", markup=False)
         console = Console(stderr=True, markup=False, emoji=False, highlight=False)
         # What the program prints goes above the bar, unless its output goes to a file: there it stays.
         self._progress = Progress(*columns, console=console, redirect_stdout=_is_terminal(sys.stdout))
@@ -156,7 +157,7 @@ class Bar(Display):
     def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
         """Move the bar."""
         self._shown_seconds = seconds
-        self._progress.update(self._task, completed=step, total=total, status=text)
+        self._progress.update(self._task, completed=step, total=total, status=f"{step}/{total or '?'}  {text}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -171,12 +172,15 @@ def describe(metrics: Mapping[str, Any], rates: Mapping[str, float], seconds_lef
     'loss 0.5000  1,234 tokens/s  0:00:02 left  1.0 GiB'
     """
     shown = [
-        f"{name} {value:.4f}"
+        f"{name} {_number(value)}"
         for name, value in metrics.items()
         if isinstance(value, float) and not (name in HIDDEN_METRICS or is_share(name))
     ]
-    parts = [*shown[:MAX_METRICS], *(f"{rate:,.0f} {name}/s" for name, rate in rates.items())]
-    parts += [f"{timedelta(seconds=round(seconds_left))} left"] if seconds_left is not None else []
+    counts = ((name, f"{rate:,.0f}" if rate >= 1 else f"{rate:.2g}") for name, rate in rates.items())
+    parts = [*shown[:MAX_METRICS], *(f"{count} {name}/s" for name, count in counts)]
+    # With steps=sys.maxsize the time left is more than a timedelta can be.
+    if seconds_left is not None and seconds_left < timedelta.max.total_seconds():
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join([*parts, f"{memory / GIB:.1f} GiB"])
 
 
@@ -186,5 +190,14 @@ def describe_evaluation(step: int, values: Mapping[str, Any]) -> str:
     >>> describe_evaluation(10, {"eval_loss": 0.5, "eval_count": 3})
     'step 10  eval_loss 0.5000  eval_count 3'
     """
-    texts = [f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    texts = (f"{name} {_number(value) if isinstance(value, float) else value}" for name, value in values.items())
     return f"step {step}  {'  '.join(texts)}"
+
+
+def _number(value: float) -> str:
+    """Return a number with four decimals, or in powers of ten where these would hide it or fill the line.
+
+    >>> _number(0.5), _number(2e-6), _number(-3e9), _number(0.0)
+    ('0.5000', '2.000e-06', '-3.000e+09', '0.0000')
+    """
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or not value else f"{value:.3e}"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import threading
 import weakref
 
 import pytest
@@ -15,10 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ftrain as ft
 from ftrain import optim, tree
+from ftrain._torch import FakeTensorMode, active_modes
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
+from ftrain.profiling.module_path import Running
 from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
@@ -263,6 +266,7 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
     text = repr(compiled)
     assert "predicted as if the step ran eagerly; compiled, it usually takes less; " in text
     assert f"measured ({compiled.measured_ratio:.1%} of it)" in text
+    assert "The times are of operations that run outside of compiled kernels" in text
     assert "beyond" not in text
     numbers = compiled.as_dict()
     assert (numbers["compiled"], numbers["measured_ratio"]) == (True, compiled.measured_ratio)
@@ -347,6 +351,33 @@ def test_products_that_torch_does_not_count():
     found = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
     # Two of a matrix and a vector with their gradients, and one of two vectors, whose gradient is a product by element.
     assert found.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
+
+
+def test_the_products_of_a_recurrent_layer_by_hand():
+    layers = nn.LSTM(12, 16, 2, bidirectional=True)
+    step = ft.train_step(ft.from_module(layers, lambda model, batch: model(batch)[0].square().mean()), optim.sgd(0.1))
+    positions, matrices = 5 * 3, sum(each.numel() for each in layers.parameters() if each.ndim == 2)
+    found = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
+    # One kernel has the gradient of its input too, whether or not it is needed.
+    assert found.flops[CONTRACTION] == 3 * 2 * positions * matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_products_of_experts_in_every_dtype(dtype):
+    """Each row of a batch is multiplied by the matrix of one expert."""
+    rows, width, outputs, experts = 32, 16, 8, 4
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    first = nn.Parameter(torch.randn(experts, width, width, dtype=dtype))
+    second = nn.Parameter(torch.randn(experts, width, outputs, dtype=dtype))
+
+    def loss(params, batch):
+        hidden = F.grouped_mm(batch, params["first"], offs=ends)
+        return F.grouped_mm(hidden, params["second"], offs=ends).square().mean()
+
+    step = ft.train_step(loss, optim.sgd(0.1))
+    found = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
+    assert found.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
+    assert 0 <= found.overhead < 6000
 
 
 def test_the_known_bytes_per_parameter():
@@ -449,6 +480,15 @@ def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp
         assert plain.at_rest.total() - there.at_rest.total() == sum(m for m in moments if m >= max(least, 5))
 
 
+def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
+    """Without donation there are two states, and so two sets of files."""
+    size = 100_000
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adamw(1e-3))
+    step = ft.compose(step, ft.offload("opt_state", directory=tmp_path))
+    found = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
+    assert found.measured_ratio == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
 def test_fused_updates_take_no_memory_either(optimizer):
     with torch.device("meta"):
@@ -497,6 +537,7 @@ def test_the_table_and_the_picture(tmp_path):
     ):
         assert part in text
     assert text.count(" ms ") == 4
+    assert "The times are of" not in text
     assert f"measured beyond that {found.overhead / 2**20:>18,.1f} MiB  what the framework" in text
     predicted = ft.anatomy(step, step.init(), batch, measure=False)
     assert " ms " not in repr(predicted)
@@ -575,6 +616,104 @@ def test_no_tensor_without_values_stays_in_the_model(run, place):
     new, metrics = step(state, batch)
     assert {type(leaf) for leaf in tree.leaves((new, metrics))} <= {torch.Tensor, float}
     assert {type(part.table) for part in model.modules() if isinstance(part, Keeping)} <= {type(None), torch.Tensor}
+
+
+def test_a_step_is_predicted_while_anomalies_are_detected():
+    step, batch = build("gpt", "plain")
+    with torch.autograd.set_detect_anomaly(True):
+        assert ft.anatomy(step, step.init(), batch, measure=False).peak > 0
+        assert torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize("starts_before", [True, False])
+def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_before):
+    """Torch calls its hooks of all modules in all threads."""
+    inside, finish, errors = threading.Event(), threading.Event(), []
+
+    class Waiting(nn.Module):
+        def forward(self):
+            inside.set()
+            finish.wait(60)
+
+    def run():
+        try:
+            model[0]()
+        except Exception as error:
+            errors.append(error)
+
+    model = nn.Sequential(Waiting())
+    model[0].register_forward_hook(lambda *arguments: None)  # With one, torch looks for the hooks of all modules later.
+    thread, running = threading.Thread(target=run), Running(model)
+    if starts_before:
+        thread.start()
+        inside.wait(60)
+    with running.followed():
+        if not starts_before:
+            thread.start()
+            inside.wait(60)
+        assert running.name == ""
+        finish.set()
+        thread.join()
+    assert not errors
+
+
+def test_a_profiler_that_runs_already_is_not_ended():
+    step, batch = build("gpt", "plain")
+    state = step.init()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(OptionError, match=r"^anatomy, ladder, tune: .* torch's profiler, and it runs already"):
+            ft.anatomy(step, state, batch)
+        ft.anatomy(step, state, batch, measure=False)
+    assert any(event.key == "aten::mm" for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        (functools.partial(ft.anatomy, measure=False), 0),
+        (functools.partial(ft.anatomy, measure=False), 40),
+        (record_calls, 40),
+        (lambda step, state, batch: ft.compose(step, ft.remat(budget=0.5))(state, batch), 1),
+    ],
+    ids=["anatomy begins", "anatomy", "hints", "budget"],
+)
+def test_an_interrupt_within_a_mode_of_torch_does_not_leave_it_on(run, number, where, monkeypatch):
+    """Torch enters its mode of fake tensors again for many operations."""
+    step, batch = build("gpt", "plain")
+    state, method, left = step.init(), getattr(FakeTensorMode, where), itertools.count(-number)
+
+    def interrupted(mode, *error):
+        if next(left) == 0:
+            if where == "__enter__":
+                method(mode)
+            raise KeyboardInterrupt
+        return method(mode, *error)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeTensorMode, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(step, state, batch)
+    assert not active_modes()
+    step(state, batch)
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_while_torch_starts_or_ends_its_profiler_does_not_leave_it_on(where, monkeypatch):
+    step, batch = build("gpt", "plain")
+    state, started = step.init(), torch.profiler.profile.__enter__
+
+    def interrupted(profiler, *error):
+        if where == "__enter__":
+            started(profiler)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.profiler.profile, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ft.anatomy(step, state, batch)
+    assert not torch.autograd._profiler_enabled()
+    assert ft.anatomy(step, state, batch).measured_ratio == pytest.approx(1, abs=0.05)
 
 
 def test_a_step_that_asks_for_a_value_cannot_be_predicted():

@@ -192,15 +192,17 @@ def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
     assert (seen.module, seen.rank, seen.causes) == ("", rank, causes)
 
 
-@pytest.mark.parametrize("policy", ["full", "dots", "attention"])
-def test_attention_of_blocks_that_are_computed_again(policy):
+@pytest.mark.parametrize(
+    "options", [{"policy": "full"}, {"policy": "dots"}, {"policy": "attention"}, {"budget": 0.5}], ids=str
+)
+def test_attention_of_blocks_that_are_computed_again(options):
     """What runs once more to be watched would be missed there."""
 
     def found(*wrappers):
         blocks = nn.Sequential(Attend(learned=True), Attend(dropout_p=0.1), Attend())
         return record_calls(*attending(blocks, *wrappers))[1]
 
-    assert found(ft.remat(policy, blocks=[Attend])) == found()
+    assert found(ft.remat(**options, blocks=[Attend])) == found()
     assert [each.rank for each in found()] == [SLOWEST, SLOWEST, FASTEST]
 
 

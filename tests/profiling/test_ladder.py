@@ -146,6 +146,15 @@ def test_speeds_are_examples_a_second_in_the_same_round(timed):
     assert "numbers/s" in repr(found)
 
 
+def test_a_count_is_a_number_for_json_or_refused_before_anything_is_measured(timed):
+    found = timed(
+        make(), batch(), {}, techniques=[], throughput={"ones": lambda batch: (batch["x"] == batch["x"]).sum()}
+    )
+    assert json.loads(json.dumps(found.as_dict()))["rows"][0]["rates"] == {"ones": 64 * 16}
+    with pytest.raises(OptionError, match=r"^ladder: throughput\['tokens'\] returned None; needs a number"):
+        ft.ladder(make(), make().init(), batch(), throughput={"tokens": lambda batch: None})
+
+
 def test_what_is_faster_beyond_doubt_is_stacked_the_best_of_each_method(timed):
     times = {
         'with_amp("bf16")': 0.8,

@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ftrain as ft
 from ftrain.backends import registry
 from ftrain.errors import ConsumedError, DataError, LossError, OptionError
+from ftrain.training import progress
 from ftrain.training.progress import total_steps
 
 F64 = torch.float64
@@ -272,6 +274,21 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
     fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=lambda state: values)
     needed = {"report": {"0": {"f1": None}, "all": [1, None]}, "path": str(path), "kind": "{torch.float64}"}
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
+
+
+def test_jsonl_writes_the_metrics_of_a_loop_of_ones_own_as_numbers(tmp_path):
+    log, step = ft.loggers.jsonl(tmp_path / "log.jsonl"), make()
+    for made in ft.iterate(step, step.init(params()), batches(1), steps=1):
+        log(
+            {
+                "step": made.step,
+                **made.metrics,
+                "mean": ft.Mean(torch.tensor(3.0), torch.tensor(2.0)),
+                "of numpy": np.int64(3),
+            }
+        )
+        needed = {"step": 1, **{name: float(value) for name, value in made.metrics.items()}, "mean": 1.5, "of numpy": 3}
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == needed
 
 
 def test_a_logger_may_change_its_record(tmp_path):
@@ -889,6 +906,21 @@ def test_progress_lines_can_be_read(capsys):
         assert len(line) < 100
 
 
+def test_progress_of_a_run_of_endless_steps_and_of_numbers_of_any_size(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+
+    def step(state, batch):
+        return state, {"loss": 2e-6, "largest": 3e12, "zero": 0.0}
+
+    options = {"stop": lambda history: "enough", "evaluate": lambda state: {"accuracy": 2e-5}, "evaluate_every": 1}
+    ft.fit(step, make().init(params()), batches(1), steps=sys.maxsize, progress=True, log_every=1, **options)
+    _, err = capsys.readouterr()
+    assert "  loss 2.000e-06  largest 3.000e+12  zero 0.0000  " in err
+    assert "left" not in err
+    assert "eval_accuracy 2.000e-05" in err
+    assert progress.describe({}, {"images": 0.25}, None, 0) == "0.25 images/s  0.0 GiB"
+
+
 def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -996,6 +1028,16 @@ def test_progress_in_a_terminal(term, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     assert "4/4" in terminal.getvalue()
     assert ("step 1/4" in terminal.getvalue()) == (term == "dumb")
+
+
+def test_a_bar_in_a_narrow_terminal_shows_the_step(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    fit(make(), batches(), steps=4, progress=True, log_every=1)
+    assert "4/4  loss " in terminal.getvalue()
+    assert "GiB" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("to_terminal", [True, False])

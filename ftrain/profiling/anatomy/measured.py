@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ import torch
 from torch.profiler import profile
 
 from ftrain import backends, tree
+from ftrain._torch import end_profiling, is_profiling
+from ftrain.errors import OptionError
 from ftrain.step.flops import MOVEMENT, group_of
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -20,6 +23,8 @@ MEMORY = "[memory]"
 """The name of the profiler's events that allocate or free memory."""
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
+_ONE_PROFILER = threading.Lock()
+"""Torch has one profiler for all threads."""
 
 
 def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str, float]]:
@@ -27,12 +32,22 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str
 
     The seconds are of kernels on a device, and on a CPU of each operation without those that it calls. Runs the step
     twice, the second time under torch's profiler, and waits for the device. A step that donates consumes the state.
+    Raises an OptionError if the caller profiles already.
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
-    with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
-        step(state, batch)
-        backends.of(device).synchronize()
+    with _ONE_PROFILER:
+        if is_profiling():
+            raise OptionError(
+                "anatomy, ladder, tune: the peak is measured with torch's profiler, and it runs already, so that this "
+                "would end it; call them after it, or ft.anatomy(..., measure=False)"
+            )
+        try:
+            with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
+                step(state, batch)
+                backends.of(device).synchronize()
+        finally:
+            end_profiling()
     return _peak(profiler, device), _seconds(profiler, on_host=device == tree.HOST)
 
 
@@ -51,12 +66,14 @@ def _quiet() -> Iterator[None]:
 
 def _peak(profiler: Any, device: torch.device) -> int:
     """Return the most bytes that were allocated on a device at one time while the profiler ran."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == MEMORY]
-    events = [event for event in events if event.device_type().name.lower() == device.type]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    allocated = peak = mapped_until = 0
+    for event in events:
+        if event.name() == "aten::from_file":
+            mapped_until = event.end_ns()  # The memory of a file that is mapped is not allocated.
+        elif event.name() == MEMORY and event.device_type().name.lower() == device.type:
+            allocated += event.nbytes() if event.start_ns() > mapped_until else 0
+            peak = max(peak, allocated)
     return peak
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
+from ftrain._torch.fake import ExpertsFakeTensorMode
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import FtrainError, StructureError, TraceError
 from ftrain.parallel.sharded import NAME as SHARDED
@@ -34,7 +35,7 @@ def whole_state(function: str, step: Step, state: TrainState | None) -> TrainSta
         raise StructureError(
             f"{function}: {step.base.text} has no module; pass a state: {function}(step, step.init(params), batch)"
         )
-    mode, slots = FakeTensorMode(allow_non_fake_inputs=True), slots_of(step.base.module)
+    mode, slots = ExpertsFakeTensorMode(allow_non_fake_inputs=True), slots_of(step.base.module)
     fakes: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name not in fakes:
@@ -52,7 +53,13 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
     Raises a TraceError if the step reads the value of a tensor, or calls an operation that has no such tensors.
     """
     try:
-        with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
+        with (
+            preserve_attributes(step.base.module),
+            mode,
+            torch.no_grad(),
+            torch.autograd.set_detect_anomaly(False),  # It reads values.
+            step.loss.scope(True),
+        ):
             yield
     except NEEDS_VALUES as error:
         raise TraceError(
@@ -75,7 +82,7 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
     If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks. Raises a TraceError for a
     nested tensor, and as `fake_run`.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ExpertsFakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
     state = replace(state, rng=None)
     is_offloaded = _is_offloaded(state)

@@ -27,6 +27,7 @@ WEIGHTS = PARAMETERS, COPIES, OPTIMIZER, GRADIENTS
 FLOP_UNITS = "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"
 MOST_SHOWN = 12
 OVERHEAD = "what the framework and its kernels allocate for their own use"
+OUTSIDE = "The times are of operations that run outside of compiled kernels; those of the kernels are not known."
 EAGER = "as if the step ran eagerly; compiled, it usually takes less"
 
 
@@ -39,7 +40,7 @@ class Anatomy:
         params: number of trained parameters, over all ranks.
         compiled: whether the step is compiled. Its `peak` is then usually too high, since it is that of the eager step.
         measured: bytes at the peak, measured; None if nothing was measured.
-        seconds: time by group of operations, measured; None if nothing was measured.
+        seconds: time by group of operations, measured, without that of compiled kernels; None if nothing was measured.
         layout: how the step is divided over ranks, of which this is the first; None without ranks.
     """
 
@@ -203,6 +204,8 @@ class Anatomy:
                 seconds = self.seconds.get(group, 0.0)
                 line += f"  {seconds * 1e3:>10,.2f} ms  {seconds / max(total_seconds, 1e-12):6.1%}"
             lines.append(line)
+        if self.compiled and self.seconds is not None:
+            lines.append(f"  {OUTSIDE}")
         return lines
 
 

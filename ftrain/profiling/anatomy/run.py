@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
+from ftrain._torch.fake import modes_restored
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import predict, whole_state
@@ -50,7 +51,7 @@ def anatomy(
 
     Raises:
         ComposeError: if `step` is not a `Step`, or cannot run on ranks or at this level.
-        OptionError: for an invalid mesh or level, or a level without ranks.
+        OptionError: for an invalid mesh or level, or a level without ranks; to measure while a profiler of torch runs.
         StructureError: if the state is of another step, or missing while the loss has no module.
         TraceError: if the step reads the value of a tensor.
         RankError: if a step on ranks is measured, and another rank does not call this.
@@ -58,6 +59,7 @@ def anatomy(
     return anatomy_for("anatomy", step, state, batch, measure=measure, mesh=mesh, level=level)
 
 
+@modes_restored()
 def anatomy_for(
     function: str,
     step: Step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
@@ -67,7 +67,7 @@ def ladder(
         ComposeError: if `step` is not a `Step`, or runs on several ranks.
         StructureError: if the state is of another step.
         ConsumedError: if the state was donated.
-        OptionError: for an unknown technique, or a number of rounds that is not positive.
+        OptionError: for an unknown technique, a number of rounds that is not positive, or a count that is no number.
         DataError: if the data cannot be iterated several times.
         Exception: any error of the step as given, except running out of memory, which is a result.
     """
@@ -78,6 +78,7 @@ def ladder(
     step.require(state)
     original = Original(step, state)
     case = Case(step, tree.to(tree.as_tree(batch), original.device))
+    _counts(throughput or {}, case.batch)  # Now: the measurements take minutes.
     runner = _Runner(original, case, rounds, throughput or {})
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
     base, *others = runner.rows(ALONE, chosen)
@@ -209,10 +210,22 @@ class _Runner:
             row,
             seconds=seconds,
             speed=speed,
-            rates={name: count(case.batch) / seconds.median for name, count in self.throughput.items()},
+            rates={name: count / seconds.median for name, count in _counts(self.throughput, case.batch).items()},
             measured=self.original.measured_peak(case.step, case.batch, row.at_rest or 0),
             note=replaced_wrappers(self.original.step, case.step),
         )
+
+
+def _counts(throughput: Throughput, batch: PyTree) -> dict[str, float]:
+    """Return what each function counts in a batch. Raises an OptionError if that is not a number."""
+    counts: dict[str, float] = {}
+    for name, count in throughput.items():
+        counted: Any = count(batch)
+        try:
+            counts[name] = float(counted)
+        except (TypeError, ValueError, RuntimeError):
+            raise OptionError(f"ladder: throughput[{name!r}] returned {counted!r}; needs a number") from None
+    return counts
 
 
 def _examples(batch: PyTree) -> int:

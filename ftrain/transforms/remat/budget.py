@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
+from ftrain._torch.fake import ExpertsFakeTensorMode, modes_restored
 from ftrain.errors import LossError, TraceError
-from ftrain.step.blocks import within
+from ftrain.step.blocks import unrecorded, within
 from ftrain.step.flops import flops
 from ftrain.step.swap_params import Slot, preserve_attributes
 from ftrain.transforms.remat.policies import DOTS, FULL, NONE
@@ -76,6 +77,7 @@ class Budget:
             raise LossError(CHECKPOINTED)
         return next(self._remaining, NONE)
 
+    @modes_restored()
     def _costs(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[PolicyCost]]:
         """Return the costs of the policies of each block, from a run on tensors without memory."""
         costs: list[list[PolicyCost]] = []
@@ -95,8 +97,8 @@ class Budget:
             return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
         # Without modes that capture or observe this run.
-        fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-        with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
+        fake = ExpertsFakeTensorMode(allow_non_fake_inputs=True)
+        with _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)

@@ -1,0 +1,53 @@
+"""Runs on fake tensors: models with experts, and interrupts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ftrain._torch import FakeTensorMode, active_modes, private_names
+
+with private_names():
+    from torch.utils._python_dispatch import _push_mode
+
+    _dispatch_fake = FakeTensorMode.dispatch
+    _grouped_product = torch.ops.aten._grouped_mm.default
+    _keys = torch._C._TorchDispatchModeKey
+    _INFRASTRUCTURE = _keys.FAKE, _keys.PROXY, _keys.FUNCTIONAL
+    _unset_mode: Any = torch._C._unset_dispatch_mode
+    _pop: Any = torch._C._pop_torch_dispatch_stack
+
+
+class ExpertsFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors with products of experts in every dtype: torch has them for bfloat16 alone."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the result of an operation."""
+        if func is not _grouped_product or args[0].dtype == torch.bfloat16:
+            return _dispatch_fake(self, func, types, args, kwargs)
+        a, b, *offsets = args
+        groups = a.shape[:-2] if b.ndim == 3 else offsets[0].shape if a.ndim == 2 else ()
+        return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
+@contextmanager
+def modes_restored() -> Iterator[None]:
+    """Context that ends with the dispatch modes with which it began, whatever interrupts it.
+
+    Torch enters a mode again for each operation on fake tensors. Ctrl-C within that leaves the mode on, and all tensors
+    that the program makes afterwards are fake.
+    """
+    before = active_modes()
+    try:
+        yield
+    finally:
+        if active_modes() != before:
+            for key in _INFRASTRUCTURE:
+                _unset_mode(key)
+            while active_modes():
+                _pop()
+            for mode in before:
+                _push_mode(mode)
