@@ -44,6 +44,7 @@ from ftrain.errors import (
     add_note,
     as_path,
     require_positive,
+    require_switches,
     warn,
     warn_of_mode,
     whole_number,
@@ -96,6 +97,7 @@ class Checkpoints:
     ) -> None:
         require_positive("Checkpoints", "every", every)
         require_positive("Checkpoints", "keep", keep)
+        require_switches("Checkpoints", async_=async_)
         if not isinstance(best, str | None):
             raise OptionError(f"Checkpoints: best is {best!r}, needs the name of a metric, such as 'eval_loss'")
         if mode not in [*MODES]:

@@ -13,7 +13,7 @@ import torch
 
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
-from ftrain.errors import ComposeError, OptionError, StructureError, warn
+from ftrain.errors import ComposeError, OptionError, StructureError, require_switches, warn
 from ftrain.optim.schedules.call import require_numbers
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
@@ -58,12 +58,14 @@ def train_step(
     Raises:
         LossError: when `loss_fn` cannot be called as a loss.
         ComposeError: when `optimizer` is not an optimizer of ftrain.
+        OptionError: when `allow_unused` is not True or False.
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
             f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
             "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in TrainState"
         )
+    require_switches("train_step", allow_unused=allow_unused)
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 
 
