@@ -156,10 +156,12 @@ class Step:
 
     @functools.cached_property
     def loss(self) -> Loss:
-        """The loss with its wrappers applied."""
-        loss, on_loss = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
-        for each in sorted(on_loss, key=lambda each: each.order):
+        """The loss with its wrappers applied. Raises a ComposeError if one returns no `Loss`."""
+        loss, on_loss = self.base, [(wrapper.text, wrapper.loss) for wrapper in self.wrappers if wrapper.loss]
+        for text, each in sorted(on_loss, key=lambda pair: pair[1].order):
             loss = each.wrap(loss)
+            if not isinstance(loss, Loss):
+                raise ComposeError(f"{text}: its wrap returned {tree.describe(loss)}; needs a Loss, as it gets")
         return loss
 
     @functools.cached_property

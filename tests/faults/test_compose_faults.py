@@ -227,6 +227,24 @@ def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, found):
         step(step.init({"w": torch.ones(2)}), None)
 
 
+RETURNS_NOTHING = {
+    "the gradient function returned NoneType; needs Gradients": {"grad": ft.OnGrad(lambda grad: lambda *_: None)},
+    "the gradient function that its wrap returned is NoneType": {"grad": ft.OnGrad(lambda grad: None)},
+    "the update function returned NoneType; needs TrainState": {"update": ft.OnUpdate(lambda _: lambda *_, **__: None)},
+    "the update function that its wrap returned is NoneType": {"update": ft.OnUpdate(lambda update: None)},
+    "its wrap returned NoneType; needs a Loss": {"loss": ft.OnLoss(lambda loss: None)},
+}
+
+
+@pytest.mark.parametrize("said", RETURNS_NOTHING)
+@pytest.mark.parametrize("outer", [(), (ft.clip(1.0), ft.ema(0.9)), (ft.accumulate(2),)])
+def test_a_wrapper_of_ones_own_that_returns_nothing(said, outer):
+    own = ft.Wrapper("own", **RETURNS_NOTHING[said])
+    with failing(ComposeError, f"own: {said}"):
+        step = ft.compose(make(), own, *outer)
+        step(step.init(params()), batch())
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), torch.optim.AdamW, ft.optim.adamw, None, 0.1],
