@@ -157,6 +157,11 @@ def add_note(error: BaseException, text: str) -> None:
         BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
 
 
+def kind_and_text(error: BaseException) -> str:
+    """Return the class of an error and its text, which may be empty, as of a KeyboardInterrupt."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}
 """Words in the names of metrics of which more is better."""
 
