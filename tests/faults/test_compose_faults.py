@@ -116,6 +116,12 @@ def test_a_step_and_a_state_that_are_swapped(name):
         CALLS[name](make().init(params()), step)
 
 
+@pytest.mark.parametrize("name", ["hints", "ladder", "tune", "anatomy"])
+def test_what_is_no_state_is_named_by_the_function_that_was_called(name):
+    with failing(StructureError, f"{name}: the state is dict; needs the TrainState of step.init()"):
+        getattr(ft, name)(make(), params(), batch())
+
+
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_class_given_as_the_step(name):
     class Own:
