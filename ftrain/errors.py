@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,11 @@ def add_note(error: BaseException, text: str) -> None:
         BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
 
 
+def kind_and_text(error: BaseException) -> str:
+    """Return the class of an error and its text, which may be empty, as of a KeyboardInterrupt."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}
 """Words in the names of metrics of which more is better."""
 
@@ -194,19 +200,28 @@ def whole_number(function: str, name: str, value: Any, *, least: int = 0) -> int
 
 def require_range(
     function: str, name: str, value: Any, low: float, high: float = float("inf"), *, closed: bool = False
-) -> None:
-    """Check that an argument is a number in [low, high), or [low, high] if `closed`. Raises an OptionError if not."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+) -> float:
+    """Return a number in [low, high), or [low, high] if `closed`, as a float. Raises an OptionError if it is none."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (value == high and not closed):
         raise OptionError(
             f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g}{']' if closed else ')'}"
         )
+    return float(value)
 
 
-def require_positive_number(function: str, name: str, value: Any) -> None:
-    """Check that an argument is a finite number above 0. Raises an OptionError if not."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+def require_positive_number(function: str, name: str, value: Any) -> float:
+    """Return a finite number above 0 as a float. Raises an OptionError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise OptionError(f"{function}: {name} is {value!r}, needs a positive number")
+    return float(value)
+
+
+def require_switches(function: str, **values: Any) -> None:
+    """Check that arguments are True or False: of texts, ``"no"`` counts as true. Raises an OptionError if not."""
+    for name, value in values.items():
+        if value not in (True, False):
+            raise OptionError(f"{function}: {name} is {value!r}, needs True or False")
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:

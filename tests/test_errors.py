@@ -1,17 +1,19 @@
-"""Where warnings point, and which rank logs."""
+"""Where warnings point, which rank logs, and what counts as a switch and as a number."""
 
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import ftrain as ft
-from ftrain.errors import warn
+from ftrain.errors import OptionError, warn
 
 OF_THE_PACKAGE = """
 import contextlib
 import torch
-from ftrain.errors import warn
+from ftrain.errors import OptionError, warn
 
 def plainly():
     warn("found")
@@ -69,3 +71,46 @@ def test_of_many_ranks_the_first_logs_what_all_know(caplog, monkeypatch):
             monkeypatch.setenv("RANK", rank)
         ft.errors.log_on_first_rank("of %s", rank)
     assert caplog.messages == ["of None", "of 0"]
+
+
+SWITCHES = {
+    "stochastic_rounding": lambda value: ft.optim.adamw(1e-3, stochastic_rounding=value),
+    "nesterov": lambda value: ft.optim.muon(1e-3, nesterov=value),
+    "decoupled_weight_decay": lambda value: ft.optim.radam(1e-3, decoupled_weight_decay=value),
+    "allow_unused": lambda value: ft.train_step(lambda params, batch: params, ft.optim.sgd(1e-3), allow_unused=value),
+    "donate": lambda value: ft.compiled(donate=value),
+    "replay": lambda value: ft.compiled(replay=value),
+    "dora": lambda value: ft.lora(2, targets=["*"], dora=value),
+    "watch": lambda value: ft.with_amp("bf16", watch=value),
+    "drop_last": lambda value: ft.data.loader([1, 2], 2, drop_last=value),
+    "cut": lambda value: ft.data.packed(4, cut=value),
+    "async_": lambda value: ft.Checkpoints("runs", every=1, async_=value),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_text_is_no_switch(name):
+    for value in (True, False, np.True_):
+        SWITCHES[name](value)
+    with pytest.raises(OptionError, match=f"{name} is 'no', needs True or False"):
+        SWITCHES[name]("no")
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    def step(number):
+        optimizer = ft.optim.adamw(number(0.25), b1=number(0.9), b2=number(0.999), weight_decay=number(0.1))
+        base = ft.train_step(lambda params, batch: (params["w"] * batch).square().sum(), optimizer)
+        return ft.compose(base, ft.clip(number(0.5)), ft.ema(number(0.9)), ft.accumulate(2))
+
+    def trained(step):
+        state = step.init({"w": torch.ones(3)})
+        for _ in range(3):
+            state, _ = step(state, torch.ones(4, 3))
+        return state
+
+    found, needed = step(np.float32), step(lambda value: float(np.float32(value)))
+    assert repr(found) == repr(needed)
+    for a, b in zip(ft.tree.leaves(trained(found)), ft.tree.leaves(trained(needed)), strict=True):
+        assert torch.equal(a, b)
+    assert repr(ft.clip(np.int64(1))) == repr(ft.clip(1))
+    assert len(ft.data.loader([1, 2], 2, num_workers=np.int64(0), timeout=np.float32(9))) == 1

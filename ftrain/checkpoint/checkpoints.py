@@ -6,6 +6,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,6 +22,7 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
+from ftrain.checkpoint.heartbeats import SILENCE
 from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest
@@ -39,8 +41,10 @@ from ftrain.errors import (
     CheckpointError,
     OptionError,
     UnreachableError,
+    add_note,
     as_path,
     require_positive,
+    require_switches,
     warn,
     warn_of_mode,
     whole_number,
@@ -93,6 +97,7 @@ class Checkpoints:
     ) -> None:
         require_positive("Checkpoints", "every", every)
         require_positive("Checkpoints", "keep", keep)
+        require_switches("Checkpoints", async_=async_)
         if not isinstance(best, str | None):
             raise OptionError(f"Checkpoints: best is {best!r}, needs the name of a metric, such as 'eval_loss'")
         if mode not in [*MODES]:
@@ -150,14 +155,18 @@ class Checkpoints:
                 finish_replacement(self._step_path(step), step)
         return was_used
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the save in the background, and release the lock."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Wait for the save in the background, and release the lock; a note of `error` says if the save failed."""
         try:
-            if kind is None:
-                self.wait()
-            elif self._saving is not None:
-                # The other ranks may have ended: a save that they have not finished is abandoned.
+            if error is not None and self._pending is not None and self._saving is not None:
+                # The other ranks finish it too, unless they have ended.
+                wait_for([self._pending], SILENCE if isinstance(error, Exception) else 0)
                 self._saving.abandon()
+            self.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            add_note(error, f"the save in the background failed, too: {failed}")
         finally:
             if self._pool is not None:
                 self._pool.shutdown()

@@ -134,4 +134,4 @@ def _error_of(rank: int, name: str, text: str) -> FtrainError:
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, FtrainError):
         return kind(f"rank {rank}: {text}")
-    return RankError(f"rank {rank}: {name}: {text}")
+    return RankError(f"rank {rank}: {name}: {text}".removesuffix(": "))

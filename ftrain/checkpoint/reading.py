@@ -22,7 +22,15 @@ from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, p
 from ftrain.checkpoint.matching import fill_like, match_leaves, rename_paths
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
-from ftrain.errors import CheckpointError, DeviceError, StructureError, UnreachableError, as_path, listed
+from ftrain.errors import (
+    CheckpointError,
+    DeviceError,
+    StructureError,
+    UnreachableError,
+    as_path,
+    listed,
+    require_switches,
+)
 from ftrain.types import PyTree
 
 NUM_READERS = 2
@@ -84,6 +92,7 @@ def load(
         RankError: when another rank failed in another way, or did not call this.
     """
     path = as_path("load", "path", path)
+    require_switches("load", partial=partial)
 
     def read_tree() -> PyTree:
         with error_names(path):

@@ -27,7 +27,9 @@ from ftrain.errors import (
     require_positive,
     require_positive_number,
     require_range,
+    require_switches,
     warn,
+    whole_number,
 )
 from ftrain.random.host_keys import halves
 from ftrain.types import PyTree
@@ -254,6 +256,7 @@ def loader(
     """
     worker_options = WorkerOptions(num_workers, timeout, prefetch_factor, context)
     _require_options(batch_size, rank, num_ranks, on_error, worker_options)
+    require_switches("loader", shuffle=shuffle, drop_last=drop_last)
     halves("loader", "seed", seed)
     if collate is not None and not callable(collate):
         raise OptionError(
@@ -347,9 +350,7 @@ def _require_options(
     if batch_size is not None:
         require_positive("loader", "batch_size", batch_size)
     for name, number, end in (("rank", rank, num_ranks), ("num_workers", num_workers, float("inf"))):
-        require_range("loader", name, number, 0, end)
-        if not isinstance(number, int):
-            raise OptionError(f"loader: {name} is {number!r}, needs a whole number")
+        require_range("loader", name, whole_number("loader", name, number), 0, end)
     require_positive_number("loader", "timeout", timeout)
     if context is not None and context not in get_all_start_methods():
         raise OptionError(f"loader: context is {context!r}; choices are {', '.join(get_all_start_methods())}")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain.errors import BatchError, DataError, require_positive
+from ftrain.errors import BatchError, DataError, require_positive, require_switches
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -58,7 +58,7 @@ def pack(
     >>> batch["tokens"].tolist(), batch["labels"].tolist(), batch["documents"].tolist()
     ([[5, 6, 7, 8, 9, 0]], [[6, 7, -100, 9, -100, -100]], [[0, 0, 0, 1, 1, -1]])
     """
-    _require_sizes("pack", length, rows)
+    _require_options("pack", length, rows, cut)
     filled: list[list[_Tokens]] = []
     free_space = 0
     for tokens, labels in _read_all(documents, length, field, cut):
@@ -93,7 +93,7 @@ def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
     """Return `pack` with these options as a collate function; raises an OptionError as `pack` does."""
-    _require_sizes("packed", length, rows)
+    _require_options("packed", length, rows, cut)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
     return collate
@@ -124,7 +124,8 @@ def block_mask(documents: Tensor) -> Tensor:
     return same_document.tril().unsqueeze(1)
 
 
-def _require_sizes(function: str, length: int, rows: int | None) -> None:
+def _require_options(function: str, length: int, rows: int | None, cut: bool) -> None:
+    require_switches(function, cut=cut)
     require_positive(function, "length", length)
     if rows is not None:
         require_positive(function, "rows", rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain.data.packing import IGNORED, NO_DOCUMENT
-from ftrain.errors import BatchError, DataError, OptionError, require_positive
+from ftrain.errors import BatchError, DataError, OptionError, require_positive, require_switches
 from ftrain.tree import dtype_name
 from ftrain.types import Mean, PyTree
 
@@ -133,6 +133,7 @@ def pad(
             raise OptionError(f"pad: length={length} and multiple={multiple} exclude each other; pass one of them")
     if side not in ("left", "right"):
         raise OptionError(f"pad: side is {side!r}; choices are left, right")
+    require_switches("pad", cut=cut)
     if cut and length is None:
         raise OptionError("pad: cut=True needs length=")
     return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)

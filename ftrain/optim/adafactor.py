@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import Number, Part, leafwise
+from ftrain.optim.elementwise import Number, Part, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -49,13 +49,13 @@ def adafactor(
     Raises:
         OptionError: an argument is out of its range.
     """
-    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 0.0, closed=True)
-    require_range("adafactor", "d", d, 1.0)
+    beta2_decay = require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 0.0, closed=True)
+    d = require_range("adafactor", "d", d, 1.0)
     if not isinstance(eps, tuple) or len(eps) != 2:
         raise OptionError(f"adafactor: eps is {eps!r}, needs a tuple (epsilon_1 or None, epsilon_2)")
-    first, second = eps
-    require_range("adafactor", "eps[0]", 0.0 if first is None else first, 0.0)
-    require_range("adafactor", "eps[1]", second, 0.0)
+    first = None if eps[0] is None else require_range("adafactor", "eps[0]", eps[0], 0.0)
+    second = require_range("adafactor", "eps[1]", eps[1], 0.0)
+    (weight_decay,) = require_ranges("adafactor", weight_decay=weight_decay)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay

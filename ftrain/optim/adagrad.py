@@ -37,8 +37,10 @@ def adagrad(
     * `lr_decay`: :math:`\gamma`, at least 0.
     * `initial_accumulator_value`: the first value of :math:`s`, at least 0.
     """
-    require_ranges("adagrad", 1.0, eps=eps)
-    require_ranges("adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
+    (eps,) = require_ranges("adagrad", 1.0, eps=eps)
+    lr_decay, initial_accumulator_value = require_ranges(
+        "adagrad", lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value
+    )
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return (rate / (1 + (count - 1) * lr_decay) if lr_decay else rate,)

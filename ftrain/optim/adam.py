@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ftrain.errors import require_positive
+from ftrain.errors import require_positive, require_switches
 from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, require_ranges
 from ftrain.optim.formats import Codes
 from ftrain.optim.state_dtype import Storage, low_precision
@@ -124,6 +124,7 @@ def adamw_8bit(
     """
     require_positive("adamw_8bit", "block", block)
     require_positive("adamw_8bit", "min_size", min_size)
+    require_switches("adamw_8bit", stochastic_rounding=stochastic_rounding)
     formats = {"mu": Codes(True, block, min_size), "nu": Codes(False, block, min_size)}
     shown = {
         f"block={block}": block != 256,
@@ -153,7 +154,7 @@ def _adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
-    require_ranges(name, 1.0, b1=b1, b2=b2, eps=eps)
+    b1, b2, eps = require_ranges(name, 1.0, b1=b1, b2=b2, eps=eps)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate / debias(b1, count), debias(b2, count).sqrt()

@@ -84,7 +84,7 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
     if it is negative.
     """
     if isinstance(stddev, int | float):
-        require_range("noise", "stddev", stddev, 0.0)
+        stddev = require_range("noise", "stddev", stddev, 0.0)
 
     def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
         drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)

@@ -104,7 +104,7 @@ def leafwise(
     """
     if isinstance(lr, int | float):
         require_range(name, "lr", lr, 0.0)
-    require_range(name, "weight_decay", weight_decay, 0.0)
+    weight_decay = require_range(name, "weight_decay", weight_decay, 0.0)
     schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
@@ -342,10 +342,9 @@ def _number(value: Number) -> Number:
 # Building blocks of formulas.
 
 
-def require_ranges(function: str, high: float = float("inf"), **values: float) -> None:
-    """Check that constants lie in [0, `high`). Raises an OptionError for the first that does not."""
-    for name, value in values.items():
-        require_range(function, name, value, 0.0, high)
+def require_ranges(function: str, high: float = float("inf"), **values: float) -> list[float]:
+    """Return constants in [0, `high`) as floats. Raises an OptionError for the first that is not."""
+    return [require_range(function, name, value, 0.0, high) for name, value in values.items()]
 
 
 def descend(leaf: Some, step: Some, rate: Number) -> Some:

@@ -33,7 +33,7 @@ def lamb(
     with norms of each parameter; where one of them is zero, their ratio is taken as 1. The state is `count` (0-d
     float32), `mu` and `nu` (shapes and dtypes of the parameters).
     """
-    require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
+    b1, b2, eps = require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 / debias(b1, count), debias(b2, count).sqrt()

@@ -37,7 +37,7 @@ def lion(
     * `b1`: :math:`\beta_1`, weight of the momentum in the step, in [0, 1).
     * `b2`: :math:`\beta_2`, decay rate of the momentum, in [0, 1).
     """
-    require_ranges("lion", 1.0, b1=b1, b2=b2)
+    b1, b2 = require_ranges("lion", 1.0, b1=b1, b2=b2)
 
     def rule(part: Part, rate: Number) -> None:
         g, mu = part.grad, part.state["mu"]

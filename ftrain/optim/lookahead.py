@@ -37,7 +37,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     """
     optimizer = require_optimizer(NAME, "the optimizer", optimizer)
     require_positive(NAME, "k", k)
-    require_range(NAME, "alpha", alpha, 0.0, 1.0, closed=True)
+    alpha = require_range(NAME, "alpha", alpha, 0.0, 1.0, closed=True)
     if NAME in optimizer.schedules:
         raise ComposeError("lookahead: the optimizer is a lookahead already; wrap it once")
 

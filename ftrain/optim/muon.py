@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError, StructureError, require_positive
+from ftrain.errors import OptionError, StructureError, require_positive, require_switches
 from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
@@ -70,8 +70,9 @@ def muon(
         OptionError: an argument is out of its range.
         StructureError: at `init`, a parameter is not a matrix.
     """
-    require_ranges("muon", 1.0, momentum=momentum, eps=eps)
+    momentum, eps = require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_positive("muon", "ns_steps", ns_steps)
+    require_switches("muon", nesterov=nesterov)
     _require_choices(ns_coefficients, adjust_lr_fn)
 
     def rule(part: Part, rate: Number) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.errors import require_switches
 from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, power, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -44,8 +45,9 @@ def nadam(
     * `momentum_decay`: :math:`\psi`, at least 0.
     * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
-    require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
-    require_ranges("nadam", momentum_decay=momentum_decay)
+    b1, b2, eps = require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
+    require_switches("nadam", decoupled_weight_decay=decoupled_weight_decay)
+    (momentum_decay,) = require_ranges("nadam", momentum_decay=momentum_decay)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))

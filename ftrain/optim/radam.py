@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.errors import require_switches
 from ftrain.optim.elementwise import Number, Part, debias, descend, descend_quotient, leafwise, power, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -42,7 +43,8 @@ def radam(
 
     * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
-    require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
+    b1, b2, eps = require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
+    require_switches("radam", decoupled_weight_decay=decoupled_weight_decay)
     limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:

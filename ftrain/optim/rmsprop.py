@@ -38,7 +38,7 @@ def rmsprop(
     * `momentum`: :math:`\mu` in [0, 1).
     * `centered`: divide by the standard deviation of the gradient.
     """
-    require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
+    alpha, eps, momentum = require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize)

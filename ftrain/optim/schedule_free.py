@@ -45,8 +45,8 @@ def schedule_free_adamw(
 
     * `b1`: :math:`\beta_1`, weight of the average in the trained parameters, in [0.001, 1).
     """
-    require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
-    require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
+    b1 = require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
+    b2, eps = require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
 
     exact = torch.zeros((), dtype=torch.float64, device=tree.HOST)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ftrain.errors import OptionError, require_range
+from ftrain.errors import OptionError, require_range, require_switches
 from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
@@ -46,8 +46,9 @@ def sgd(
     Raises:
         OptionError: an argument is out of its range, or Nesterov without momentum or with dampening.
     """
-    require_ranges("sgd", 1.0, momentum=momentum)
-    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
+    (momentum,) = require_ranges("sgd", 1.0, momentum=momentum)
+    dampening = require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
+    require_switches("sgd", nesterov=nesterov)
     if nesterov and (dampening or not momentum):
         raise OptionError(
             f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_switches
 from ftrain.optim.column import Part, Some
 from ftrain.optim.formats import Floats, Format, Rounding, window
 from ftrain.optim.grouping import Plan, VectorLayout
@@ -121,6 +121,7 @@ def low_precision(
             f"{function}: state_dtype is {state_dtype!r}; choices are None, {', '.join(map(repr, DTYPES))}"
         )
     stochastic = state_dtype == "bf16" if stochastic_rounding is None else stochastic_rounding
+    require_switches(function, stochastic_rounding=stochastic)
     if state_dtype is None and not stochastic:
         return None
     shown = {"state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ftrain import backends, tree
 from ftrain._torch import store
-from ftrain.errors import OptionError, RankError
+from ftrain.errors import OptionError, RankError, kind_and_text
 from ftrain.parallel.rank_watch import watch
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class Agreement:
         if failed:
             # All know of it, and may save together what was trained.
             self._watch.tell_failure(None)
-            text = self.from_first(f"{type(error).__name__}: {error}", failed - 1)
+            text = self.from_first(kind_and_text(error) if error else "", failed - 1)
             error = error or RankError(f"fit: rank {failed - 1} failed in {name}, and so all ranks stop: {text}")
             self._shared_error = error
             raise error

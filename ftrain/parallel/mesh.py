@@ -52,7 +52,7 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
         DeviceError: when torch was built without torch.distributed.
     """
     require_distributed("mesh")
-    require_positive_number("mesh", "timeout", timeout)
+    timeout = require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
     sizes = [size for size in (replicate, shard) if size is not None]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ftrain import _torch, backends, tree
 from ftrain._torch import store
 from ftrain.checkpoint.heartbeats import heartbeat_key
-from ftrain.errors import RankError
+from ftrain.errors import RankError, kind_and_text
 
 log = logging.getLogger("ftrain")
 
@@ -91,7 +91,7 @@ class Watch:
 
     def tell_failure(self, error: BaseException | None) -> None:
         """Tell the others that this rank has failed; with None, that it continues."""
-        self._note["failure"] = "" if error is None else f"{type(error).__name__}: {error!s:.200}"
+        self._note["failure"] = "" if error is None else f"{kind_and_text(error):.200}"
         if self._is_telling:
             self._tell()
 

@@ -283,10 +283,10 @@ class _RankStep:
                 blocks.finish()
             require_scalars(metrics)
             require_same_results(self._all, mean, metrics)
-            weight, mean = rows.total_weight(mean), rows.weighted(mean)
+            weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
             weight = self._all.sum(mean.weight.detach()) if weight is None else weight
-            return replace(zero_if_empty(mean), weight=weight), metrics, buffers
+            return replace(mean, weight=weight), metrics, buffers
 
         def gathering(training: bool) -> AbstractContextManager[None]:
             is_divided = training or current_layout.get(None) is not None

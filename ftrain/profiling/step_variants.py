@@ -11,6 +11,7 @@ from ftrain import optim, tree
 from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.microbatch import most_pieces, repeat_examples
+from ftrain.step.state_checks import require_state
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.accumulate import NAME as ACCUMULATE
@@ -28,13 +29,15 @@ SPARSE_PARTS = {
 """Layout of a sparse tensor -> its methods that return the dense tensors in it."""
 
 
-def require_step(function: str, step: Any, state: Any) -> None:
-    """Raises a ComposeError unless the first arguments of a function are a step and a state."""
+def require_step(function: str, step: Any, state: Any, *, may_lack_state: bool = False) -> None:
+    """Raises a ComposeError or a StructureError unless the first arguments of a function are a step and a state."""
     require_order(function, step, state, f"{function}(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(
             f"{function}: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns"
         )
+    if not (may_lack_state and state is None):
+        require_state(function, state)
 
 
 def require_one_rank(function: str, step: Step) -> None:

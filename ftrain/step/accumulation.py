@@ -17,6 +17,7 @@ from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
+from ftrain.step.loss_forms import summable
 from ftrain.step.microbatch import within_piece
 from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backward
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
@@ -194,11 +195,7 @@ def _require_numbers(metrics: Metrics) -> None:
 
 def _first(piece: Gradients) -> Gradients:
     _require_numbers(piece.metrics)
-    # The mean of a bool metric is a share; a sum of bools would be a bool.
-    metrics = {
-        name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
-        for name, each in piece.metrics.items()
-    }
+    metrics = {name: summable(each) if isinstance(each, Tensor) else each for name, each in piece.metrics.items()}
     return replace(piece, metrics=metrics)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import backends, random, tree
-from ftrain.errors import ComposeError
+from ftrain.errors import LIBRARIES, ComposeError
 from ftrain.step.across_ranks import order
 from ftrain.step.forward import Forward
 from ftrain.step.loss_forms import report
@@ -89,17 +91,39 @@ def _grad(
         scale = next((each.loss_scale for each in on_grad if each.loss_scale), None)
         grad = ValueAndGrad(forward, name, step.allow_unused, scale, report_finite)
     grad = around_grad(grad)
+    texts = {id(wrapper.grad): wrapper.text for wrapper in step.wrappers}
     for each in order(on_grad):
-        grad = each.wrap(grad)
+        grad = _returning(Gradients, each.wrap(grad), f"{texts[id(each)]}: the gradient function")
     return grad
 
 
+def _returning(kind: type, function: Any, what: str) -> Any:
+    """Return a function that a wrapper has made, whose results are checked. Raises a ComposeError if it is none."""
+    if not callable(function):
+        raise ComposeError(f"{what} that its wrap returned is {tree.describe(function)}; needs a function")
+    # Those of ftrain return what they must, and each call of a step takes time.
+    if not inspect.isfunction(function) or function.__code__.co_filename.startswith(LIBRARIES):
+        return function
+
+    @functools.wraps(function)  # With its attributes, which other wrappers use.
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        returned = function(*args, **kwargs)
+        if not isinstance(returned, kind):
+            raise ComposeError(
+                f"{what} returned {tree.describe(returned)}; needs {kind.__name__}, as the function that it wraps "
+                "returns; change it with dataclasses.replace"
+            )
+        return returned
+
+    return checked
+
+
 def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
-    on_update = [wrapper.update for wrapper in step.wrappers if wrapper.update]
-    make_update = next((each.make_update for each in reversed(on_update) if each.make_update), _optimizer_update)
+    on_update = [(wrapper.text, wrapper.update) for wrapper in step.wrappers if wrapper.update]
+    make_update = next((each.make_update for _, each in reversed(on_update) if each.make_update), _optimizer_update)
     update: UpdateFn = make_update(step.optimizer)
-    for each in on_update:
-        update = each.wrap(update) if each.wrap else update
+    for text, each in on_update:
+        update = _returning(TrainState, each.wrap(update), f"{text}: the update function") if each.wrap else update
     refusing = step.optimizer if refuses_in_place(step) else None
     return _guarded(update, on_finite_check, refusing) if step.may_refuse_updates else update
 

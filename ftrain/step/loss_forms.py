@@ -98,6 +98,12 @@ def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
 
 
 def zero_if_empty(mean: Mean) -> Mean:
-    """Set the total of a mean to 0 if its weight is 0, even if the total is NaN."""
+    """Return a mean that can be added to others: with the total 0 if its weight is 0, even if the total is NaN."""
     is_empty = (mean.weight == 0).to(mean.total.device)
-    return replace(mean, total=mean.total.masked_fill(is_empty, 0))
+    return replace(mean, total=summable(mean.total.masked_fill(is_empty, 0)), weight=summable(mean.weight))
+
+
+def summable(number: Tensor) -> Tensor:
+    """Return a number in a dtype of at least 32 bits: a sum of many in float16, bfloat16, uint8 or bool is wrong."""
+    is_integer = not (number.is_floating_point() or number.is_complex())
+    return number.to(torch.promote_types(number.dtype, torch.int64 if is_integer else torch.float32))

@@ -13,7 +13,7 @@ import torch
 
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
-from ftrain.errors import ComposeError, OptionError, StructureError, warn
+from ftrain.errors import ComposeError, OptionError, StructureError, require_switches, warn
 from ftrain.optim.schedules.call import require_numbers
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
@@ -58,12 +58,14 @@ def train_step(
     Raises:
         LossError: when `loss_fn` cannot be called as a loss.
         ComposeError: when `optimizer` is not an optimizer of ftrain.
+        OptionError: when `allow_unused` is not True or False.
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
             f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
             "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in TrainState"
         )
+    require_switches("train_step", allow_unused=allow_unused)
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
 
 
@@ -154,10 +156,12 @@ class Step:
 
     @functools.cached_property
     def loss(self) -> Loss:
-        """The loss with its wrappers applied."""
-        loss, on_loss = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
-        for each in sorted(on_loss, key=lambda each: each.order):
+        """The loss with its wrappers applied. Raises a ComposeError if one returns no `Loss`."""
+        loss, on_loss = self.base, [(wrapper.text, wrapper.loss) for wrapper in self.wrappers if wrapper.loss]
+        for text, each in sorted(on_loss, key=lambda pair: pair[1].order):
             loss = each.wrap(loss)
+            if not isinstance(loss, Loss):
+                raise ComposeError(f"{text}: its wrap returned {tree.describe(loss)}; needs a Loss, as it gets")
         return loss
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
+import numpy as np
 from torch import Tensor
 
 from ftrain.backends import Backend
@@ -255,6 +256,8 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
     def build(*args: Any, **kwargs: Any) -> Wrapper:
+        args = tuple(map(_of_python, args))
+        kwargs = {key: _of_python(arg) for key, arg in kwargs.items()}
         built = factory(*args, **kwargs)
         if not isinstance(built, Wrapper) or built.options is not None:
             return built
@@ -273,3 +276,10 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
         return build(*args, **kwargs)
 
     return make
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of numpy, which would compute in its own precision, as one of Python; others as they are."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return float(value) if isinstance(value, np.floating) else value

@@ -8,8 +8,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 from ftrain.errors import ComposeError, OptionError, require_positive, warn_of_mode
 from ftrain.optim import adjust
 from ftrain.optim.schedules.plateau import Plateau
-from ftrain.training.history import History
-from ftrain.tree.name_patterns import near
+from ftrain.training.history import History, column
 
 Stop: TypeAlias = Callable[[History], str]
 """``history -> reason to stop, or ""``."""
@@ -18,22 +17,6 @@ Adapt: TypeAlias = Callable[[Any, History], Any]
 """``(state, history) -> state``, the same one when there is nothing to change."""
 
 S = TypeVar("S")
-
-
-def column(function: str, name: str, history: History) -> list[Any]:
-    """Return the values of a metric, one for each record that has it.
-
-    Raises an OptionError in the name of `function` when there are records, and none has it.
-    """
-    values: list[Any] = history[name]
-    if not values and len(history):
-        names = list(dict.fromkeys(key for record in history for key in record))
-        names.sort(key=lambda key: key != f"eval_{name}")
-        raise OptionError(
-            f"{function}: nothing is recorded as {name!r}; there are {near(name, names)}. What evaluate= returns is "
-            "recorded with eval_ before its name"
-        )
-    return values
 
 
 def _folded(function: str, name: str, first: S, advance: Callable[[S, float], S]) -> Callable[[History], S]:

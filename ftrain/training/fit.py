@@ -146,6 +146,8 @@ def fit(
         if agreement.is_first:
             options.warn_of_surprises(step)
         saves = RunCheckpoints(checkpoints, step, data, resume, is_first=agreement.is_first)
+        if resume == "must":  # Before a directory is made.
+            agreement.together("looking for a checkpoint", saves.require_one)
         with (
             checkpoints or nullcontext(),
             show(progress and agreement.is_first) as display,

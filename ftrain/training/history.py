@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ftrain.errors import OptionError
+from ftrain.tree.name_patterns import near
 from ftrain.types import PyTree
 
 MAX_RECORDS, MAX_COLUMNS = 8, 8
@@ -43,8 +46,24 @@ class History(list[dict[str, Any]]):
         return "\n".join([title, *lines]).rstrip()
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a record by its position, or a column by its name."""
-        return [record[key] for record in self if key in record] if isinstance(key, str) else super().__getitem__(key)
+        """Return a record by its position, or a column by its name. Raises an OptionError for a name without values."""
+        return column("history", key, self) if isinstance(key, str) else super().__getitem__(key)
+
+
+def column(function: str, name: str, history: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the values of a metric, one for each record that has it.
+
+    Raises an OptionError in the name of `function` when there are records, and none has it.
+    """
+    values = [record[name] for record in history if name in record]
+    if not values and len(history):
+        names = list(dict.fromkeys(key for record in history for key in record))
+        names.sort(key=lambda key: key != f"eval_{name}")
+        raise OptionError(
+            f"{function}: nothing is recorded as {name!r}; there are {near(name, names)}. What evaluate= returns is "
+            "recorded with eval_ before its name"
+        )
+    return values
 
 
 def record_of(history: History, step: int) -> dict[str, Any]:

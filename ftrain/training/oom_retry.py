@@ -184,7 +184,7 @@ class OomRetry:
 
 def recorded_pieces(history: History) -> int:
     """Return the number of pieces of the last step of a history."""
-    pieces: list[int] = history[SPLIT_METRIC]
+    pieces: list[int] = [record[SPLIT_METRIC] for record in history if SPLIT_METRIC in record]
     return max((1, *pieces))
 
 

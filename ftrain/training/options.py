@@ -9,7 +9,15 @@ from typing import Any
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import ComposeError, OptionError, log_on_first_rank, require_callable, require_positive, warn
+from ftrain.errors import (
+    ComposeError,
+    OptionError,
+    log_on_first_rank,
+    require_callable,
+    require_positive,
+    require_switches,
+    warn,
+)
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
@@ -63,6 +71,7 @@ class Options:
         require_callable("fit", step, state, "fit(step, state, data)")
         self._require_splittable(step, ranks)
         require_positive("fit", "log_every", self.log_every)
+        require_switches("fit", donate=self.donate)
         for name in ("steps", "epochs", "evaluate_every"):
             if getattr(self, name) is not None:
                 require_positive("fit", name, getattr(self, name))

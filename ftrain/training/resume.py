@@ -83,6 +83,11 @@ class RunCheckpoints:
         """Return whether to save after this step."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
+    def require_one(self) -> None:
+        """Check on the first rank that there is a checkpoint. Raises a CheckpointError if not."""
+        if self._checkpoints is not None and self._is_first and not self._checkpoints.steps():
+            raise CheckpointError(f"fit: there is no checkpoint in {self._checkpoints.directory}, and resume='must'")
+
     def load(self, state: Any, *, donate: bool) -> ResumePoint:
         """Return the point at which the run begins, with this state, or continues; raises as `fit` does.
 
@@ -120,8 +125,6 @@ class RunCheckpoints:
                 _warn_of_unused_state(checkpoint, state, step, may_begin=self._resume == "auto")
                 self._warn_of_other_data(checkpoint)
             return self._resume_point(checkpoint, state, refill=refill)
-        if self._resume == "must":
-            raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
         self._warn_if_data_has_begun(step)
         # A run that was killed before its first save may have logged steps, which are made again.
         return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin

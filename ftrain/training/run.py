@@ -14,8 +14,8 @@ from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rank_watch import watch
 from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
-from ftrain.training.early_stopping import Adapt, column
-from ftrain.training.history import History, record_of
+from ftrain.training.early_stopping import Adapt
+from ftrain.training.history import History, column, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
 from ftrain.training.loggers import Logger, Record, rewind
 from ftrain.training.loss_additivity import warn_if_not_additive

@@ -451,7 +451,8 @@ def test_patience(values, count, options, stopped):
 
 def test_resume_says_what_is_wanted_and_where_it_continues(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*resume='must'"):
-        fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must")
+        fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path / "typo", every=EVERY), resume="must")
+    assert not (tmp_path / "typo").exists()
     fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never", steps=4)
     with pytest.raises(CheckpointError, match="holds a run at step 4"):
         fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never")

@@ -1,5 +1,8 @@
 """Batches that do not fit what is done to them."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +135,18 @@ def test_a_number_in_the_batch_that_changes_is_named():
     with failing(BatchError, "compiled", "max_graphs is 2", "batch.epoch"):
         for epoch in range(4):
             state, _ = step(state, {**batch(), "epoch": epoch, "a": "constant"})
+
+
+@pytest.mark.parametrize("convert", [float, complex, np.float32])
+def test_numbers_in_the_batch_that_are_equal_and_differ_have_graphs_of_their_own(convert):
+    def loss(params, batch):
+        return squares(params, batch), {"sign": torch.tensor(math.copysign(1.0, batch["zero"].real))}
+
+    step = make(loss, ft.compiled(backend="eager", lowering="whole", max_graphs=3))
+    state = step.init(params())
+    for zero in (0.0, -0.0, 0.0, math.nan, -0.0, math.nan):
+        state, metrics = step(state, {**batch(), "zero": convert(zero)})
+        assert metrics["sign"] == math.copysign(1.0, zero)
 
 
 def test_a_leaf_that_no_graph_can_depend_on():

@@ -116,6 +116,12 @@ def test_a_step_and_a_state_that_are_swapped(name):
         CALLS[name](make().init(params()), step)
 
 
+@pytest.mark.parametrize("name", ["hints", "ladder", "tune", "anatomy"])
+def test_what_is_no_state_is_named_by_the_function_that_was_called(name):
+    with failing(StructureError, f"{name}: the state is dict; needs the TrainState of step.init()"):
+        getattr(ft, name)(make(), params(), batch())
+
+
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_class_given_as_the_step(name):
     class Own:
@@ -225,6 +231,24 @@ def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, found):
     step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
     with failing(StructureError, "Step", "what homemade returned", "params.w", found):
         step(step.init({"w": torch.ones(2)}), None)
+
+
+RETURNS_NOTHING = {
+    "the gradient function returned NoneType; needs Gradients": {"grad": ft.OnGrad(lambda grad: lambda *_: None)},
+    "the gradient function that its wrap returned is NoneType": {"grad": ft.OnGrad(lambda grad: None)},
+    "the update function returned NoneType; needs TrainState": {"update": ft.OnUpdate(lambda _: lambda *_, **__: None)},
+    "the update function that its wrap returned is NoneType": {"update": ft.OnUpdate(lambda update: None)},
+    "its wrap returned NoneType; needs a Loss": {"loss": ft.OnLoss(lambda loss: None)},
+}
+
+
+@pytest.mark.parametrize("said", RETURNS_NOTHING)
+@pytest.mark.parametrize("outer", [(), (ft.clip(1.0), ft.ema(0.9)), (ft.accumulate(2),)])
+def test_a_wrapper_of_ones_own_that_returns_nothing(said, outer):
+    own = ft.Wrapper("own", **RETURNS_NOTHING[said])
+    with failing(ComposeError, f"own: {said}"):
+        step = ft.compose(make(), own, *outer)
+        step(step.init(params()), batch())
 
 
 @pytest.mark.parametrize(

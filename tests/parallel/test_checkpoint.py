@@ -133,6 +133,27 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_ol
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_error_of_all_ranks_leaves_the_save_in_the_background_whole_or_says_that_it_failed(
+    size, is_full, tmp_path, monkeypatch
+):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def rank(_):
+        with Checkpoints(tmp_path, every=1) as checkpoints:
+            checkpoints.save(1, {"state": torch.ones(1000, 500)})
+            raise ArithmeticError
+
+    if is_full:
+        monkeypatch.setattr(files, "rename", full)
+    with pytest.raises(ArithmeticError) as caught:
+        run(size, rank)
+    assert Checkpoints(tmp_path, every=1).steps() == ([] if is_full else [1])
+    assert ("No space left on device" in str(getattr(caught.value, "__notes__", ""))) == is_full
+
+
 def test_what_a_rank_has_written_is_compared_with_what_is_on_the_disk(tmp_path, monkeypatch):
     original = files.write_at
 

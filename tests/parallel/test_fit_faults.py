@@ -167,6 +167,21 @@ def test_an_adapt_that_returns_nothing_on_one_rank_is_an_error_of_all():
     run(2, rank)
 
 
+def test_an_error_without_a_text_is_told_by_its_class():
+    def rank(number):
+        def adapt(state, history):
+            if number:
+                raise NotImplementedError
+            return state
+
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        kind, text = (NotImplementedError, "^$") if number else (RankError, "in adapt, .*: NotImplementedError$")
+        with pytest.raises(kind, match=text):
+            ft.fit(step, step.init(), list(models.batches()), adapt=adapt, progress=False, log_every=1)
+
+    run(2, rank)
+
+
 @pytest.mark.parametrize("how", ["schedule", "adapt"])
 def test_another_rate_on_another_rank_is_an_error_of_all(how):
     def rank(number):

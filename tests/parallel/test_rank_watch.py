@@ -161,3 +161,9 @@ def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_c
         watch.begin(torch.tensor(steps_before))
         numbers.append(watch._note["number"])
     assert numbers == [1, 1, 2, 8, 9, 10]
+
+
+def test_an_error_without_a_text_is_told_by_its_class():
+    watch = rank_watch.Watch()
+    watch.tell_failure(KeyboardInterrupt())
+    assert watch._note["failure"] == "KeyboardInterrupt"

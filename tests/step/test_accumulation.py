@@ -7,6 +7,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import LossError
+from tests.parallel.ranks import run
 
 
 def both(params, batch):
@@ -225,3 +226,25 @@ def test_a_metric_that_has_no_mean(metric, found):
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2))
     with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {found}; .* a Mean or a number"):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(6e4, torch.float16), (250, torch.uint8), (1, torch.bool)])
+@pytest.mark.parametrize(("ranks", "pieces"), [(1, 300), (2, 150), (2, 1)])
+def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):
+    """In their own dtype the sums overflow, wrap around, or are True."""
+    number = torch.tensor(value, dtype=dtype)
+
+    def loss(params, batch):
+        total = (params["a"] * 0).sum() + number.float()
+        total = total.to(dtype) if dtype.is_floating_point else total
+        return ft.Mean(total, torch.tensor(1.0)), {
+            "mean": ft.Mean(number, torch.tensor(1, dtype=torch.uint8)),
+            "number": number,
+        }
+
+    def trained(_):
+        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(pieces), ft.sharded(ft.parallel.mesh()))
+        return step(step.init({"a": torch.ones(3)}), torch.ones(300))[1]
+
+    for metrics in run(ranks, trained):
+        assert metrics["loss"] == metrics["mean"] == metrics["number"] == number

@@ -184,7 +184,8 @@ def test_the_history_has_every_step_however_seldom_it_is_read(log_every):
         assert len(history[column]) == 7
         assert all(type(value) in (int, float) for value in history[column])
     assert history["seconds"] == sorted(history["seconds"])
-    assert history["nothing of that name"] == []
+    with pytest.raises(OptionError, match=r"history: nothing is recorded as 'los'; there are loss, lr, "):
+        history["los"]
     assert history[-1]["step"] == 7
     assert [record["step"] for record in history[2:4]] == [3, 4]
 

@@ -71,7 +71,7 @@ def anatomy_for(
     level: int | None = None,
 ) -> Anatomy:
     """Return the anatomy of a step for another function, whose name errors have; raises as `anatomy` does."""
-    require_step(function, step, state)
+    require_step(function, step, state, may_lack_state=True)
     batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)

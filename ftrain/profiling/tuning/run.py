@@ -84,7 +84,7 @@ def trials(
     mesh: tuple[int, int] | None = None,
 ) -> Trials:
     """Return all candidates of `tune`, with its arguments, and the step that was chosen. Raises as `tune` does."""
-    require_step("tune", step, state)
+    require_step("tune", step, state, may_lack_state=True)
     require_positive("tune", "rounds", rounds)
     if state is not None:
         step.require(state)

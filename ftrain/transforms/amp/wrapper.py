@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import DeviceError, OptionError, StructureError
+from ftrain.errors import DeviceError, OptionError, StructureError, require_switches
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
@@ -74,6 +74,7 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
+    require_switches("with_amp", watch=watch)
     if watch and name not in DTYPES:
         raise OptionError(f"with_amp: watch=True with {name}; watch bf16 or fp16, given by name")
     options = {"dtype": name, "watch": watch}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def _static(leaf: Any) -> Hashable:
             f"compiled: the batch holds a {type(leaf).__name__}, which is neither a tensor nor hashable; "
             "convert it to a tensor, or leave it out"
         ) from None
-    return type(leaf), leaf
+    # 0.0 is equal to -0.0, and NaN not to itself.
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf
 
 
 def _is_ragged(leaf: Tensor) -> bool:
@@ -156,7 +158,7 @@ class Graph:
         self.key, self._donate, self._threads = key, donate, torch.get_num_threads()
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
         self._tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
@@ -210,8 +212,8 @@ class Graph:
         leaves = self._read(arguments)
         if leaves is None or torch.get_num_threads() != self._threads:
             return None
-        for index, value in self._others:
-            if type(leaves[index]) is not type(value) or leaves[index] != value:
+        for index, known in self._others:
+            if _static(leaves[index]) != known:
                 return None
         return leaves if self._is_like(*self._tensors(leaves)) else None
 

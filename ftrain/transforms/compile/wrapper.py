@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ftrain import backends, random, tree
 from ftrain._torch import compile as torch_compile
-from ftrain.errors import ComposeError, OptionError, TraceError, as_path, require_positive
+from ftrain.errors import ComposeError, OptionError, TraceError, as_path, require_positive, require_switches
 from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
@@ -100,6 +100,7 @@ def compiled(
     """
     if lowering not in LOWERINGS:
         raise OptionError(f"compiled: lowering is {lowering!r}; choices are {', '.join(LOWERINGS)}")
+    require_switches("compiled", donate=donate, fullgraph=fullgraph, dynamic=dynamic, replay=replay or False)
     if dynamic and lowering == "whole":
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ftrain import random
-from ftrain.errors import OptionError, require_positive, require_positive_number, require_range
+from ftrain.errors import OptionError, require_positive, require_positive_number, require_range, require_switches
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Config:
         require_positive("lora", "rank", self.rank)
         require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
+        require_switches("lora", dora=self.dora, rslora=self.rslora)
         targets = () if isinstance(self.targets, str) or not isinstance(self.targets, Collection) else self.targets
         if not targets or not all(isinstance(pattern, str) for pattern in targets):
             raise OptionError(
