@@ -9,6 +9,7 @@ import sys
 
 import hypothesis
 import hypothesis.strategies as st
+import optree
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,13 @@ DTYPES = [
     *[torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bool],
 ]
 Pair = collections.namedtuple("Pair", "first second")
+
+
+@optree.dataclasses.dataclass(namespace="ftrain")
+class Layer:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str = optree.dataclasses.field(pytree_node=False)
 
 
 def bits(tensor):
@@ -201,6 +209,19 @@ def test_a_named_tuple_is_known_by_its_name_and_fields(tmp_path):
     with pytest.raises(StructureError, match="the tree: found namedtuple Mean, needs Mean"):
         checkpoint.load(tmp_path / "b", like=ft.Mean(*mean))
     assert checkpoint.load(tmp_path / "b", like=mean) == mean
+
+
+def test_classes_that_optree_takes_for_containers_need_a_template_to_come_back(tmp_path):
+    tree = {"layers": [Layer(torch.ones(2), None, "tanh")], "named": collections.defaultdict(list, a=[torch.ones(3)])}
+    like = {"layers": [Layer(torch.zeros(2), None, "relu")], "named": collections.defaultdict(list, a=[torch.zeros(3)])}
+    checkpoint.save(tmp_path / "a", tree)
+    found = checkpoint.load(tmp_path / "a", like=like)
+    assert torch.equal(found["layers"][0].weight, torch.ones(2)) and found["layers"][0].activation == "relu"
+    assert torch.equal(found["named"]["a"][0], torch.ones(3)) and found["named"]["b"] == []
+    with pytest.raises(CheckpointError, match="the tree holds a class Layer, which can only be loaded with like="):
+        checkpoint.load(tmp_path / "a")
+    with pytest.raises(StructureError, match=r"layers.0: found class Layer, needs dict"):
+        checkpoint.load(tmp_path / "a", like={**like, "layers": [{"weight": torch.zeros(2), "bias": None}]})
 
 
 def test_a_named_tuple_of_version_1_had_its_module(tmp_path):
