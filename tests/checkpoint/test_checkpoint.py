@@ -216,8 +216,10 @@ def test_classes_that_optree_takes_for_containers_need_a_template_to_come_back(t
     like = {"layers": [Layer(torch.zeros(2), None, "relu")], "named": collections.defaultdict(list, a=[torch.zeros(3)])}
     checkpoint.save(tmp_path / "a", tree)
     found = checkpoint.load(tmp_path / "a", like=like)
-    assert torch.equal(found["layers"][0].weight, torch.ones(2)) and found["layers"][0].activation == "relu"
-    assert torch.equal(found["named"]["a"][0], torch.ones(3)) and found["named"]["b"] == []
+    assert torch.equal(found["layers"][0].weight, torch.ones(2))
+    assert found["layers"][0].activation == "relu"
+    assert torch.equal(found["named"]["a"][0], torch.ones(3))
+    assert found["named"]["b"] == []
     with pytest.raises(CheckpointError, match="the tree holds a class Layer, which can only be loaded with like="):
         checkpoint.load(tmp_path / "a")
     with pytest.raises(StructureError, match=r"layers.0: found class Layer, needs dict"):
@@ -319,12 +321,11 @@ def test_leaves_that_cannot_be_saved_are_named_all_at_once(tmp_path):
         "ok": torch.ones(2),
         "bad": [object(), torch.ones(2, device="meta"), torch.ones(2).to_sparse()],
         "numpy": torch.ones(2).numpy(),
-        "default": collections.defaultdict(list),
         "key": {1.5: 1},
     }
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a", tree)
-    for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "defaultdict", "1.5"):
+    for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "1.5"):
         assert piece in str(caught.value)
     assert not list(tmp_path.iterdir())
 
