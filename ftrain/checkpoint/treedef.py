@@ -23,7 +23,9 @@ Path: TypeAlias = tuple[Any, ...]
 CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 KEYS = str, int, bool
 NAMED_TUPLE = "namedtuple "
-"""Begins the tag of a named tuple; no tag of a registered class has a space."""
+"""Begins the tag of a named tuple; no tag of a class in `TREE_CLASSES` has a space."""
+OTHER_CLASS = "class "
+"""Begins the tag of another class that optree takes for a container, such as a dataclass of `optree.dataclasses`."""
 MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors that Python may raise for JSON that has not been written here."""
 VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
@@ -114,13 +116,10 @@ class _Flattener:
         if optree.is_namedtuple(tree):
             return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children)
         tag = tree_tag(kind)
-        if tag in TREE_CLASSES:
-            node = self.container(path, tag, entries, children)
-            return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
-        self.problems.append(
-            f"{dotted(path)}: a {class_name(kind)}; needs dicts, lists, tuples and ftrain's own classes"
-        )
-        return None
+        if tag not in TREE_CLASSES:
+            return self.container(path, f"{OTHER_CLASS}{kind.__name__}", entries, children)
+        node = self.container(path, tag, entries, children)
+        return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
 
     def container(self, path: Path, kind: str, keys: Sequence[Any], children: Sequence[Any]) -> Json:
         bad = [key for key in keys if type(key) not in KEYS]
@@ -162,7 +161,7 @@ def _why_not_savable(tensor: Tensor) -> str:
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
     """Make a tree from its structure as JSON, which `items_by_path` accepts, and its tensors.
 
-    Raises a CheckpointError for containers that need ``like=``, such as named tuples.
+    Raises a CheckpointError for containers that need ``like=``: named tuples, and classes that are not ftrain's own.
     """
     if treedef is None:
         return None

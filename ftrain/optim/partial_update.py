@@ -166,7 +166,7 @@ def param_groups(
     """
     split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
-    state_names = tree.leaf_names(opt_state)
+    state_names = _names_of_state(opt_state, param_names)
     require_unique(function, "parameters", param_names)
     require_unique(function, "leaves of the optimizer's state", state_names)
     index_of = {name: index for index, name in enumerate(state_names)}
@@ -175,7 +175,7 @@ def param_groups(
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
             state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
-        names = tree.leaf_names(state)
+        names = _names_of_state(state, param_names)
         if others := [name for name in names if name not in index_of]:
             raise ComposeError(
                 f"{function}: the state of {group_optimizer.text} for {', '.join(leaves)} has the leaf {others[0]}, "
@@ -184,6 +184,13 @@ def param_groups(
         state_indices = [index_of[name] for name in names]
         _, spec = tree.flatten(state)
         yield ParamGroup(group_optimizer, list(leaves), list(part), state_indices, spec)
+
+
+def _names_of_state(opt_state: PyTree, param_names: Sequence[str]) -> list[str]:
+    """Return the names of the leaves of a state, the same if the parameters are one tensor or a dict with only it."""
+    names = tree.leaf_names(opt_state)
+    # The name of a tensor that is the whole tree is empty, so that in a dict its state has a name with an empty part.
+    return [".".join(filter(None, name.split("."))) for name in names] if list(param_names) == [""] else names
 
 
 def require_unique(function: str, what: str, names: Sequence[str]) -> None:

@@ -78,7 +78,8 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     in the same draw for the whole batch. This holds for a draw that has an axis and whose size `length` divides; any
     other draw is the same in every microbatch. Keys made from this one (`split`, `fold_in`) have the same key data
     in every microbatch, and apply to the same examples. Under `vmap` over keys of examples, the numbers of different
-    microbatches are independent, but not those of the whole batch: fold in the number of the example instead.
+    microbatches are independent, but not those of the whole batch. These have ``fold_in(key[:2], numbers)``, with the
+    numbers of the examples in the batch: ``key[:2]`` is the key of the whole batch, also where it is not split.
 
     Args:
         key: the key of the batch, or of a microbatch to divide further.

@@ -22,7 +22,7 @@ from ftrain.step.loss_forms import summable, zero_if_empty
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+from ftrain.types import NAMESPACE, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
 
 log = logging.getLogger("ftrain")
 
@@ -101,8 +101,7 @@ class Forward:
             memory = None if self._is_checked else _memory_of(leaves)
             mean, metrics, buffers = run_loss(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
-        if not (tree.is_blank(buffers) and tree.is_blank(state.buffers)):
-            _require_like(buffers, state.buffers, self._name)
+        buffers = _like(buffers, state.buffers, self._name)
         if memory is not None:
             if memory != (new_memory := _memory_of(leaves)):
                 # A write through `.data` does not count as a write in place.
@@ -239,14 +238,23 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str =
     )
 
 
-def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
+def _like(returned: PyTree, buffers: PyTree, name: str) -> PyTree:
+    """Return the new buffers in the containers of the old ones. Raises a StructureError if other leaves differ."""
+    if tree.is_blank(returned) and tree.is_blank(buffers):
+        return buffers
     new, old = tree.flatten(returned), tree.flatten(buffers)
     if new[1] == old[1] and all(
         isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
     ):
-        return
+        return returned
     what = "the tree of buffers it returned (run a module that shapes them by its first batch once before step.init())"
     tree.require_same(name, what, returned, buffers)
+    # Such as a tuple for a named tuple: the next step and a checkpoint need the containers that the state had.
+    found, needed = (
+        [tuple(map(str, each)) for each in optree.tree_paths(t, namespace=NAMESPACE)] for t in (returned, buffers)
+    )
+    by_path = dict(zip(found, new[0], strict=True))
+    return tree.unflatten(old[1], [by_path[path] for path in needed])
 
 
 def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:

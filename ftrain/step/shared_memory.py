@@ -42,7 +42,7 @@ def _range(tensor: Tensor) -> range:
     return range(start * size, (start + last + 1) * size)
 
 
-def copy_shared(buffers: PyTree, params: PyTree) -> PyTree:
-    """Copy the buffers that share a storage with parameters, because a donated update overwrites it."""
-    storages = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
+def copy_shared(buffers: PyTree, overwritten: PyTree) -> PyTree:
+    """Copy the buffers that share a storage with tensors that a donated update overwrites."""
+    storages = {_torch.storage_id(leaf) for leaf in tree.leaves(overwritten)}
     return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in storages else leaf, buffers)

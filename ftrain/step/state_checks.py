@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain.errors import StructureError
+from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.tree.name_patterns import Mask, Select, as_select, require_matches
 from ftrain.types import PyTree, TrainState
 
@@ -42,11 +43,26 @@ def require_params(params: PyTree) -> None:
     if not leaves:
         raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
     for name, leaf in zip(tree.leaf_names(params), leaves, strict=True):
+        if not isinstance(leaf, Tensor) and holds_tensor(leaf):
+            raise StructureError(
+                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}, whose tensors are not found: "
+                f"{OPEN_OBJECT}"
+            )
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise StructureError(
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
                 "(convert it, a complex one by torch.view_as_real and in the loss by torch.view_as_complex, freeze it "
                 "with trainable=, or pass it as a buffer or in the batch)"
+            )
+
+
+def require_buffers(buffers: PyTree) -> None:
+    """Check that buffers are tensors. Raises a StructureError that names another leaf."""
+    for name, leaf in zip(tree.leaf_names(buffers), tree.leaves(buffers), strict=True):
+        if not isinstance(leaf, Tensor):
+            fix = OPEN_OBJECT if holds_tensor(leaf) else "make it one, such as torch.tensor(0) for a counter"
+            raise StructureError(
+                f"Step.init: {tree.path('buffers', name)} is {tree.describe(leaf)}; needs a tensor: {fix}"
             )
 
 

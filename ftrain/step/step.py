@@ -19,7 +19,7 @@ from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
 from ftrain.step.loss_forms import adapt, report
 from ftrain.step.lowered import Lowered
-from ftrain.step.state_checks import require_params, require_same_trainable, require_state
+from ftrain.step.state_checks import require_buffers, require_params, require_same_trainable, require_state
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.wrapper import ARROWS, OnRanks, OnStep, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
@@ -206,6 +206,7 @@ class Step:
         resolved = None if device is None else backends.resolve(device)
         params, frozen, buffers = initial_parts(self, params, buffers, seed, resolved, donate)
         require_params(params)
+        require_buffers(buffers)
         self._require_device(params)
         state = TrainState(
             step=torch.zeros((), dtype=torch.int64, device=tree.HOST),

@@ -1,5 +1,8 @@
 """Losses that no gradient can be taken of, or that are no pure functions."""
 
+import collections
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ import ftrain as ft
 from ftrain.errors import LossError, StructureError
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, run, squares
 
+Pair = collections.namedtuple("Pair", "first second")
 CAPTURED = ft.compiled(backend="eager", lowering="whole")
 modes = pytest.mark.parametrize("wrappers", [(), (CAPTURED,), (ft.accumulate(2),)], ids=["eager", "whole", "pieces"])
 
@@ -217,6 +221,38 @@ def test_buffers_of_another_structure(returned, path, wrappers):
     with pytest.raises(ft.errors.FtrainError, match=path) as caught:
         step(state, batch())
     assert isinstance(caught.value, LossError | ft.errors.StructureError)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_buffers_in_other_containers_are_returned_in_those_of_the_state(donate):
+    def loss(params, batch, buffers):
+        carried = collections.OrderedDict(b=buffers["b"] + 2, a=(buffers["a"].first + 1, None))
+        return total(params), {}, carried
+
+    step = make(loss, ft.skip_nonfinite(), *[ft.donated()] * donate)
+    state = step.init(params(), buffers={"a": Pair(torch.zeros(()), None), "b": torch.zeros(())})
+    for _ in range(2):
+        state, _ = step(state, batch())
+    assert type(state.buffers) is dict
+    assert state.buffers["a"] == Pair(torch.tensor(2.0), None)
+    assert state.buffers["b"] == 4
+
+
+def test_no_buffers_returned_as_none():
+    step = make(lambda params, batch: (total(params), {}, None), ft.skip_nonfinite())
+    state, _ = step(step.init(params()), batch())
+    assert state.buffers == {}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "remedy"), [(0, r"torch\.tensor\(0\)"), (types.SimpleNamespace(x=torch.ones(1)), "optree.dataclasses")]
+)
+def test_buffers_and_parameters_that_are_no_tensors(leaf, remedy):
+    step = make(lambda params, batch, buffers: total(params))
+    with pytest.raises(StructureError, match=rf"buffers\.n is .*; needs a tensor: .*{remedy}"):
+        step.init(params(), buffers={"n": leaf})
+    with pytest.raises(StructureError, match=r"params\.n is " + ("int" if leaf == 0 else ".*optree.dataclasses")):
+        step.init({**params(), "n": leaf})
 
 
 @modes

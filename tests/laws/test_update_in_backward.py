@@ -68,6 +68,17 @@ def test_a_whole_graph_computes_the_same(donate, backend):
         assert_equal(train(step)[0], train(plain)[0])
 
 
+@pytest.mark.parametrize("make", [lambda: optim.adamw_8bit(0.1), lambda: optim.partition({"all": optim.adam(0.1)}, {})])
+def test_parameters_that_are_one_tensor(make):
+    plain = ft.train_step(lambda params, batch: (batch @ params - 1).square().mean(), make())
+    step = ft.update_in_backward()(plain)
+    initial, batch = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(0, 1, 12).reshape(4, 3)
+    found, expected = step.init(initial), plain.init(initial)
+    for _ in range(2):
+        (found, _), (expected, _) = step(found, batch), plain(expected, batch)
+    assert_equal(found, expected)
+
+
 def test_it_is_pure():
     _, step = build(("remat",), ft.update_in_backward())
     state, _ = train(step, 1)

@@ -331,6 +331,15 @@ def test_keys_of_examples_under_vmap_draw_apart_in_every_piece(size):
     assert len(set(drawn)) == len(drawn)
 
 
+def test_keys_of_numbered_examples_under_vmap_draw_what_they_have_in_the_whole():
+    def draw(key, numbers):
+        keys = random.fold_in(key[:2], numbers)
+        return torch.func.vmap(lambda key: random.normal(random.fold_in(key, 1), (3,)))(keys)
+
+    key, numbers = random.key(24), torch.tensor([7, 3, 9, 4, 0])
+    same(draw(random.for_examples(key, 2, 3), numbers[2:]), draw(key, numbers)[2:])
+
+
 def test_pieces_traced_compiled_and_under_vmap():
     """One graph for every piece: where it begins is an input."""
 

@@ -108,6 +108,22 @@ def _require_strided(arguments: PyTree) -> None:
         )
 
 
+def _require_apart(carry: PyTree, *rest: PyTree) -> None:
+    """Check that a donated state, which a graph overwrites, shares no memory with its other inputs.
+
+    Torch's cache does not distinguish graphs of inputs that share memory from others (2.13).
+    """
+    written, read = (
+        {_torch.storage_id(leaf) for leaf in tree.leaves(part) if isinstance(leaf, Tensor) and not leaf.is_sparse}
+        for part in (carry, rest)
+    )
+    if written & read:
+        raise BatchError(
+            "compiled: the batch shares memory with the state, which is donated and overwritten; pass a copy of the "
+            "tensor (x.clone())"
+        )
+
+
 class CompiledCache:
     """A function of trees that runs as compiled graphs; a graph is compiled when arguments first need it.
 
@@ -142,6 +158,8 @@ class CompiledCache:
         known = next((graph for graph in self.graphs if graph.key == key), None)
         if known is None:
             _require_strided(arguments)
+            if self._donate:
+                _require_apart(*arguments)
             self._shapes.admit(state=arguments[0], batch=arguments[1])
             with log_if_slow(self._name) if self._name else nullcontext():
                 known = Graph(self._function, arguments, key, self._compile, donate=self._donate)

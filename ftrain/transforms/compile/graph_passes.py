@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ftrain._torch import compile as torch_compile
 from ftrain.backends import onednn
+from ftrain.transforms.compile.lowered import storages
 
 _aten = torch.ops.aten
 
@@ -22,18 +23,25 @@ LEAST_COPIED = 1 << 25
 
 def options() -> dict[str, Any]:
     """Return the options of Inductor for these changes."""
-    passes = {"post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.3", _before)}
+    before, after = torch_compile.graph_pass("ftrain.apart.3", _before), "ftrain.copies.1"
     if onednn.is_faster():
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
-        passes["post_grad_custom_post_pass"] = torch_compile.graph_pass(
-            f"ftrain.by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}", products_by_onednn
-        )
-    return passes
+        after += f".by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}"
+    return {
+        "post_grad_custom_pre_pass": before,
+        "post_grad_custom_post_pass": torch_compile.graph_pass(after, _after),
+    }
 
 
 def _before(graph: fx.Graph) -> None:
     scaling_apart(graph)
     products_apart(graph)
+
+
+def _after(graph: fx.Graph) -> None:
+    copies_before_writes(graph)
+    if onednn.is_faster():
+        products_by_onednn(graph)
 
 
 def scaling_apart(graph: fx.Graph) -> None:
@@ -63,6 +71,25 @@ def products_apart(graph: fx.Graph) -> None:
         for item in list(node.users):
             item.target, item.args = _aten.mul.Tensor, (tensors[item.args[1]], factor)
         graph.erase_node(node)
+
+
+def copies_before_writes(graph: fx.Graph) -> None:
+    """Copy what an input holds before it is written, where a later write reads it.
+
+    Inductor takes an input itself for a copy of it, and so writes the new value of one leaf of a donated state to
+    another, which is to get the old one (torch 2.13, https://github.com/pytorch/pytorch/issues/198131).
+    """
+    first_writes: dict[int, fx.Node] = {}
+    for write in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        written: Any = write.args[0]
+        source: Any = write.args[1]
+        earlier = next((first_writes[key] for key, _ in storages(source) if key in first_writes), None)
+        if earlier is not None:
+            with graph.inserting_before(earlier):
+                copy = graph.call_function(_aten.clone.default, (source,))
+            copy.meta["val"] = source.meta["val"].clone()
+            write.args = written, copy
+        first_writes.update({key: write for key, _ in storages(written) if key not in first_writes})
 
 
 def products_by_onednn(graph: fx.Graph) -> None:

@@ -23,7 +23,7 @@ from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.core import Eager, assemble
 from ftrain.step.lowered import Lowered
-from ftrain.step.shared_memory import overlaps
+from ftrain.step.shared_memory import copy_shared, overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
@@ -233,6 +233,8 @@ class _Compiled:
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
+            if self._step.donate:
+                gradients = _apart(gradients, state)
             # A metric that is a Python number would be a constant of the graph.
             inputs = replace(state, step=None, rng=None), replace(gradients, metrics={}), self._as_tensors(hyper, state)
             new, _ = cache(*inputs)
@@ -322,6 +324,15 @@ class _Compiled:
             return str(error)
         lowering = "whole" if self._lowering == "auto" else self._lowering
         return f"{error} (lowering={lowering!r} raises the whole error)"
+
+
+def _apart(gradients: Gradients, state: TrainState) -> Gradients:
+    """Copy what the gradient function returned of the old state, which the graph of a donated update overwrites."""
+    returned = gradients.buffers, gradients.slots, gradients.accepted_slots
+    if all(map(tree.is_blank, returned)):
+        return gradients
+    buffers, slots, accepted_slots = copy_shared(returned, (state.buffers, state.slots))
+    return replace(gradients, buffers=buffers, slots=slots, accepted_slots=accepted_slots)
 
 
 def _warn_of_shared_buffers(module: nn.Module | None) -> None:

@@ -1,4 +1,4 @@
-"""Inductor's graphs compute large float32 products with oneDNN on CPUs where MKL is slower."""
+"""What is changed in Inductor's graphs: large products by oneDNN, products of lists, copies of what is overwritten."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ftrain as ft
 from ftrain.backends import onednn
+from ftrain.errors import BatchError
 from ftrain.transforms.compile import graph_passes
 
 PRODUCT = "ftrain::onednn_product"
@@ -121,3 +122,31 @@ def test_products_of_a_list_are_taken_one_by_one(sizes):
     assert names == ["aten.mul.Tensor"] * len(sizes)
     for found, wanted in zip(graph(*inputs), clipped(*inputs), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_a_donated_buffer_that_gets_the_old_value_of_another(lowering, tmp_path):
+    """Which the graph overwrites first. Torch's cache takes the second graph for the first."""
+
+    def trained(delay, *wrappers):
+        def loss(params, batch, buffers):
+            new = {"a": batch[0], "b": buffers["a" if delay else "b"]}
+            return (batch @ params).square().mean(), {}, new
+
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.01)), *wrappers)
+        state = step.init(torch.ones(2), buffers={"a": torch.zeros(2), "b": torch.full((2,), 7.0)})
+        for batch in torch.arange(18.0).reshape(3, 3, 2):
+            state, _ = step(state, batch)
+        return state.buffers
+
+    for delay in (True, False):
+        compiled = ft.compiled(lowering=lowering, donate=True, cache_dir=tmp_path)
+        torch.testing.assert_close(trained(delay, compiled), trained(delay), rtol=0, atol=0)
+
+
+def test_a_batch_in_the_memory_of_a_donated_state_is_refused():
+    step = ft.train_step(lambda params, batch: (batch @ params).square().mean(), ft.optim.sgd(0.1))
+    step = ft.compiled(backend="eager", donate=True)(step)
+    state = step.init(torch.ones(2))
+    with pytest.raises(BatchError, match="shares memory with the state, which is donated"):
+        step(state, state.params[None])
