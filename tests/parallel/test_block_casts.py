@@ -30,7 +30,8 @@ class Block(nn.Module):
         gain = self.gain.to(hidden.dtype, copy=True)
         with torch.no_grad():
             gain.mul_(0.5)
-        return x + F.linear(hidden, gain) + (torch.view_as_complex(self.wave).conj() * (x + 1j * x)).real
+        wide = x.float()  # Torch 2.15 has complex numbers of 16 bits, and cannot multiply them.
+        return x + F.linear(hidden, gain) + (torch.view_as_complex(self.wave).conj() * (wide + 1j * wide)).real
 
 
 class PlainBlock(nn.Module):
