@@ -51,7 +51,7 @@ def compile_into_a_cache():
 
 
 CASES = {
-    "Checkpoints": lambda: ft.Checkpoints("~/here", every=1).__enter__().__exit__(None),
+    "Checkpoints": lambda: ft.Checkpoints("~/here", every=1).__enter__().__exit__(None, None, None),
     "jsonl": lambda: ft.loggers.jsonl("~/here")({"step": 1}),
     "plot": lambda: ft.schedules.plot(ft.schedules.constant(1.0), steps=3, path="~/here.png"),
     "offload": lambda: ft.offload("opt_state", directory="~/here"),

@@ -196,7 +196,7 @@ def _require_numbers(metrics: Metrics) -> None:
 def _first(piece: Gradients) -> Gradients:
     _require_numbers(piece.metrics)
     metrics = {name: summable(each) if isinstance(each, Tensor) else each for name, each in piece.metrics.items()}
-    return replace(piece, metrics=metrics)
+    return replace(piece, metrics=metrics, loss=replace(piece.loss, total=summable(piece.loss.total)))
 
 
 def _merged(total: Gradients, piece: Gradients) -> Gradients:

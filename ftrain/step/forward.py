@@ -18,7 +18,7 @@ from ftrain import _torch, backends, tree
 from ftrain.checkpoint.layout import as_bytes
 from ftrain.errors import LossError, add_note, listed
 from ftrain.step.batch_notes import batch_notes
-from ftrain.step.loss_forms import summable, zero_if_empty
+from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
@@ -109,7 +109,7 @@ class Forward:
                 raise _written_in_place(self._name, index, spec, " through its .data")
             _check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
-        loss = Mean(summable(mean.total.detach()), mean.weight, mean.plain)
+        loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
             # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
             weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))

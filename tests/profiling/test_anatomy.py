@@ -660,7 +660,7 @@ def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_befor
 def test_a_profiler_that_runs_already_is_not_ended():
     step, batch = build("gpt", "plain")
     state = step.init()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         with pytest.raises(OptionError, match=r"^anatomy, ladder, tune: .* torch's profiler, and it runs already"):
             ft.anatomy(step, state, batch)
         ft.anatomy(step, state, batch, measure=False)

@@ -248,3 +248,11 @@ def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):
 
     for metrics in run(ranks, trained):
         assert metrics["loss"] == metrics["mean"] == metrics["number"] == number
+
+
+def test_a_plain_loss_in_float16_is_summed_in_more():
+    def loss(params, batch):
+        return (params["a"] * 0).sum().half() + 3e4
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(4))
+    assert step(step.init({"a": torch.ones(3)}), torch.ones(8))[1]["loss"] == 3e4
