@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ftrain.errors import VersionError
 
 TESTED = (2, 11), (2, 15)
-"""The oldest and the newest torch that the tests run with, as (major, minor)."""
+"""The oldest and the newest torch with which the tests have passed, as (major, minor)."""
 
 
 def require_version(version: str) -> None:
-    """Check a version of torch: warn if it is newer than what the tests run with. Raises a VersionError if too old."""
+    """Check a version of torch: warn if the tests have not run with one as new. Raises a VersionError if too old."""
     oldest, newest = (".".join(map(str, tested)) for tested in TESTED)
     installed = tuple(int(part) for part in version.split(".")[:2])
     if installed < TESTED[0]:

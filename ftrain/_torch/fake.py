@@ -40,14 +40,14 @@ def modes_restored() -> Iterator[None]:
     Torch enters a mode again for each operation on fake tensors. Ctrl-C within that leaves the mode on, and all tensors
     that the program makes afterwards are fake.
     """
-    before = active_modes()
+    outer_modes = active_modes()
     try:
         yield
     finally:
-        if active_modes() != before:
+        if active_modes() != outer_modes:
             for key in _INFRASTRUCTURE:
                 _unset_mode(key)
             while active_modes():
                 _pop()
-            for mode in before:
+            for mode in outer_modes:
                 _push_mode(mode)

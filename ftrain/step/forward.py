@@ -250,11 +250,11 @@ def _like(returned: PyTree, buffers: PyTree, name: str) -> PyTree:
     what = "the tree of buffers it returned (run a module that shapes them by its first batch once before step.init())"
     tree.require_same(name, what, returned, buffers)
     # Such as a tuple for a named tuple: the next step and a checkpoint need the containers that the state had.
-    found, needed = (
-        [tuple(map(str, each)) for each in optree.tree_paths(t, namespace=NAMESPACE)] for t in (returned, buffers)
+    new_paths, old_paths = (
+        [tuple(map(str, path)) for path in optree.tree_paths(each, namespace=NAMESPACE)] for each in (returned, buffers)
     )
-    by_path = dict(zip(found, new[0], strict=True))
-    return tree.unflatten(old[1], [by_path[path] for path in needed])
+    by_path = dict(zip(new_paths, new[0], strict=True))
+    return tree.unflatten(old[1], [by_path[path] for path in old_paths])
 
 
 def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:

@@ -341,12 +341,12 @@ def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int, *
     saved = checkpoint.parts["state"]
     has_other_seed = may_begin and isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)
     if step > checkpoint.step:
-        found = f"the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}"
+        difference = f"the state has made {step} steps, and {checkpoint.path} is of step {checkpoint.step}"
     elif has_other_seed:
-        found = f"the state has another seed (step.init(seed=)) than {checkpoint.path}"
+        difference = f"the state has another seed (step.init(seed=)) than {checkpoint.path}"
     else:
         return
     warn(
-        f"fit: {found}: the run continues from the checkpoint, and the state is not used; pass another directory to "
-        "continue from the state"
+        f"fit: {difference}: the run continues from the checkpoint, and the state is not used; pass another directory "
+        "to continue from the state"
     )

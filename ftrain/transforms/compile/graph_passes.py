@@ -23,22 +23,24 @@ LEAST_COPIED = 1 << 25
 
 def options() -> dict[str, Any]:
     """Return the options of Inductor for these changes."""
-    before, after = torch_compile.graph_pass("ftrain.apart.3", _before), "ftrain.copies.1"
+    name = "ftrain.copies.1"
     if onednn.is_faster():
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
-        after += f".by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}"
+        name += f".by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}"
     return {
-        "post_grad_custom_pre_pass": before,
-        "post_grad_custom_post_pass": torch_compile.graph_pass(after, _after),
+        "post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.3", _change_first),
+        "post_grad_custom_post_pass": torch_compile.graph_pass(name, _change_last),
     }
 
 
-def _before(graph: fx.Graph) -> None:
+def _change_first(graph: fx.Graph) -> None:
+    """Change a graph before the passes of Inductor."""
     scaling_apart(graph)
     products_apart(graph)
 
 
-def _after(graph: fx.Graph) -> None:
+def _change_last(graph: fx.Graph) -> None:
+    """Change a graph after the passes of Inductor."""
     copies_before_writes(graph)
     if onednn.is_faster():
         products_by_onednn(graph)
