@@ -46,6 +46,7 @@ RAISED = {
     "step/across_ranks.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},
+    "transforms/compile/evaluation.py": {"cause"},
     "transforms/compile/fallback.py": {"CompilerError"},
     "transforms/compile/wrapper.py": {"cause"},
     "transforms/remat/checkpoint.py": {"_Stopped"},

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,12 +22,21 @@ from ftrain.step.wrapper import Wrapper
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
+Means: TypeAlias = Callable[[tuple[PyTree, PyTree, PyTree], PyTree], dict[str, Mean]]
+"""``((params, frozen, buffers), batch) -> averages``: the loss and its metrics on the examples of one rank."""
+
 
 @dataclass(frozen=True)
 class EvalStep:
-    """A function ``(state, batch) -> {name: Mean}``. Make one with `eval_step`."""
+    """A function ``(state, batch) -> {name: Mean}``. Make one with `eval_step`.
+
+    Args:
+        loss: the loss that it evaluates.
+        means: computes its averages, within the scope of the loss. Default: operation by operation.
+    """
 
     loss: Loss
+    means: Means | None = None
 
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
         """Return the loss and its metrics on one batch, as averages that can be added over batches.
@@ -60,36 +69,48 @@ class EvalStep:
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
         """Return the averages over a share of a batch, on a state of `evaluation_state`."""
-        # A model that draws random numbers in evaluation draws the same ones each time.
-        seeded = backends.of(tree.device_of(state.params)).seeded(0)
-        with torch.no_grad(), seeded, self.loss.scope(False):
-            leaves, spec = self._flatten((state.params, state.frozen, share.batch, state.buffers))
-            loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
-            loss = Mean(loss.total.detach(), loss.weight.detach(), loss.plain)
-            values: dict[str, Any] = {"loss": loss, **detach(metrics)}
-            plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
-            # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
-            warns = self.warns or not (self.loss.ranks and self.loss.ranks.whole_batches)
-            length = _length(share.batch, self.loss.text, plain, warns=warns) if plain else 1
-            means = {name: _mean(value, length, self.loss.text, name) for name, value in values.items()}
+        with torch.no_grad(), self.loss.scope(False):
+            means = self.compute((state.params, state.frozen, state.buffers), share.batch)
         return means if share.counts else tree.map(torch.zeros_like, means)
 
     @functools.cached_property
-    def _flatten(self) -> Flattener:
-        return Flattener()
+    def compute(self) -> Means:
+        """`means`, or the default."""
+        # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
+        warns = self.warns or not (self.loss.ranks and self.loss.ranks.whole_batches)
+        return self.means or EagerMeans(self.loss, warns=warns)
 
     def wrapped(self, wrapper: Wrapper) -> EvalStep:
         """Return this evaluation with a wrapper around it. Raises a ComposeError if it is not `compiled`."""
         if wrapper.text in self.loss.wrapper_texts:
             raise ComposeError(f"{wrapper.text}: the evaluation already has it; use one:\n{self}")
         if wrapper.step is not None and wrapper.step.wrap_evaluation is not None:
-            return EvalStep(wrapper.step.wrap_evaluation(self.loss))
+            return wrapper.step.wrap_evaluation(self)  # type: ignore[no-any-return]
         raise ComposeError(
             f"{wrapper.text}: wraps a training step, not an EvalStep; for 16 bits use ft.evaluate(..., dtype=)"
         )
 
     def __repr__(self) -> str:
         return f"eval    {self.loss.text}"
+
+
+class EagerMeans:
+    """Averages that are computed operation by operation, within the scope of the loss."""
+
+    def __init__(self, loss: Loss, *, warns: bool) -> None:
+        self.loss, self._warns, self._flatten = loss, warns, Flattener()
+
+    def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        """Return the averages. A model that draws random numbers in evaluation draws the same ones each time."""
+        (params, frozen, buffers), text = tensors, self.loss.text
+        with backends.of(tree.device_of(params)).seeded(0):
+            leaves, spec = self._flatten((params, frozen, batch, buffers))
+            loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=text)
+            loss = Mean(loss.total.detach(), loss.weight.detach(), loss.plain)
+            values: dict[str, Any] = {"loss": loss, **detach(metrics)}
+            plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
+            length = _length(batch, text, plain, warns=self._warns) if plain else 1
+            return {name: _mean(value, length, text, name) for name, value in values.items()}
 
 
 def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:

@@ -21,7 +21,7 @@ from ftrain.step.across_ranks import (
     start_count,
     sum_each,
 )
-from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.autocast import DTYPES, auto_dtype, name_of, require_dtype
 from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import RAISE, example_lists, most_pieces, require_on_oom, split_batch, with_example_lists
 from ftrain.step.state_checks import require_state
@@ -259,4 +259,9 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
             "evaluate the loss without with_amp"
         )
     parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
-    return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
+
+    def narrowed(tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        with torch.autocast(tree.device_of(tensors[0]).type, dtype=wanted):
+            return step.compute(tensors, batch)
+
+    return dataclasses.replace(step, means=narrowed), replace(state, **parts)

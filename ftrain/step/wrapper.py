@@ -106,7 +106,7 @@ class OnStep:
     Args:
         make_runner: ``Step -> Runner``, which replaces eager execution.
         wrap_function: ``function -> function``, for plain functions ``(state, batch) -> (state, metrics)``.
-        wrap_evaluation: ``Loss -> Loss``, for the loss of an `EvalStep`.
+        wrap_evaluation: ``EvalStep -> EvalStep``.
         donate: whether the step reuses the memory of its state.
         on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps so far.
         distribute: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: returns the
@@ -118,7 +118,7 @@ class OnStep:
 
     make_runner: Callable[[Any], Runner] | None = None
     wrap_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    wrap_evaluation: Callable[[Loss], Loss] | None = None
+    wrap_evaluation: Callable[[Any], Any] | None = None
     donate: bool = False
     on_step_end: Callable[[Backend, int], None] | None = None
     distribute: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None

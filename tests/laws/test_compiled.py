@@ -239,7 +239,7 @@ def test_as_many_shapes_are_compiled_as_max_graphs_says():
     torch._dynamo.utils.counters.clear()
     loss = ft.from_module(torch.nn.Linear(3, 1), lambda model, batch: model(batch).square().mean())
     state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 10
-    evaluation = ft.compiled(backend="aot_eager", max_graphs=most)(ft.eval_step(loss))
+    evaluation = ft.compiled(lowering="split", backend="aot_eager", max_graphs=most)(ft.eval_step(loss))
     ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, most + 2)])
     ft.evaluate(evaluation, state, [torch.ones(2, 3)], dtype="bf16")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 1

@@ -1,4 +1,4 @@
-"""Compilation of the loss that an evaluation computes."""
+"""Compilation of an evaluation: as one graph for each kind of batch, or of its loss alone by `torch.compile`."""
 
 from __future__ import annotations
 
@@ -6,45 +6,91 @@ import dataclasses
 import logging
 import sys
 from contextlib import nullcontext
+from typing import Any
 
-from torch import Tensor
+import torch
 
-from ftrain.errors import log_on_first_rank
+from ftrain import tree
+from ftrain.errors import TraceError, log_on_first_rank
+from ftrain.step.eval_step import EagerMeans, EvalStep
 from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.cache import ShapeRegistry
+from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, attempted
+from ftrain.transforms.compile.microbatch_loop import stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import Loss, LossOutput, PyTree
+from ftrain.types import Mean, PyTree
 
 log = logging.getLogger("ftrain")
 
 
-def compile_evaluation(loss: Loss, compiler: Compiler, *, may_fall_back: bool) -> Loss:
-    """Return the loss of an `EvalStep`, passed to `torch.compile`; it runs eagerly once the compiler has failed.
+def compile_evaluation(step: EvalStep, compiler: Compiler, lowering: str) -> EvalStep:
+    """Return an evaluation compiled with a lowering as `compiled` describes it.
 
-    That of many ranks is returned as it is: they gather parameters within it. The loss raises what the compiler raises,
-    unless it may fall back, and a BatchError when batches need more than `max_graphs` graphs.
+    That of many ranks is returned as it is: they gather parameters within it. The averages raise what the compiler
+    raises, unless the lowering is ``"auto"``, and a BatchError when batches need more than `max_graphs` graphs.
     """
+    loss = step.loss
     if loss.ranks is not None and loss.ranks.size > 1:
         log_on_first_rank("compiled: the evaluation of %s on many ranks runs eagerly", loss.name)
-        return loss
-    compiled, is_eager = loss.on_compiled(compiler.compile_loss(loss.fn)), False
-    shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
+        return step
+    loss = dataclasses.replace(loss, wrapper_texts=(*loss.wrapper_texts, "compiled"))
+    return EvalStep(loss, _CompiledMeans(EagerMeans(loss, warns=True), compiler, lowering))
 
-    def run(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        nonlocal is_eager
-        if is_eager:
-            return loss.fn(params, batch, rng=rng, buffers=buffers)
-        logging_slow = log_if_slow(loss.name) if shapes.admit(batch=batch) else nullcontext()
+
+class _CompiledMeans:
+    """Averages as one graph, with the loss alone compiled, or eager when the compiler fails."""
+
+    def __init__(self, eager: EagerMeans, compiler: Compiler, lowering: str) -> None:
+        self._eager, self._compiler, self._lowering = eager, compiler, lowering
+        self._may_fall_back = lowering == "auto"
+        self._name = eager.loss.name
+        self._whole = CompiledCache(self._captured, compiler, self._name, donate=False)
+        loss = dataclasses.replace(eager.loss, fn=eager.loss.on_compiled(compiler.compile_loss(eager.loss.fn)))
+        self._split = EagerMeans(loss, warns=True)
+        self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
+
+    def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        if self._lowering == "eager":
+            return self._eager(tensors, batch)
         try:
-            with logging_slow, compiler.cache(), attempted() if may_fall_back else nullcontext():
-                return compiled(params, batch, rng=rng, buffers=buffers)
+            return self._run_split(tensors, batch) if self._lowering == "split" else self._run_whole(tensors, batch)
         except CompilerError as error:
+            if not self._may_fall_back:
+                cause = error.__cause__ or error
+                raise cause from cause.__cause__
             why = str(error)
         # Outside of the handler, which keeps the tensors of the error alive. An error of the loss is raised here again.
-        output = loss.fn(params, batch, rng=rng, buffers=buffers)
-        log.warning("compiled: the evaluation of %s runs eagerly, since the compiler failed: %s", loss.name, why)
-        is_eager = True
-        return output
+        means = self._eager(tensors, batch)
+        log.warning("compiled: the evaluation of %s runs eagerly, since the compiler failed: %s", self._name, why)
+        self._lowering = "eager"
+        return means
 
-    return dataclasses.replace(loss, fn=run, wrapper_texts=(*loss.wrapper_texts, "compiled"))
+    def _run_whole(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        device = tree.device_of(tensors[0]).type
+        # An evaluation in another dtype is another graph.
+        autocast = (torch.get_autocast_dtype(device),) if torch.is_autocast_enabled(device) else ()
+        try:
+            _, means = self._whole((), batch, tensors, autocast)
+        except TraceError as error:
+            if not self._may_fall_back:
+                raise TraceError(f"compiled: the evaluation cannot be captured as one graph: {error}") from error
+            log.warning(
+                "compiled: only the loss of %s, since its evaluation cannot be captured as one graph: %s",
+                self._name,
+                error,
+            )
+        else:
+            return means  # type: ignore[no-any-return]
+        self._lowering = "split"
+        return self._run_split(tensors, batch)
+
+    def _captured(self, carry: PyTree, batch: PyTree, tensors: Any, autocast: Any) -> tuple[PyTree, dict[str, Mean]]:
+        # A model that draws random numbers in evaluation draws the same ones each time.
+        key = torch.zeros(2, dtype=torch.int64, device=tree.device_of(tensors[0]))
+        with stock_draws(self._eager.loss.module, self._compiler, key):
+            return carry, self._eager(tensors, batch)
+
+    def _run_split(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        logging_slow = log_if_slow(self._name) if self._shapes.admit(batch=batch) else nullcontext()
+        with logging_slow, self._compiler.cache(), attempted():
+            return self._split(tensors, batch)

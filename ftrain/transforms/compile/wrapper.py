@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import struct
 import sys
@@ -22,6 +21,7 @@ from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.core import Eager, assemble
+from ftrain.step.eval_step import EvalStep
 from ftrain.step.lowered import Lowered
 from ftrain.step.shared_memory import copy_shared, overlaps
 from ftrain.step.step import Step
@@ -34,7 +34,7 @@ from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Gradients, Hyper, Loss, LossFn, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, LossFn, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
@@ -74,8 +74,9 @@ def compiled(
     for the second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
-    Steps also compute on the host: compile the Steps. An `EvalStep` is compiled like the loss of a split step, with
-    ``lowering="whole"`` as one graph, and nothing is donated; on many ranks it runs eagerly.
+    Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch, with
+    ``"split"``, or if that cannot be captured, its loss is passed to `torch.compile`; nothing is donated. On many ranks
+    it runs eagerly.
 
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
@@ -115,10 +116,8 @@ def compiled(
     def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(function, compiler, donate=donate)
 
-    def wrap_evaluation(loss: Loss) -> Loss:
-        is_one_graph = fullgraph or lowering == "whole"
-        strict = dataclasses.replace(compiler, fullgraph=is_one_graph)
-        return compile_evaluation(loss, strict, may_fall_back=lowering == "auto" and not fullgraph)
+    def wrap_evaluation(evaluation: EvalStep) -> EvalStep:
+        return compile_evaluation(evaluation, compiler, "split" if dynamic else lowering)
 
     def validate(step: Step) -> None:
         if step.updates_in_backward and (dynamic or lowering == "split"):

@@ -1,7 +1,6 @@
 """`compiled` around an `EvalStep`: the same means, from the compiler's code."""
 
 import dataclasses
-import inspect
 import logging
 from types import SimpleNamespace
 
@@ -9,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import register_backend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
-from ftrain.errors import BatchError, ComposeError, LossError
+from ftrain.errors import BatchError, ComposeError, LossError, TraceError
 
 compiled_graphs = []
 
@@ -119,10 +119,6 @@ def test_more_shapes_than_graphs_are_an_error_and_with_dynamic_a_single_graph():
     assert len(compiled_graphs) <= 2
 
 
-@pytest.mark.skipif(
-    "recompile_limit" not in inspect.signature(torch.compile).parameters,
-    reason="before 2.13, torch compiles at most eight graphs of one function",
-)
 def test_more_graphs_than_torch_has_by_default_are_all_compiled():
     def loss(params, batch):
         return (batch * params["w"]).mean()
@@ -160,13 +156,87 @@ def test_it_is_compiled_once():
         ft.compiled()(step)
 
 
-def test_as_a_whole_its_graph_may_not_break():
-    def loss(params, batch):
-        torch._dynamo.graph_break()
-        return (batch * params["w"]).mean()
+def reads_a_value(params, batch):
+    scale = 2.0 if batch.sum().item() > 0 else 1.0
+    return (batch * params["w"]).mean() * scale
 
-    state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
-    step, data = ft.eval_step(loss), [torch.ones(3)]
-    assert ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation")(step), state, data) == {"loss": 1.0}
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        ft.evaluate(ft.compiled(backend="ftrain_counted_evaluation", lowering="whole")(step), state, data)
+
+def test_what_is_not_one_graph_has_its_loss_compiled_and_as_a_whole_is_an_error(caplog):
+    state = ft.train_step(reads_a_value, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
+    step, data = ft.eval_step(reads_a_value), [torch.ones(3), -torch.ones(3)]
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(step)
+    compiled_graphs.clear()
+    for _ in range(2):
+        assert ft.evaluate(compiled, state, data) == ft.evaluate(step, state, data)
+    assert compiled_graphs
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+    assert line.startswith("compiled: only the loss of reads_a_value")
+    assert "test_evaluation.py" in line
+    whole = ft.compiled(backend="ftrain_counted_evaluation", lowering="whole")(step)
+    with pytest.raises(TraceError, match="the evaluation cannot be captured as one graph: the value of a tensor"):
+        ft.evaluate(whole, state, data)
+
+
+def test_a_batch_is_one_call_of_one_graph_without_another_operation():
+    calls, outside = [], []
+
+    class Outside(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            outside.append(function)
+            return function(*args, **(kwargs or {}))
+
+    @register_backend
+    def ftrain_unseen_evaluation(graph, inputs):
+        def run(*tensors):
+            calls.append(len(tensors))
+            with torch.utils._python_dispatch._disable_current_modes():
+                return graph.forward(*tensors)
+
+        return run
+
+    loss = ft.from_module(model(), criterion)
+    state, (batch, *_) = ft.train_step(loss, ft.optim.sgd(0.1)).init(), batches()
+    compiled = ft.compiled(backend="ftrain_unseen_evaluation")(ft.eval_step(loss))
+    compiled(state, batch)
+    with Outside():
+        means = compiled(state, batch)
+    assert not outside
+    assert len(calls) == 2
+    assert {mean.total.dtype for mean in means.values()} == {torch.float64}
+
+
+def test_another_autocast_is_another_graph_though_the_state_has_the_dtype_already():
+    loss = ft.from_module(model().bfloat16(), criterion)
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    eager, data = ft.eval_step(loss), batches(torch.bfloat16)
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(eager)
+    for dtype in (None, "bf16", None):
+        found = ft.evaluate(compiled, state, data, dtype=dtype)
+        torch.testing.assert_close(found, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
+
+
+def test_dropout_of_an_evaluation_is_the_same_in_each_call_and_the_generators_stay():
+    loss = ft.from_module(
+        nn.Linear(4, 64), lambda model, batch: nn.functional.dropout(model(batch), 0.5, training=True).square().mean()
+    )
+    state, batch = ft.train_step(loss, ft.optim.sgd(0.1)).init(), torch.ones(8, 4)
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(ft.eval_step(loss))
+    before = torch.get_rng_state()
+    first, second = (compiled(state, batch)["loss"].value for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+    kept = nn.functional.linear(batch, state.params["weight"], state.params["bias"]).square().mean()
+    assert 0.5 < first / (2 * kept) < 2
+
+
+@pytest.mark.parametrize(
+    "wrap", [ft.with_amp("bf16"), ft.matmul_precision("high"), ft.lora(2, targets=["0", "4"])], ids=repr
+)
+def test_the_loss_of_a_wrapped_step_is_evaluated_with_its_wrappers(wrap):
+    step = wrap(ft.train_step(ft.from_module(model(), criterion), ft.optim.adamw(0.1)))
+    state, data = step.init(), batches()
+    state, _ = step(state, data[0])
+    eager = ft.eval_step(step.loss)
+    compiled = ft.compiled(backend="ftrain_counted_evaluation")(eager)
+    torch.testing.assert_close(ft.evaluate(compiled, state, data), ft.evaluate(eager, state, data), rtol=1e-6, atol=0)
+    assert step.base.module.training
