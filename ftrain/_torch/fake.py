@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ftrain._torch import FakeTensorMode, active_modes, private_names
 
@@ -28,9 +29,17 @@ class ExpertsFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return the result of an operation."""
         if func is not _grouped_product or args[0].dtype == torch.bfloat16:
             return _dispatch_fake(self, func, types, args, kwargs)
-        a, b, *offsets = args
-        groups = a.shape[:-2] if b.ndim == 3 else offsets[0].shape if a.ndim == 2 else ()
-        return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+        return grouped_product_like(*args)
+
+
+def grouped_product_like(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any) -> Tensor:
+    """Return an empty tensor like the product of each group of rows of `a` with the matrix of its expert in `b`.
+
+    If one of both has no groups, `ends` are the ends of those of the other one (https://docs.pytorch.org/docs/stable/
+    generated/torch.nn.functional.grouped_mm.html).
+    """
+    groups = a.shape[:-2] if b.ndim == 3 else ends.shape if ends is not None and a.ndim == 2 else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 @contextmanager

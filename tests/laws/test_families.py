@@ -89,6 +89,14 @@ def determinants(matrices, x):
     return (torch.linalg.det(first).sum() + torch.linalg.slogdet(second).logabsdet.sum()) / 100
 
 
+def of_experts(experts, x):
+    """Products of both kinds, with a first expert without rows."""
+    first, second = experts
+    ends = torch.tensor([0, 3, 4], dtype=torch.int32)
+    hidden = F.grouped_mm(first * x.mean(), second.mT, offs=ends)
+    return hidden.square().mean() + F.grouped_mm(hidden.T, hidden, offs=ends).square().mean()
+
+
 def padded(images, x):
     moved = [image.movedim(-1, 1) for image in images]
     wide = [F.pad(image, (1, 1) * (image.ndim - 2), "replicate") for image in moved]
@@ -99,7 +107,7 @@ def padded(images, x):
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
 @pytest.mark.parametrize("axes", [(2,), *exhaustive([(1, 2, 3)])], ids=str)
 def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
-    """An LSTM, determinants, an image resized by a scale that rounds its size, replicate padding of channels-last."""
+    """An LSTM, determinants, products of experts, a resize by a scale that rounds, replicate padding of channels-last."""
     torch.manual_seed(0)
     parts = {
         "recurrent": (Recurrent(), squares, torch.randn(4, 5, 8)),
@@ -108,6 +116,7 @@ def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
             determinants,
             torch.ones(4),
         ),
+        "experts": (nn.ParameterList([torch.randn(4, 4), torch.randn(3, 4, 4)]), of_experts, torch.ones(4)),
         "resized": (
             nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3, bias=False)),
             squares,
@@ -160,8 +169,8 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     assert len([record for record in caplog.records if record.name == "ftrain"]) == 1
 
 
-FAST = ["gpt2", "resnet", "patch tst", "mamba", "whisper"]
-"""One each of language, images, series, state spaces and audio."""
+FAST = ["gpt2", "resnet", "patch tst", "mamba", "whisper", "qwen3 moe"]
+"""One each of language, images, series, state spaces, audio and experts."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -187,12 +196,3 @@ def test_wrappers_around_a_model_of_transformers(wrapper):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)
     assert_trains_alike(model, of_tokens(), None, wrapper, backend="aot_eager")
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_mixture_of_experts_that_cannot_be_captured_is_split(caplog):
-    torch.manual_seed(0)
-    options = {"num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = causal("MixtralConfig", "MixtralForCausalLM", **options)
-    assert_trains_alike(model, of_tokens(), backend="eager", lowering="auto")
-    assert len([record for record in caplog.records if record.name == "ftrain"]) <= 1

@@ -187,7 +187,7 @@ FAMILIES = {
     "deberta": (deberta, of_tokens, "whole"),
     "mamba": (mamba, lambda: of_tokens(4), "whole"),
     "mamba2": (mamba2, of_tokens, "whole"),
-    "qwen3 moe": (qwen3_moe, of_tokens, "split"),
+    "qwen3 moe": (qwen3_moe, of_tokens, "whole"),
     "resnet": (resnet, of_images, "whole"),
     "convnext": (convnext, of_images, "whole"),
     "vit": (vit, of_images, "whole"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import _torch
+from ftrain._torch.fake import grouped_product_like
 from ftrain.transforms.compile.lowered import storages
 
 _aten = torch.ops.aten
@@ -71,6 +72,11 @@ def _padding_backward(kernel: Any, *args: Any) -> Any:
     return kernel(*args).contiguous()
 
 
+def _grouped_product(kernel: Any, *args: Any) -> Any:
+    # The kernel pads the rows of its result in memory, and torch has a fake tensor for bfloat16 alone.
+    return grouped_product_like(*args) if _torch.is_fake(args[0]) else kernel(*args).contiguous()
+
+
 def _with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -90,6 +96,7 @@ REPLACEMENTS = dict(
 )
 NEAREST, NEAREST_BY_SCALES = _register_in_place_of("upsample_nearest2d_backward", _nearest_backward)
 """Inductor's own lowering uses the ratio of the sizes as the scale, which differs if the output size was rounded."""
+GROUPED, GROUPED_IN_ANY_DTYPE = _register_in_place_of("_grouped_mm", _grouped_product)
 WITH_STRIDES = _register("with_strides", "(Tensor x, SymInt[] strides) -> Tensor", _with_strides)
 WITH_LAYOUT = _register("with_layout", "(Tensor matrices, bool contiguous) -> Tensor", _with_layout)
 
@@ -110,6 +117,8 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
             node.target = _aten.reshape.default
         elif node.target is NEAREST and _is_rounded(*node.args[1:]):
             node.target = NEAREST_BY_SCALES
+        elif node.target is GROUPED and node.meta["val"].dtype != torch.bfloat16:
+            node.target = GROUPED_IN_ANY_DTYPE
         else:
             node.target = REPLACEMENTS.get(node.target, node.target)
         if node.target in BY_LAYOUT:
