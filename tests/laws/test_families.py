@@ -107,7 +107,7 @@ def padded(images, x):
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
 @pytest.mark.parametrize("axes", [(2,), *exhaustive([(1, 2, 3)])], ids=str)
 def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
-    """An LSTM, determinants, products of experts, a resize by a scale that rounds, replicate padding of channels-last."""
+    """An LSTM, determinants, products of experts, a resize by a scale that rounds, padding of channels-last."""
     torch.manual_seed(0)
     parts = {
         "recurrent": (Recurrent(), squares, torch.randn(4, 5, 8)),
