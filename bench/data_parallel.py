@@ -33,6 +33,49 @@ def zero(task: Task) -> Run:
     return loop(task, task.loss, DistributedDataParallel, optimizer)
 
 
+def exchanging(task: Task) -> Run:
+    """A bound for level 1: what its ranks cannot do without, and no copy beside it. What it trains is of no use.
+
+    Ranks exchange as many elements as a gather of the parameters, and after the forward pass as many as a scatter of
+    the gradients, and each updates its part of the parameters.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    started: list[dist.Work] = []
+
+    def wrap(model: torch.nn.Module) -> Any:
+        length = sum(param.numel() for param in model.parameters()) // size
+        counts = [0 if other == rank else length for other in range(size)]
+        sent, received = torch.ones(2, sum(counts))
+
+        def start() -> dist.Work:
+            return dist.all_to_all_single(received, sent, counts, counts, async_op=True)  # type: ignore[no-any-return]
+
+        def forward(*inputs: Any) -> Any:
+            start().wait()
+            outputs = model(*inputs)
+            started.append(start())
+            return outputs
+
+        return forward
+
+    def optimizer(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
+        every = [*params]
+        part = task.adamw(every[: len(every) // size], **options)
+
+        def before(*_: Any) -> None:
+            started.pop().wait()
+
+        def after(*_: Any) -> None:
+            for param in every:
+                param.grad = None
+
+        part.register_step_pre_hook(before)
+        part.register_step_post_hook(after)
+        return part
+
+    return loop(task, task.loss, wrap, optimizer)
+
+
 def fsdp(task: Task) -> Run:
     """`fully_shard` of each block, then of the rest.
 

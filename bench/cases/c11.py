@@ -21,6 +21,7 @@ STEPS = 5
 
 CODE = "bench.data_parallel:"
 ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", checked=False)
+BOUND = Entrant("loop, bare exchanges of level 1", "control", f"{CODE}exchanging", checked=False)
 DDP = (Entrant("DDP", "torch", f"{CODE}ddp"), Entrant("DDP, best", "torch", f"{CODE}ddp", best=True))
 ZERO = (
     Entrant("DDP, ZeroRedundancyOptimizer", "torch", f"{CODE}zero"),
@@ -54,7 +55,7 @@ PEERS = (*DDP, field.ACCELERATE_FUSED, *ZERO, FSDP)
 
 def run(settings: Settings) -> list[Row]:
     """Race on 2 and 4 ranks, eager and compiled, and on one rank with and without a mesh."""
-    eager, compiled = (*PEERS, ALONE, *map(ours, (0, 1, 3))), (FSDP, *FSDP_COMPILED, COMPILED)
+    eager, compiled = (*PEERS, ALONE, BOUND, *map(ours, (0, 1, 3))), (FSDP, *FSDP_COMPILED, COMPILED)
     if settings.smoke:  # Once, since to start ranks takes seconds.
         return race_on(2, "C11 GPT, 2 ranks", (*eager, *compiled[-2:]), settings)
     rows = []

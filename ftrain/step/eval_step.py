@@ -76,9 +76,7 @@ class EvalStep:
     @functools.cached_property
     def compute(self) -> Means:
         """`means`, or the default."""
-        # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
-        warns = self.warns or not (self.loss.ranks and self.loss.ranks.whole_batches)
-        return self.means or EagerMeans(self.loss, warns=warns)
+        return self.means or EagerMeans(self.loss)
 
     def wrapped(self, wrapper: Wrapper) -> EvalStep:
         """Return this evaluation with a wrapper around it. Raises a ComposeError if it is not `compiled`."""
@@ -97,8 +95,10 @@ class EvalStep:
 class EagerMeans:
     """Averages that are computed operation by operation, within the scope of the loss."""
 
-    def __init__(self, loss: Loss, *, warns: bool) -> None:
-        self.loss, self._warns, self._flatten = loss, warns, Flattener()
+    def __init__(self, loss: Loss) -> None:
+        self.loss, self._flatten = loss, Flattener()
+        # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
+        self._warns = loss.ranks is None or loss.ranks.rank == 0 or not loss.ranks.whole_batches
 
     def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
         """Return the averages. A model that draws random numbers in evaluation draws the same ones each time."""

@@ -38,7 +38,8 @@ def evaluated(size, level):
         own, other = ft.eval_step(step.loss), ft.eval_step(models.step_of(criterion=models.plain_loss).loss)
         first = {name: float(mean) for name, mean in own(state, next(models.batches())).items()}
         averaged = ft.evaluate(own, ft.averaged(state), uneven_batches())
-        return first, averaged, ft.evaluate(other, state, uneven_batches())
+        compiled = ft.evaluate(ft.compiled(backend="eager")(own), state, uneven_batches())
+        return first, averaged, ft.evaluate(other, state, uneven_batches()), compiled
 
     return run(size, rank)
 

@@ -26,15 +26,15 @@ log = logging.getLogger("ftrain")
 def compile_evaluation(step: EvalStep, compiler: Compiler, lowering: str) -> EvalStep:
     """Return an evaluation compiled with a lowering as `compiled` describes it.
 
-    That of many ranks is returned as it is: they gather parameters within it. The averages raise what the compiler
-    raises, unless the lowering is ``"auto"``, and a BatchError when batches need more than `max_graphs` graphs.
+    That of ranks which gather parameters within it is returned as it is. The averages raise what the compiler raises,
+    unless the lowering is ``"auto"``, and a BatchError when batches need more than `max_graphs` graphs.
     """
     loss = step.loss
-    if loss.ranks is not None and loss.ranks.size > 1:
-        log_on_first_rank("compiled: the evaluation of %s on many ranks runs eagerly", loss.name)
+    if loss.ranks is not None and loss.ranks.by_block is not None:
+        log_on_first_rank("compiled: the evaluation of %s, whose ranks gather its blocks, runs eagerly", loss.name)
         return step
     loss = dataclasses.replace(loss, wrapper_texts=(*loss.wrapper_texts, "compiled"))
-    return EvalStep(loss, _CompiledMeans(EagerMeans(loss, warns=True), compiler, lowering))
+    return EvalStep(loss, _CompiledMeans(EagerMeans(loss), compiler, lowering))
 
 
 class _CompiledMeans:
@@ -46,7 +46,7 @@ class _CompiledMeans:
         self._name = eager.loss.name
         self._whole = CompiledCache(self._captured, compiler, self._name, donate=False)
         loss = dataclasses.replace(eager.loss, fn=eager.loss.on_compiled(compiler.compile_loss(eager.loss.fn)))
-        self._split = EagerMeans(loss, warns=True)
+        self._split = EagerMeans(loss)
         self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
 
     def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:

@@ -142,12 +142,12 @@ def test_a_loss_that_writes_to_its_input_is_an_error_there_too():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_that_it_runs_eagerly_on_many_ranks_is_said_once(rank, caplog, monkeypatch):
+def test_that_it_runs_eagerly_where_ranks_gather_blocks_is_said_once(rank, caplog, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
-    step = ft.eval_step(ft.from_module(model(), criterion))
-    step = dataclasses.replace(step, loss=dataclasses.replace(step.loss, ranks=SimpleNamespace(size=2, rank=rank)))
-    assert ft.compiled()(step).loss is step.loss
-    assert ["many ranks runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)
+    loss, ranks = ft.from_module(model(), criterion), SimpleNamespace(size=2, rank=rank, by_block=lambda state: None)
+    step = ft.eval_step(dataclasses.replace(loss, ranks=ranks))
+    assert ft.compiled()(step) is step
+    assert ["runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)
 
 
 def test_it_is_compiled_once():
