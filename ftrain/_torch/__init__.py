@@ -92,6 +92,8 @@ with private_names():
     _current_autograd_node = torch._C._current_autograd_node
     any_autocast = torch._C._is_any_autocast_enabled
     """``() -> bool``, whether torch.autocast is on for a device of any type; takes 0.1 us."""
+    without_autocast = torch._C._DisableAutocast
+    """Context in which torch.autocast is off for devices of every type."""
     privateuse1_name = torch._C._get_privateuse1_backend_name
     """``() -> str``, the name of a device that a package outside torch has registered."""
     _stop_workers = _MultiProcessingDataLoaderIter._shutdown_workers

@@ -382,6 +382,6 @@ def _warn_of_autocast(params: PyTree) -> None:
     device_type = tree.device_of(params).type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         warn(
-            "Step: it is called within torch.autocast, which changes what it computes, and a graph that is captured"
-            " now keeps it; leave autocast out, and use ft.with_amp"
+            "Step: it is called within torch.autocast, which changes what it computes; leave autocast out, and use "
+            "ft.with_amp"
         )

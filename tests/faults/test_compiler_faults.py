@@ -8,6 +8,7 @@ import torch
 from torch._dynamo import register_backend
 
 import ftrain as ft
+from ftrain._torch import FakeTensorMode, active_modes
 from ftrain.transforms.compile import announce
 from tests.faults.problem import assert_bitwise, batch, make, params, squares
 
@@ -228,3 +229,19 @@ def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monke
     first, last = lines
     assert first.startswith("compiled: compiling the graph of loss(Sequential), since ")
     assert last.startswith("compiled: the graph of loss(Sequential) took ")
+
+
+def test_an_interrupt_within_a_mode_of_torch_does_not_leave_it_on(monkeypatch):
+    step, entered = make(squares, ft.compiled(backend="eager")), FakeTensorMode.__enter__
+    state = step.init(params())
+
+    def interrupted(mode):
+        entered(mode)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeTensorMode, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, batch())
+    assert not active_modes()
+    step(state, batch())

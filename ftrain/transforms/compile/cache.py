@@ -25,6 +25,9 @@ from ftrain.types import PyTree
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 """``(carry, *rest) -> (carry, extra)`` on trees; the new carry has the structure of the old one."""
 
+Key: TypeAlias = tuple[optree.PyTreeSpec, tuple[Hashable, ...], Hashable]
+"""What a graph depends on: the structure, what is known of each leaf, the settings of torch."""
+
 
 class ShapeRegistry:
     """The different inputs that a step had, each of which needs its own graph: at most `max_graphs`."""
@@ -38,7 +41,7 @@ class ShapeRegistry:
 
         Raises a BatchError that names the leaf with the most different values, if they need one graph too many.
         """
-        key = cache_key(inputs)
+        key = cache_key(inputs)[:-1]
         if key in self._known:
             return False
         leaves = tree.leaves(inputs)
@@ -62,14 +65,25 @@ class ShapeRegistry:
         )
 
 
-def cache_key(trees: PyTree) -> Hashable:
-    """Return what a graph depends on: the structure, the metadata of tensors, the values of other leaves, the threads.
+def cache_key(trees: PyTree) -> Key:
+    """Return what a graph depends on; of a tensor it is the metadata, of another leaf the value.
 
-    Inductor's code for a CPU has as many partial sums as there are threads when it is compiled. Raises a BatchError for
-    a leaf that is neither a tensor nor hashable, or an object that holds tensors.
+    Raises a BatchError for a leaf that is neither a tensor nor hashable, or an object that holds tensors.
     """
     leaves, spec = tree.flatten(trees)
-    return spec, tuple(_static(leaf) for leaf in leaves), torch.get_num_threads()
+    return spec, tuple(_static(leaf) for leaf in leaves), _settings(leaves)
+
+
+def _settings(leaves: Sequence[Any]) -> Hashable:
+    """Return the settings of torch that a graph depends on: the threads, the default dtype, autocast.
+
+    Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
+    """
+    autocast = None
+    if _torch.any_autocast():
+        kinds = filter(torch.is_autocast_enabled, {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)})
+        autocast = frozenset((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+    return torch.get_num_threads(), torch.get_default_dtype(), autocast
 
 
 def _static(leaf: Any) -> Hashable:
@@ -171,9 +185,9 @@ class Graph:
     """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs."""
 
     def __init__(
-        self, function: Carrying, arguments: tuple[PyTree, ...], key: Hashable, compile_: Compile, *, donate: bool
+        self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, compile_: Compile, *, donate: bool
     ) -> None:
-        self.key, self._donate, self._threads = key, donate, torch.get_num_threads()
+        self.key, self._donate = key, donate
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -228,7 +242,7 @@ class Graph:
     def read(self, arguments: tuple[PyTree, ...]) -> list[Any] | None:
         """Return the leaves of arguments that this graph was compiled for; None for others."""
         leaves = self._read(arguments)
-        if leaves is None or torch.get_num_threads() != self._threads:
+        if leaves is None or _settings(leaves) != self.key[-1]:
             return None
         for index, known in self._others:
             if _static(leaves[index]) != known:

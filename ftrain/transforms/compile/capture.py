@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
-from ftrain._torch.fake import ExpertsFakeTensorMode
+from ftrain._torch.fake import ExpertsFakeTensorMode, modes_restored
 from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 
@@ -65,7 +65,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     host_draws = _host_draws()
     try:
-        with mode, torch.autograd.set_multithreading_enabled(False):
+        with modes_restored(), mode, torch.autograd.set_multithreading_enabled(False):
             graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
         if _host_draws() != host_draws:
             raise TraceError(

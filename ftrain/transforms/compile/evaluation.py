@@ -66,11 +66,8 @@ class _CompiledMeans:
         return means
 
     def _run_whole(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
-        device = tree.device_of(tensors[0]).type
-        # An evaluation in another dtype is another graph.
-        autocast = (torch.get_autocast_dtype(device),) if torch.is_autocast_enabled(device) else ()
         try:
-            _, means = self._whole((), batch, tensors, autocast)
+            _, means = self._whole((), batch, tensors)
         except TraceError as error:
             if not self._may_fall_back:
                 raise TraceError(f"compiled: the evaluation cannot be captured as one graph: {error}") from error
@@ -84,7 +81,7 @@ class _CompiledMeans:
         self._lowering = "split"
         return self._run_split(tensors, batch)
 
-    def _captured(self, carry: PyTree, batch: PyTree, tensors: Any, autocast: Any) -> tuple[PyTree, dict[str, Mean]]:
+    def _captured(self, carry: PyTree, batch: PyTree, tensors: Any) -> tuple[PyTree, dict[str, Mean]]:
         # A model that draws random numbers in evaluation draws the same ones each time.
         key = torch.zeros(2, dtype=torch.int64, device=tree.device_of(tensors[0]))
         with stock_draws(self._eager.loss.module, self._compiler, key):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain._torch import compile as torch_compile
 from ftrain.backends import Recorder
 from ftrain.errors import OptionError, TraceError
@@ -47,12 +47,13 @@ class Compiler:
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
         """Compile a captured graph for the device of its inputs, with deterministic kernels."""
         backend, name = backends.of(inputs[0].device), self.backend_for(inputs[0].device)
-        with self.cache(), backend.seeded(0), backend.deterministic():
+        # What autocast casts is already in the graph. It would cast again what runs with autocast off.
+        with self.cache(), backend.seeded(0), backend.deterministic(), _torch.without_autocast():
             run = capture.compile_graph(captured, inputs, name, self.options_for(name))
 
         # Some kernels read this setting when they run.
         def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
-            with backend.deterministic():
+            with backend.deterministic(), _torch.without_autocast():
                 return run(*tensors)
 
         return run_deterministic

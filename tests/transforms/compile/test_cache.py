@@ -151,3 +151,23 @@ def test_the_log_says_once_which_attribute_a_compiled_step_does_not_keep(in_buff
         state, _ = step(state, torch.ones(4, length, 2))
     said = [record.getMessage() for record in caplog.records if "the loss sets hidden" in record.getMessage()]
     assert len(said) == (not in_buffer)
+
+
+@pytest.mark.filterwarnings("ignore:Step. it is called within torch.autocast")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_setting_of_torch_that_changes_between_steps_is_another_graph(backend):
+    def loss(params, batch):
+        return (batch @ params["w"]).square().mean(), {"third": torch.tensor(1 / 3)}
+
+    eager = ft.train_step(loss, ft.optim.sgd(0.1))
+    compiled, state, batch = ft.compiled(backend=backend)(eager), eager.init({"w": torch.rand(8, 2)}), torch.rand(4, 8)
+    try:
+        for autocast, default in [(False, torch.float32), (True, torch.float32), (False, torch.float64)] * 2:
+            torch.set_default_dtype(default)
+            with torch.autocast("cpu", enabled=autocast):
+                (_, found), (_, needed) = compiled(state, batch), eager(state, batch)
+            assert found == needed
+            assert found["third"].dtype == default
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "compiled(whole)" in repr(compiled)

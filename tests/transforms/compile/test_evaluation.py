@@ -240,3 +240,17 @@ def test_the_loss_of_a_wrapped_step_is_evaluated_with_its_wrappers(wrap):
     compiled = ft.compiled(backend="ftrain_counted_evaluation")(eager)
     torch.testing.assert_close(ft.evaluate(compiled, state, data), ft.evaluate(eager, state, data), rtol=1e-6, atol=0)
     assert step.base.module.training
+
+
+def centred(params, batch):
+    with torch.autocast("cpu", enabled=False):
+        outputs = (batch + 100) @ torch.ones(8, 8) / 8 - 100
+    return (params["w"] * outputs).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_a_loss_computes_with_autocast_off_is_not_cast_again(backend):
+    state, data = ft.train_step(centred, ft.optim.sgd(0.1)).init({"w": torch.ones(())}), [torch.randn(5, 8)]
+    eager = ft.eval_step(centred)
+    found = ft.evaluate(ft.compiled(backend=backend, lowering="whole")(eager), state, data, dtype="bf16")
+    assert found == ft.evaluate(eager, state, data, dtype="bf16")
