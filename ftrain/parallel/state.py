@@ -136,7 +136,8 @@ class LocalStates:
         They are divided where they are the trained ones of another state, as in a GAN.
         """
         local_leaves, spec = tree.flatten(local)
-        return tree.unflatten(spec, start_gather_all(self._ranks, local_leaves, list(map(_part, tree.leaves(frozen))))())
+        gathered = start_gather_all(self._ranks, local_leaves, [_part(leaf) for leaf in tree.leaves(frozen)])
+        return tree.unflatten(spec, gathered())
 
     def _layout_of(self, state: TrainState) -> Layout:
         params = tree.leaves(state.params)
