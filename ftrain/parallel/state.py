@@ -16,7 +16,7 @@ from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.compression.memory_slot import carried
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part
+from ftrain.parallel.partition import Part, start_gather_all
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.tree.sharding import Shards
 from ftrain.types import PyTree, TrainState, replace
@@ -111,7 +111,7 @@ class LocalStates:
         self._mesh, self._level, self._ranks = mesh, level, ranks
         self._structure: Any = None
         self._specs: list[Any] = []
-        self._is_divided = False
+        self._is_divided = self._gathers_frozen = False
         self._layout = Layout([], [], None)
 
     def take(self, state: TrainState) -> tuple[TrainState, Layout]:
@@ -123,8 +123,21 @@ class LocalStates:
             self._layout = self._layout_of(state)
             self._structure, self._specs = structure, specs
             self._is_divided = any(specs)
+            frozen_leaves = tree.leaves(state.frozen)
+            self._gathers_frozen = self._level < 3 and any(map(dtensor.is_dtensor, frozen_leaves))
         local = tree.unflatten(structure, dtensor.local_parts(leaves)) if self._is_divided else state
+        if self._gathers_frozen:
+            local = replace(local, frozen=self._whole_frozen(state.frozen, local.frozen))
         return local, self._layout
+
+    def _whole_frozen(self, frozen: PyTree, local: PyTree) -> PyTree:
+        """Return whole frozen parameters, for a loss that gathers only trained ones.
+
+        They are divided where they are the trained ones of another state, as in a GAN.
+        """
+        local_leaves, spec = tree.flatten(local)
+        gathered = start_gather_all(self._ranks, local_leaves, [_part(leaf) for leaf in tree.leaves(frozen)])
+        return tree.unflatten(spec, gathered())
 
     def _layout_of(self, state: TrainState) -> Layout:
         params = tree.leaves(state.params)
@@ -140,9 +153,11 @@ class LocalStates:
         local = replace(local, step=state.step, rng=state.rng)
         if not self._is_divided:
             return local
-        leaves, structure = tree.flatten(local)
-        new: TrainState = tree.unflatten(structure, dtensor.with_local_parts(tree.leaves(state), leaves))
-        return new
+        # No step changes the frozen parameters, and the loss may have got them whole.
+        leaves, structure = tree.flatten(replace(local, frozen=None))
+        likes = tree.leaves(replace(state, frozen=None))
+        new: TrainState = tree.unflatten(structure, dtensor.with_local_parts(likes, leaves))
+        return replace(new, frozen=state.frozen)
 
     def _require_fitting(self, state: TrainState, leaves: list[Any]) -> None:
         """Raises a StructureError for a DTensor of another mesh, or parameters that another level has divided."""

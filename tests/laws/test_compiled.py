@@ -308,8 +308,16 @@ def penalised_by_value(params, batch):
     return penalised(params, batch) * (1.0 if float(batch[0, 0]) else 2.0)
 
 
+def bent(params, batch):
+    """A second derivative, as of a physics-informed net."""
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(x * params["b"]).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return bend.square().mean()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("loss", [penalised, penalised_by_value])
+@pytest.mark.parametrize("loss", [penalised, penalised_by_value, bent])
 def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
     step, batch = ft.train_step(loss, ft.optim.sgd(0.1)), torch.linspace(-1, 1, 20).view(4, 5)
     state = step.init({"b": torch.linspace(0.5, 1.5, 5)})

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
+from ftrain.errors import TraceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import running_graphs
 
@@ -71,6 +72,19 @@ def test_inductor_waits_for_collectives_where_the_graph_does():
     assert captured["scatters"] == BLOCKS
     assert captured["overlapping scatters"] >= BLOCKS - 2
     assert compiled == captured
+
+
+def test_a_collective_that_no_graph_can_have_is_named():
+    def loss(params, batch):
+        features = batch @ params["w"]
+        dist.all_gather([torch.empty_like(features) for _ in range(2)], features)
+        return features.square().mean()
+
+    with one_of(2):
+        compiled = ft.compiled(lowering="whole", backend="eager")
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 0), compiled)
+        with pytest.raises(TraceError, match=r"c10d\.allgather_.*use DTensors"):
+            step(step.init({"w": torch.ones(3, 2)}), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("level", [0, 3])

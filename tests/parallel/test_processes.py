@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ftrain as ft
 from tests.faults.forks import BROKEN, quiet_forks
@@ -129,3 +130,42 @@ def test_a_compiled_step_of_each_level_equals_one_rank(level, tmp_path):
     torch.testing.assert_close(params, reference.params, rtol=1e-12, atol=1e-12)
     for metrics, reference_metrics in zip(history, expected, strict=True):
         assert metrics == pytest.approx(reference_metrics, rel=1e-12)
+
+
+def contrastive(axis, *wrappers):
+    """Return the parameters after three steps of a loss that compares all examples of the batch."""
+
+    def of_all_ranks(rows):
+        return DTensor.from_local(rows, axis, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+
+    def loss(params, batch):
+        first, second = torch.tanh(batch @ params["w"]), torch.cos(batch @ params["w"])
+        if axis is not None:
+            first, second = of_all_ranks(first), of_all_ranks(second)
+        similarity = first @ second.T * params["scale"]
+        return torch.nn.functional.cross_entropy(similarity, torch.arange(len(similarity)))
+
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step = ft.compose(ft.train_step(loss, ft.optim.adam(0.1)), *wrappers)
+    state = step.init({"w": draw(3, 4), "scale": torch.ones((), dtype=torch.float64)})
+    for _ in range(3):
+        state, _ = step(state, draw(6, 3))
+    return ft.parallel.whole(state.params)
+
+
+def contrasting(tell, rank, path):
+    """Save what steps of two ranks, eager and compiled, end with."""
+    mesh = ft.parallel.mesh()
+    compiled = ft.compiled(lowering="whole", backend="aot_eager")
+    each = [contrastive(mesh["shard"], ft.sharded(mesh, 1), *wrappers) for wrappers in ([], [compiled])]
+    if rank == 0:
+        torch.save(each, path)
+
+
+def test_a_loss_of_the_features_of_all_ranks_is_that_of_one_rank(tmp_path):
+    path = tmp_path / "params.pt"
+    with started(2, contrasting, path) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0]
+    needed = contrastive(None)
+    for params in torch.load(path):
+        torch.testing.assert_close(params, needed, rtol=1e-12, atol=1e-12)

@@ -1,5 +1,6 @@
 """The leaves of a divided state, and moving a state from one mesh to another."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -157,3 +158,24 @@ def test_a_state_of_numbers_is_divided_nowhere(level):
         return float(metrics["loss"])
 
     assert run(2, rank) == pytest.approx(run(1, rank) * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_frozen_parameters_may_be_the_trained_ones_of_another_state(level):
+    # A local part of the scale, of one element, would multiply like the whole one.
+    first_params = {"scale": torch.tensor([0.5, -2.0]), "weight": torch.arange(6.0).view(2, 3)}
+    batch = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.0], [2.0, 2.0]], dtype=torch.float64)
+
+    def train(*wrappers):
+        module = torch.nn.ParameterDict(first_params).double()
+        loss = ft.from_module(module, lambda m, x: ((x * m["scale"]) @ m["weight"]).square().mean())
+        first = ft.compose(ft.train_step(loss, ft.optim.adam(0.1), trainable=["scale"]), *wrappers)
+        second = ft.compose(ft.train_step(loss, ft.optim.adam(0.1), trainable=["weight"]), *wrappers)
+        a, b = first.init(), second.init()
+        for _ in range(3):
+            a, _ = first(dataclasses.replace(a, frozen=b.params), batch)
+            b, _ = second(dataclasses.replace(b, frozen=a.params), batch)
+        return ft.parallel.whole({"scale": a.params["scale"], "weight": b.params["weight"]})
+
+    for params in run(2, lambda _: train(ft.sharded(ft.parallel.mesh(), level))):
+        torch.testing.assert_close(params, train(), rtol=1e-12, atol=1e-12)

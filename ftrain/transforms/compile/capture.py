@@ -67,6 +67,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     try:
         with modes_restored(), mode, torch.autograd.set_multithreading_enabled(False):
             graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
+        _require_traceable_collectives(graph)
         if _host_draws() != host_draws:
             raise TraceError(
                 "the loss draws from the generator of Python or NumPy, and a graph would repeat these numbers in each "
@@ -86,6 +87,16 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
 def _host_draws() -> bytes:
     """Return the states of the generators of Python and NumPy."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+def _require_traceable_collectives(graph: fx.GraphModule) -> None:
+    """Raises a TraceError for a collective that writes to tensors: a graph would not keep their order."""
+    called = [str(node.target) for node in graph.graph.nodes if getattr(node.target, "namespace", "") == "c10d"]
+    if called:
+        raise TraceError(
+            f"the loss calls a collective of torch.distributed ({called[0]}), which cannot be part of a graph; use "
+            "DTensors, as under 'A loss that compares examples' of docs/parallel.md"
+        )
 
 
 def _require_real(captured: fx.GraphModule) -> fx.GraphModule:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -105,13 +105,14 @@ class Compiler:
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
-            output = loss_fn(params, resolved(batch), rng=rng, buffers=buffers)
+            try:
+                output = loss_fn(params, resolved(batch), rng=rng, buffers=buffers)
+            except RuntimeError as error:  # A gradient of a gradient, which the loss itself takes.
+                if "double backward" not in str(error):
+                    raise
+                _refuse_gradient_of_gradient(error)
             if torch_compile.has_compiled_gradient(output[0].total):
-                raise TraceError(
-                    "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which "
-                    "torch.compile cannot in a split step; compile the whole step (lowering='whole'), or leave "
-                    "compiled out"
-                )
+                _refuse_gradient_of_gradient()
             return output
 
         return compiled
@@ -142,6 +143,13 @@ class Compiler:
                 os.environ[CACHE] = outer
             elif self.cache_dir is not None:
                 del os.environ[CACHE]
+
+
+def _refuse_gradient_of_gradient(cause: Exception | None = None) -> NoReturn:
+    raise TraceError(
+        "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which torch.compile "
+        "cannot in a split step; compile the whole step (lowering='whole'), or leave compiled out"
+    ) from cause
 
 
 def resolved(trees: PyTree) -> PyTree:
