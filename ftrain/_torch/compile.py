@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from ftrain._torch import FakeTensorMode, nodes_of, private_names
 
@@ -73,9 +74,30 @@ def has_compiled_gradient(total: Tensor) -> bool:
     """Whether a tensor was computed from the gradient of a function that `torch.compile` has compiled.
 
     Torch cannot differentiate such a gradient. It raises an error only where a leaf that is asked for is behind it;
-    elsewhere that part of the gradient is missing without a word.
+    elsewhere that part of the gradient is missing without a word. Before torch 2.13 the tensor does not show it: see
+    `differentiates_gradient`.
     """
     return any(node.name() == "CompiledFunctionBackwardBackward" for node in nodes_of(total))
+
+
+SHOWS_COMPILED_GRADIENTS = tuple(map(int, str(torch.__version__).split(".")[:2])) >= (2, 13)
+
+
+class _GradientCalls(TorchFunctionMode):
+    """Records whether a gradient was taken that can be differentiated again."""
+
+    has_create_graph = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_create_graph |= bool((kwargs or {}).get("create_graph"))
+        return func(*args, **(kwargs or {}))
+
+
+def differentiates_gradient(run: Callable[[], object]) -> bool:
+    """Whether a function takes a gradient with ``create_graph=True``; calls it, uncompiled."""
+    with _GradientCalls() as calls:
+        run()
+    return calls.has_create_graph
 
 
 def graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:

@@ -103,10 +103,19 @@ class Compiler:
         def compiled_by(backend: str) -> LossFn:
             return torch.compile(loss, backend=backend, options=dict(self.options_for(backend)) or None, **settings)
 
+        is_checked = torch_compile.SHOWS_COMPILED_GRADIENTS
+
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            loss_fn = compiled_by(self.backend_for(tree.device_of(params)))
+            nonlocal is_checked
+            device, batch = tree.device_of(params), resolved(batch)
+            if not is_checked and torch.is_grad_enabled():
+                with backends.of(device).seeded(0):
+                    if torch_compile.differentiates_gradient(lambda: loss(params, batch, rng=rng, buffers=buffers)):
+                        _refuse_gradient_of_gradient()
+                is_checked = True
+            loss_fn = compiled_by(self.backend_for(device))
             try:
-                output = loss_fn(params, resolved(batch), rng=rng, buffers=buffers)
+                output = loss_fn(params, batch, rng=rng, buffers=buffers)
             except RuntimeError as error:  # A gradient of a gradient, which the loss itself takes.
                 if "double backward" not in str(error):
                     raise
