@@ -31,12 +31,12 @@ class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operation."""
-        if func is _are_all_true:
-            passes = torch.ones((), dtype=torch.bool)
-            return self.fake_tensor_converter.from_real_tensor(self, passes, make_constant=True)
         if func is _grouped_product and args[0].dtype != torch.bfloat16:
             return grouped_product_like(*args)
-        return _dispatch_fake(self, func, types, args, kwargs)
+        result = _dispatch_fake(self, func, types, args, kwargs)
+        if func is _are_all_true and result.constant is None:
+            result.constant = torch.ones((), dtype=torch.bool)
+        return result
 
 
 def grouped_product_like(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any) -> Tensor:
