@@ -33,7 +33,7 @@ class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return the result of an operation."""
         if func is _grouped_product and args[0].dtype != torch.bfloat16:
             return grouped_product_like(*args)
-        result = _dispatch_fake(self, func, types, args, kwargs)
+        result: Any = _dispatch_fake(self, func, types, args, kwargs)
         if func is _are_all_true and result.constant is None:
             result.constant = torch.ones((), dtype=torch.bool)
         return result
