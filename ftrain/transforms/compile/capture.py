@@ -27,7 +27,6 @@ from ftrain.step.traffic import collectives_of
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
-DISTRIBUTIONS = str(torch.distributions.__path__[0])
 INDUCTOR = "inductor"
 NO_ASSERTS = {"size_asserts": False, "alignment_asserts": False}
 """On a CPU: the shapes of the inputs are checked before the graph is chosen; an assert costs 0.3 us per input. On a
@@ -101,8 +100,6 @@ def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
 def _reason(error: Exception) -> str:
     if isinstance(error, _torch.NEEDS_VALUES):
         reason = f"the value of a tensor is needed by {getattr(error, 'func', error)}"
-        if any(frame.filename.startswith(DISTRIBUTIONS) for frame in traceback.extract_tb(error.__traceback__)):
-            reason += ", as torch.distributions checks its arguments: pass validate_args=False to the distribution"
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             reason += "; torch.autograd.set_detect_anomaly reads every gradient, unless check_nan=False"
         return reason
