@@ -1,4 +1,4 @@
-"""Runs on fake tensors: models with experts, and interrupts."""
+"""Runs on fake tensors: models with experts, checks of values, and interrupts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ with private_names():
 
     _dispatch_fake = FakeTensorMode.dispatch
     _grouped_product = torch.ops.aten._grouped_mm.default
+    _are_all_true = torch.ops.aten._is_all_true.default
     _keys = torch._C._TorchDispatchModeKey
     _INFRASTRUCTURE = _keys.FAKE, _keys.PROXY, _keys.FUNCTIONAL
     _unset_mode: Any = torch._C._unset_dispatch_mode
     _pop: Any = torch._C._pop_torch_dispatch_stack
 
 
-class ExpertsFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors with products of experts in every dtype: torch has them for bfloat16 alone."""
+class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors for products of experts in every dtype, which torch has for bfloat16 alone, and checks that pass.
+
+    The result of the check of `torch._check_tensor_all` can be read, and is True. Its other value would raise an error.
+    """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operation."""
-        if func is not _grouped_product or args[0].dtype == torch.bfloat16:
-            return _dispatch_fake(self, func, types, args, kwargs)
-        return grouped_product_like(*args)
+        if func is _grouped_product and args[0].dtype != torch.bfloat16:
+            return grouped_product_like(*args)
+        result: Any = _dispatch_fake(self, func, types, args, kwargs)
+        if func is _are_all_true and result.constant is None:
+            result.constant = torch.ones((), dtype=torch.bool)
+        return result
 
 
 def grouped_product_like(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest: Any) -> Tensor:

@@ -124,6 +124,25 @@ def test_parameters_given_to_a_module_keep_what_is_frozen():
     assert torch.equal(state.frozen["bias"], torch.ones(1))
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_check_of_values_is_made_in_each_step(donate):
+    def loss(params, batch):
+        torch._check_tensor_all(batch["x"] > 0, lambda: "x must be positive")
+        return of_two(params, batch)
+
+    step = make(loss, ft.compiled(backend="aot_eager", lowering="whole", donate=donate))
+    eager, evaluation = make(loss), ft.compiled(backend="aot_eager", lowering="whole")(ft.eval_step(loss))
+    good, bad = {"x": torch.ones(4), "y": torch.zeros(4)}, {"x": torch.tensor([1.0, 1, 0, 1]), "y": torch.zeros(4)}
+    needed, _ = eager(eager.init(params()), good)
+    state, _ = step(step.init(params()), good)
+    found, wanted = (each(state, good)["loss"] for each in (evaluation, ft.eval_step(loss)))
+    torch.testing.assert_close(found.value, wanted.value)
+    for run in (step, evaluation):
+        with pytest.raises(RuntimeError, match=r"a check of values within the loss failed; the step without compiled"):
+            run(state, bad)
+    torch.testing.assert_close(state.params, needed.params)
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
 def test_draws_of_the_host_are_not_repeated_by_a_graph(draw, caplog):
     def loss(params, batch):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
-from ftrain._torch.fake import ExpertsFakeTensorMode
+from ftrain._torch.fake import CaptureFakeTensorMode
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import FtrainError, StructureError, TraceError
 from ftrain.parallel.sharded import NAME as SHARDED
@@ -35,7 +35,7 @@ def whole_state(function: str, step: Step, state: TrainState | None) -> TrainSta
         raise StructureError(
             f"{function}: {step.base.text} has no module; pass a state: {function}(step, step.init(params), batch)"
         )
-    mode, slots = ExpertsFakeTensorMode(allow_non_fake_inputs=True), slots_of(step.base.module)
+    mode, slots = CaptureFakeTensorMode(allow_non_fake_inputs=True), slots_of(step.base.module)
     fakes: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name not in fakes:
@@ -82,7 +82,7 @@ def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Time
     If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks. Raises a TraceError for a
     nested tensor, and as `fake_run`.
     """
-    mode = ExpertsFakeTensorMode(allow_non_fake_inputs=True)
+    mode = CaptureFakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
     state = replace(state, rng=None)
     is_offloaded = _is_offloaded(state)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
 from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
-from ftrain._torch.fake import ExpertsFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
 from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
@@ -38,7 +38,7 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 @modes_restored()
 def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Matmul], list[Attention]]:
     """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches."""
-    mode = ExpertsFakeTensorMode(allow_non_fake_inputs=True)
+    mode = CaptureFakeTensorMode(allow_non_fake_inputs=True)
     # On one rank the local tensor is the whole tensor.
     step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
     state, batch = tree.map(

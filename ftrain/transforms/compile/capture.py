@@ -20,14 +20,13 @@ from torch import Tensor, fx
 
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
-from ftrain._torch.fake import ExpertsFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
 from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
-DISTRIBUTIONS = str(torch.distributions.__path__[0])
 INDUCTOR = "inductor"
 NO_ASSERTS = {"size_asserts": False, "alignment_asserts": False}
 """On a CPU: the shapes of the inputs are checked before the graph is chosen; an assert costs 0.3 us per input. On a
@@ -60,7 +59,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
 
     # Without symbolic shapes, so that reading a value raises an error at that line.
     fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
-    mode = fake_mode or ExpertsFakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode or CaptureFakeTensorMode(allow_non_fake_inputs=True)
     # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
     fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     host_draws = _host_draws()
@@ -112,8 +111,6 @@ def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
 def _reason(error: Exception) -> str:
     if isinstance(error, _torch.NEEDS_VALUES):
         reason = f"the value of a tensor is needed by {getattr(error, 'func', error)}"
-        if any(frame.filename.startswith(DISTRIBUTIONS) for frame in traceback.extract_tb(error.__traceback__)):
-            reason += ", as torch.distributions checks its arguments: pass validate_args=False to the distribution"
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             reason += "; torch.autograd.set_detect_anomaly reads every gradient, unless check_nan=False"
         return reason

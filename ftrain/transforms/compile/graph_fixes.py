@@ -35,6 +35,9 @@ view of its result fails, and ``compiled()`` splits the step."""
 BY_LAYOUT = _aten._linalg_det.default, _aten._linalg_slogdet.default
 """They factorize the transpose of a contiguous matrix, and the captured gradient is only right for one of the two."""
 
+READ, ARE_ALL_TRUE, ASSERT = _aten._local_scalar_dense.default, _aten._is_all_true.default, _aten._assert_async.msg
+FAILED_CHECK = "compiled: a check of values within the loss failed; the step without compiled() raises its own error"
+
 
 def _register(name: str, schema: str, function: Callable[..., Any]) -> _torch.OpOverload:
     """Register an operation that runs a function, on fake tensors too, and return it."""
@@ -119,6 +122,8 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
             node.target = NEAREST_BY_SCALES
         elif node.target is GROUPED and node.meta["val"].dtype != torch.bfloat16:
             node.target = GROUPED_IN_ANY_DTYPE
+        elif node.target is READ and node.args[0].target is ARE_ALL_TRUE:
+            node.target, node.args = ASSERT, (*node.args, FAILED_CHECK)
         else:
             node.target = REPLACEMENTS.get(node.target, node.target)
         if node.target in BY_LAYOUT:

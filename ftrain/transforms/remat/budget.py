@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
-from ftrain._torch.fake import ExpertsFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
 from ftrain.errors import LossError, TraceError
 from ftrain.step.blocks import unrecorded, within
 from ftrain.step.flops import flops
@@ -97,7 +97,7 @@ class Budget:
             return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
         # Without modes that capture or observe this run.
-        fake = ExpertsFakeTensorMode(allow_non_fake_inputs=True)
+        fake = CaptureFakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
