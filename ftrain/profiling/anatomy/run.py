@@ -6,6 +6,7 @@ import dataclasses
 
 from ftrain import tree
 from ftrain._torch.fake import uninterrupted
+from ftrain.errors import require_switches
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import predict, whole_state
@@ -71,6 +72,7 @@ def anatomy_for(
 ) -> Anatomy:
     """Return the anatomy of a step for another function, whose name errors have; raises as `anatomy` does."""
     require_step(function, step, state, may_lack_state=True)
+    require_switches(function, measure=measure)
     batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)
