@@ -88,6 +88,20 @@ SWITCHES = {
 }
 
 
+def test_a_text_is_no_switch_of_a_measurement_or_a_run(tmp_path):
+    step = ft.train_step(lambda params, batch: (params * batch).sum(), ft.optim.sgd(0.1))
+    state, batch = step.init(torch.ones(2)), torch.ones(2)
+    calls = {
+        "progress": lambda: ft.fit(step, state, [batch], progress="no"),
+        "measure": lambda: ft.anatomy(step, state, batch, measure="no"),
+        "stacked": lambda: ft.ladder(step, state, batch, stacked="no"),
+        "best": lambda: ft.Checkpoints(tmp_path, every=1, best="loss").latest(best="no"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(OptionError, match=f"{name} is 'no', needs True or False"):
+            call()
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_text_is_no_switch(name):
     for value in (True, False, np.True_):

@@ -95,7 +95,8 @@ class _GradientCalls(TorchFunctionMode):
 
 def differentiates_gradient(run: Callable[[], object]) -> bool:
     """Whether a function takes a gradient with ``create_graph=True``; calls it, uncompiled."""
-    with _GradientCalls() as calls:
+    calls = _GradientCalls()
+    with calls:
         run()
     return calls.has_create_graph
 

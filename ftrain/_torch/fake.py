@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import sys
+import threading
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ with private_names():
     _INFRASTRUCTURE = _keys.FAKE, _keys.PROXY, _keys.FUNCTIONAL
     _unset_mode: Any = torch._C._unset_dispatch_mode
     _pop: Any = torch._C._pop_torch_dispatch_stack
+    _lifts_on_cpu, _set_lifts_on_cpu = torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors
+
+MOST_WAITING = 2
+"""The number of signals of a kind that wait in `uninterrupted`: what hangs can still be ended."""
 
 
 class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -49,21 +55,43 @@ def grouped_product_like(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
-@contextmanager
-def modes_restored() -> Iterator[None]:
-    """Context that ends with the dispatch modes with which it began, whatever interrupts it.
+class uninterrupted:  # noqa: N801
+    """Context in which signals wait: what handles one in Python, as Ctrl-C, runs at the end. A third one acts at once.
 
-    Torch enters a mode again for each operation on fake tensors. Ctrl-C within that leaves the mode on, and all tensors
-    that the program makes afterwards are fake.
+    Torch enters a mode again for each operation on fake tensors. An error that a signal raises within that may leave
+    the mode on, so that all tensors that the program makes afterwards are fake, or end the process: it comes through
+    C++ that expects none (2.13). After a third signal, the modes are restored if the process lives on. Does nothing
+    outside the main thread, where no signal is handled.
     """
-    outer_modes = active_modes()
-    try:
-        yield
-    finally:
-        if active_modes() != outer_modes:
+
+    # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
+    def __enter__(self) -> None:
+        self._modes, self._lifts = active_modes(), _lifts_on_cpu()
+        self._received: list[int] = []
+        is_main = threading.current_thread() is threading.main_thread()
+        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+        self._handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+        for number in self._handlers:
+            signal.signal(number, self._receive)
+
+    def __exit__(self, *error: object) -> None:
+        if active_modes() != self._modes:
             for key in _INFRASTRUCTURE:
                 _unset_mode(key)
             while active_modes():
                 _pop()
-            for mode in outer_modes:
+            for mode in self._modes:
                 _push_mode(mode)
+        _set_lifts_on_cpu(self._lifts)
+        self._restore_handlers()
+        for number in dict.fromkeys(self._received):
+            self._handlers[number](number, sys._getframe())
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+        if self._received.count(number) > MOST_WAITING:
+            self._handlers[number](number, frame)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ftrain.errors import OptionError
 
@@ -34,13 +35,14 @@ def unit_of(value: float, base: int = 1024, names: Sequence[str] = UNITS) -> tup
 def parse_bytes(function: str, memory: int | str) -> int:
     """Return the bytes of a number of bytes, or of text with a unit. Raises an OptionError for anything else.
 
-    >>> parse_bytes("tune", "8GB"), parse_bytes("tune", "1.5 GiB"), parse_bytes("tune", 1024)
-    (8000000000, 1610612736, 1024)
+    >>> parse_bytes("tune", "8GB"), parse_bytes("tune", "1.5 GiB"), parse_bytes("tune", 8e9)
+    (8000000000, 1610612736, 8000000000)
     """
     match = _AMOUNT.fullmatch(memory.strip()) if isinstance(memory, str) else None
     if match:
         base = 1024 if match[3] else 1000
         return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
+    number: Any = memory
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < float("inf") or number % 1:
         raise OptionError(f"{function}: memory is {memory!r}; needs bytes, as a number or as in '8GB' or '512MiB'")
-    return memory
+    return int(number)

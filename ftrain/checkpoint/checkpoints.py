@@ -294,6 +294,7 @@ class Checkpoints:
             OptionError: for ``best=True`` without ``Checkpoints(best=)``, or `before` that is no step.
             StructureError: when the checkpoint differs from `like`, or `like` is no dict.
         """
+        require_switches("Checkpoints.latest", best=best, on_host=on_host)
         require_named("Checkpoints.latest", "like", {} if like is None else like)
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
         for step in ranks.first(lambda: self._steps_to_try(before, best=best)):

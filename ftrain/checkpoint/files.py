@@ -189,10 +189,15 @@ def rename(old: Path, new: Path) -> None:
 
 
 def hold(path: Path) -> int:
-    """Lock a directory until `release` of the descriptor; raises an OSError if another process has locked it."""
+    """Lock a directory until `release` of the descriptor.
+
+    Raises a BlockingIOError if another process has locked it, and a FileNotFoundError if one has removed it.
+    """
     descriptor = os.open(path, os.O_RDONLY | DIRECTORY | NO_LINKS)
     try:
         _flock(descriptor)
+        # It may have been removed between the two calls above.
+        os.stat(path)
     except BaseException:
         release(descriptor)
         raise
@@ -207,15 +212,19 @@ def release(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def is_abandoned(path: Path) -> bool:
-    """Whether no process has locked a directory; False if there are no locks, because it cannot be known."""
-    try:
+def remove_abandoned(path: Path) -> None:
+    """Remove a directory that no process has locked; not if there are no locks, because it cannot be known.
+
+    Does nothing if this process may not remove it, as in a directory that several users share.
+    """
+    with suppress(OSError):
         descriptor = hold(path)
-    except OSError:
-        return False
-    abandoned = descriptor in _held
-    release(descriptor)
-    return abandoned
+        try:
+            # Locked until it is removed: the process that made it may be about to lock it.
+            if descriptor in _held:
+                remove(path)
+        finally:
+            release(descriptor)
 
 
 @contextmanager

@@ -32,6 +32,8 @@ from ftrain.types import PyTree, TrainState, tree_tag
 STATE = "state.safetensors"
 MODEL_FIELDS = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+MAX_ATTEMPTS = 100
+"""Number of attempts to make a temporary directory before another process removes it."""
 MIN_BYTES_FOR_THREAD = 2**16
 """Number of bytes below which hashing in another thread takes longer than hashing in this one."""
 MANIFEST_BYTES = 4096
@@ -191,26 +193,37 @@ def new_directory(path: Path, tensors: Iterable[TensorInfo]) -> Iterator[Path]:
 
     Raises a CheckpointError when `path` exists, the disk has no room for `tensors`, or writing fails.
     """
-    temporary = temporary_path(path)
     try:
         _require_room(path, tensors)
-        files.make_directory(temporary)
-        holder = files.hold(temporary)
+        temporary, holder = _make_temporary(path)
         try:
             yield temporary
             _commit(temporary, path)
+        except BaseException:
+            # Remove the files of the failed attempt; if that fails too, the next save removes them.
+            with suppress(OSError):
+                files.remove(temporary)
+            raise
         finally:
             files.release(holder)
-    except BaseException as error:
-        # Remove the files of the failed attempt; if that fails too, the next save removes them.
-        with suppress(OSError):
-            if files.exists(temporary):
-                files.remove(temporary)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"save: {path} could not be written: {error}; earlier checkpoints are unchanged"
-            ) from error
-        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"save: {path} could not be written: {error}; earlier checkpoints are unchanged"
+        ) from error
+
+
+def _make_temporary(path: Path) -> tuple[Path, int]:
+    """Make a temporary directory and lock it; return it and the descriptor of its lock."""
+    for _ in range(MAX_ATTEMPTS):
+        temporary = temporary_path(path)
+        files.make_directory(temporary)
+        # Another process that saves at this moment may remove it before it is locked.
+        with suppress(BlockingIOError, FileNotFoundError):
+            return temporary, files.hold(temporary)
+    raise CheckpointError(
+        f"save: {path} could not be written: other processes removed its temporary directory {MAX_ATTEMPTS} times; "
+        "save at another time than they, or in another directory"
+    )
 
 
 def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
@@ -229,8 +242,8 @@ def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
 def remove_abandoned(directory: Path) -> None:
     """Remove the temporary directories of saves that were killed, but not of those that are running."""
     for name in files.names(directory):
-        if TEMPORARY.fullmatch(name) and files.is_abandoned(directory / name):
-            files.remove(directory / name)
+        if TEMPORARY.fullmatch(name):
+            files.remove_abandoned(directory / name)
 
 
 def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:

@@ -156,8 +156,8 @@ def _require_same_shapes(names: list[str], leaves: list[Tensor], grads: list[Ten
     for name, leaf, grad in zip(names, leaves, grads, strict=True):
         if grad.shape != leaf.shape:
             raise StructureError(
-                f"optimizer: the gradient of {name} has the shape {list(grad.shape)}, needs that of the parameter, "
-                f"{list(leaf.shape)}; correct the wrapper or the GradientTransform that returned it"
+                f"optimizer: the gradient of {name or 'params'} has the shape {list(grad.shape)}, needs that of the "
+                f"parameter, {list(leaf.shape)}; correct the wrapper or the GradientTransform that returned it"
             )
 
 

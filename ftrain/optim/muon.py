@@ -109,7 +109,7 @@ def muon(
         for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
             if leaf.ndim != 2:
                 raise StructureError(
-                    f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
+                    f"muon: the parameter {name or 'params'} has the shape {list(leaf.shape)}, needs two axes; use "
                     "ft.optim.partition to give parameters that are not matrices to another optimizer"
                 )
         return optimizer.init(params)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -55,14 +56,14 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     timeout = require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
-    sizes = [size for size in (replicate, shard) if size is not None]
-    are_positive = all(type(size) is int and size > 0 for size in sizes)
+    sizes: list[Any] = [size for size in (replicate, shard) if size is not None]
+    are_positive = all(not isinstance(size, bool) and isinstance(size, Integral) and int(size) > 0 for size in sizes)
     if not are_positive or world % math.prod(sizes) or (len(sizes) == 2 and math.prod(sizes) != world):
         raise OptionError(
             f"mesh: the sizes are replicate={replicate!r} and shard={shard!r}; there are {world} ranks, those that "
             "torchrun has started (--nproc-per-node=...), or 1 without it: give one size that divides them"
         )
-    shard = shard or world // (replicate or 1)
+    shard = int(shard or world // (replicate or 1))
     replicate = world // shard
     device = backends.default().device.type
     result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))

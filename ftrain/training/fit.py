@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import Interrupted
+from ftrain.errors import Interrupted, require_switches
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -143,6 +143,7 @@ def fit(
         if not agreement.is_alone:
             agreement.require_same(options.comparable())
         options.require_valid(step, state, ranks)
+        require_switches("fit", progress=progress)
         if agreement.is_first:
             options.warn_of_surprises(step)
         saves = RunCheckpoints(checkpoints, step, data, resume, is_first=agreement.is_first)

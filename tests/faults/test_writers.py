@@ -1,5 +1,6 @@
 """Two that would write to one directory: one does, and the other is told at once who that is."""
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -11,7 +12,8 @@ import time
 import pytest
 
 import ftrain as ft
-from ftrain.checkpoint import files
+from ftrain import checkpoint
+from ftrain.checkpoint import files, saving
 from ftrain.errors import CheckpointError
 from tests.faults.figures import tally, times
 from tests.faults.forks import FOREVER, Child, forked, quiet_forks
@@ -303,6 +305,50 @@ def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monke
         assert len(times_locked) == 2
         with pytest.raises(CheckpointError, match="is being written to by"):
             ft.Checkpoints(tmp_path, every=1).__enter__()
+
+
+def test_a_temporary_directory_that_another_save_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    make, made = files.make_directory, []
+
+    def make_directory(path):
+        make(path)
+        made.append(path)
+        if len(made) == 1:
+            saving.remove_abandoned(tmp_path)
+
+    monkeypatch.setattr(files, "make_directory", make_directory)
+    checkpoint.save(tmp_path / "a", {"state": state()})
+    assert not made[0].exists()
+    assert checkpoint.load(tmp_path / "a")
+
+
+def test_a_leftover_is_locked_until_it_is_removed(tmp_path, monkeypatch):
+    leftover = tmp_path / f".a.{'0' * 32}.tmp"
+    leftover.mkdir()
+    remove = files.remove
+
+    def remove_locked(path):
+        with pytest.raises(BlockingIOError):
+            files.hold(path)
+        remove(path)
+
+    monkeypatch.setattr(files, "remove", remove_locked)
+    saving.remove_abandoned(tmp_path)
+    assert not leftover.exists()
+
+
+def test_a_leftover_that_cannot_be_removed_hinders_no_save(tmp_path, monkeypatch):
+    """As that of another user in a directory that they share."""
+    leftover = tmp_path / f".a.{'0' * 32}.tmp"
+    leftover.mkdir()
+
+    def rmdir(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    checkpoint.save(tmp_path / "a", {"state": state()})
+    assert checkpoint.load(tmp_path / "a")
+    assert leftover.exists()
 
 
 @pytest.mark.parametrize("number", sorted(files.UNSUPPORTED))

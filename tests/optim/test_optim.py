@@ -456,6 +456,8 @@ def test_options_out_of_range(make, message):
 
 
 def test_muon_takes_matrices_alone():
+    with pytest.raises(StructureError, match=r"muon: the parameter params has the shape \[3\], needs two axes"):
+        ft.optim.muon(0.1).init(torch.ones(3))
     with pytest.raises(StructureError, match=r"muon: the parameter layers\.0\.b has the shape \[4\], needs two axes"):
         muon(0.1).init({"layers": [{"w": torch.ones(4, 4), "b": torch.ones(4)}]})
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,8 +16,8 @@ from tests.parallel.ranks import run
 
 def test_sizes_that_are_left_out_follow_from_the_number_of_ranks():
     def shapes(rank):
-        made = [ft.parallel.mesh(), ft.parallel.mesh(replicate=2), ft.parallel.mesh(shard=2), ft.parallel.mesh(shard=1)]
-        return [tuple(each.shape) for each in made]
+        sizes = {}, {"replicate": 2}, {"shard": 2}, {"shard": np.int64(1)}
+        return [tuple(ft.parallel.mesh(**each).shape) for each in sizes]
 
     assert run(4, shapes)[0] == [(1, 4), (2, 2), (2, 2), (4, 1)]
 

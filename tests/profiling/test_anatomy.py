@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import signal
 import threading
 import weakref
 
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain._torch import FakeTensorMode, active_modes
+from ftrain._torch.fake import uninterrupted
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
@@ -675,27 +677,55 @@ def test_a_profiler_that_runs_already_is_not_ended():
         (functools.partial(ft.anatomy, measure=False), 40),
         (record_calls, 40),
         (lambda step, state, batch: ft.compose(step, ft.remat(budget=0.5))(state, batch), 1),
+        (lambda step, state, batch: ft.compose(step, ft.compiled(backend="eager"))(state, batch), 1),
     ],
-    ids=["anatomy begins", "anatomy", "hints", "budget"],
+    ids=["anatomy begins", "anatomy", "hints", "budget", "compiled"],
 )
-def test_an_interrupt_within_a_mode_of_torch_does_not_leave_it_on(run, number, where, monkeypatch):
-    """Torch enters its mode of fake tensors again for many operations."""
+def test_an_interrupt_within_a_mode_of_torch_leaves_no_setting_of_it(run, number, where, monkeypatch):
+    """Torch enters its mode of fake tensors again for many operations, and an error there may end the process."""
     step, batch = build("gpt", "plain")
     state, method, left = step.init(), getattr(FakeTensorMode, where), itertools.count(-number)
+    seen = []
 
     def interrupted(mode, *error):
+        returned = method(mode, *error) if where == "__enter__" else None
         if next(left) == 0:
-            if where == "__enter__":
-                method(mode)
-            raise KeyboardInterrupt
-        return method(mode, *error)
+            signal.raise_signal(signal.SIGINT)
+            seen.append("went on")
+        return returned if where == "__enter__" else method(mode, *error)
 
     with monkeypatch.context() as patched:
         patched.setattr(FakeTensorMode, where, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(step, state, batch)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(step, state, batch)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    assert seen == ["went on"]
     assert not active_modes()
+    assert not torch._C._only_lift_cpu_tensors()
     step(state, batch)
+
+
+def test_the_third_interrupt_acts_at_once():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    seen = []
+
+    def press():
+        with uninterrupted():
+            for number in range(4):
+                seen.append(number)
+                signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["__enter__", "__exit__"])

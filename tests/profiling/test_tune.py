@@ -355,7 +355,16 @@ def test_no_amount_of_memory(memory):
 
 
 def test_amounts_of_memory():
-    told = {"8GB": 8 * 10**9, "8GiB": 8 * 2**30, "1.5 mb": 1_500_000, "2TiB": 2**41, "10kB": 10_000, "7B": 7, 12: 12}
+    told = {
+        "8GB": 8 * 10**9,
+        "8GiB": 8 * 2**30,
+        "1.5 mb": 1_500_000,
+        "2TiB": 2**41,
+        "10kB": 10_000,
+        "7B": 7,
+        12: 12,
+    }
+    assert parse_bytes("tune", 8e9) == 8 * 10**9
     assert {each: parse_bytes("tune", each) for each in told} == told
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
-from ftrain._torch.fake import modes_restored
+from ftrain._torch.fake import uninterrupted
+from ftrain.errors import require_switches
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import predict, whole_state
@@ -59,7 +60,6 @@ def anatomy(
     return anatomy_for("anatomy", step, state, batch, measure=measure, mesh=mesh, level=level)
 
 
-@modes_restored()
 def anatomy_for(
     function: str,
     step: Step,
@@ -72,16 +72,19 @@ def anatomy_for(
 ) -> Anatomy:
     """Return the anatomy of a step for another function, whose name errors have; raises as `anatomy` does."""
     require_step(function, step, state, may_lack_state=True)
+    require_switches(function, measure=measure)
     batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)
     is_for_other_ranks = mesh is not None or level is not None
     to_predict = plan(function, step, mesh, level) if is_for_other_ranks or layout_of(step) else step
-    layout, initial = layout_of(to_predict), whole_state(function, step, state)
-    if layout is not None:
-        initial = planned_state(to_predict, initial)
-    params = sum(leaf.numel() for leaf in tree.leaves(initial.params))
-    predicted = Anatomy(predict(function, to_predict, initial, batch), params, step.is_compiled, layout=layout)
+    layout = layout_of(to_predict)
+    with uninterrupted():
+        initial = whole_state(function, step, state)
+        if layout is not None:
+            initial = planned_state(to_predict, initial)
+        params = sum(leaf.numel() for leaf in tree.leaves(initial.params))
+        predicted = Anatomy(predict(function, to_predict, initial, batch), params, step.is_compiled, layout=layout)
     is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
     if not measure or state is None or is_for_other_ranks or is_planned(step) or is_meta:
         return predicted

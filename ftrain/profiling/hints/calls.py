@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
 from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
-from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
@@ -35,19 +35,14 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 """Argument of attention that may force a slower kernel -> the value that does not."""
 
 
-@modes_restored()
 def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Matmul], list[Attention]]:
     """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches."""
     mode = CaptureFakeTensorMode(allow_non_fake_inputs=True)
     # On one rank the local tensor is the whole tensor.
     step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
-    state, batch = tree.map(
-        lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch)
-    )
     key = None
     if step.base.needs_rng:
         key = random.to_device(random.wrap_key_data((0, 0)), tree.device_of(state.params))
-        key = _fake_on_device(mode, key)
     recorder = _Recorder(step.base.module)
 
     def recording(loss: LossFn) -> LossFn:
@@ -61,8 +56,12 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
         return state
 
     run = assemble(step, around_loss=recording, around_update=lambda update: skipped)
-    with fake_run("hints", step, mode):
-        run(state, batch, {}, key)
+    with uninterrupted():
+        state, batch, key = tree.map(
+            lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch, key)
+        )
+        with fake_run("hints", step, mode):
+            run(state, batch, {}, key)
     return recorder.matmuls, recorder.attentions
 
 

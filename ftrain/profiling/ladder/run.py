@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory
-from ftrain.errors import FtrainError, OptionError, TraceError, require_positive
+from ftrain.errors import FtrainError, OptionError, TraceError, require_positive, require_switches
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import facts_of, run_rules
@@ -74,6 +74,7 @@ def ladder(
     require_step("ladder", step, state)
     require_one_rank("ladder", step)
     require_positive("ladder", "rounds", rounds)
+    require_switches("ladder", stacked=stacked)
     chosen = _choose(techniques)
     step.require(state)
     original = Original(step, state)
@@ -99,6 +100,8 @@ def ladder(
 def _choose(wanted: Sequence[str | Technique] | None) -> list[Technique]:
     if wanted is None:
         return list(TECHNIQUES)
+    if not isinstance(wanted, Sequence) or isinstance(wanted, str):
+        raise OptionError(f'ladder: techniques is {wanted!r}; needs a list, such as ["remat()"]')
     chosen: list[Technique] = []
     for name in wanted:
         matches = [each for each in TECHNIQUES if name in (each.name, each.method)]

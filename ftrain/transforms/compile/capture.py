@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
-from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 
@@ -60,12 +60,13 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     # Without symbolic shapes, so that reading a value raises an error at that line.
     fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
     mode = fake_mode or CaptureFakeTensorMode(allow_non_fake_inputs=True)
-    # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
-    fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     host_draws = _host_draws()
     try:
-        with modes_restored(), mode, torch.autograd.set_multithreading_enabled(False):
-            graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
+        with uninterrupted(), torch.autograd.set_multithreading_enabled(False):
+            # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
+            fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
+            with mode:
+                graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
         _require_traceable_collectives(graph)
         if _host_draws() != host_draws:
             raise TraceError(

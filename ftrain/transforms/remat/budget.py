@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
-from ftrain._torch.fake import CaptureFakeTensorMode, modes_restored
+from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.errors import LossError, TraceError
 from ftrain.step.blocks import unrecorded, within
 from ftrain.step.flops import flops
@@ -77,7 +77,6 @@ class Budget:
             raise LossError(CHECKPOINTED)
         return next(self._remaining, NONE)
 
-    @modes_restored()
     def _costs(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[PolicyCost]]:
         """Return the costs of the policies of each block, from a run on tensors without memory."""
         costs: list[list[PolicyCost]] = []
@@ -98,7 +97,7 @@ class Budget:
 
         # Without modes that capture or observe this run.
         fake = CaptureFakeTensorMode(allow_non_fake_inputs=True)
-        with _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
+        with uninterrupted(), _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
