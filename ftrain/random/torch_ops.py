@@ -203,7 +203,10 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Argument
 def _refusal(func: Any, arguments: _Arguments) -> str:
     if arguments.get("generator") is not None:
         return f"Keyed: {func} has a generator, whose state is not an input of the step. Remove the argument."
-    advice = "Draw with ftrain.random from the key of the step, or run the step without Keyed."
+    advice = (
+        "Draw it where the data is made, or with ftrain.random from the key of the step (rng=): one of n choices is "
+        "(weights / ftrain.random.exponential(rng, weights.shape)).argmax(-1)."
+    )
     if "dropout_p" in arguments:
         advice += " For attention, use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
     return f"Keyed: {func} draws from a global generator, and cannot draw from a key. {advice}"

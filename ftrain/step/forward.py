@@ -233,8 +233,8 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str =
     path = tree.leaf_names(inputs)[tree.leaves(inputs).index(index)]
     return LossError(
         f"{name}: changed its input {path} in place{how}; a loss must be a pure function: work on a copy "
-        "(x = x.clone()), and return new buffers instead of writing them; moving averages of weights are buffers, or "
-        "those of ft.ema. If a module initialises parameters by its first batch, run it once before step.init()"
+        "(x = x.clone()), and return new buffers instead of writing them. A target network moves between steps "
+        "(docs/guide.md), and averages of weights are those of ft.ema. If a module initialises parameters by its first batch, run it once before step.init()"
     )
 
 
