@@ -234,7 +234,8 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str =
     return LossError(
         f"{name}: changed its input {path} in place{how}; a loss must be a pure function: work on a copy "
         "(x = x.clone()), and return new buffers instead of writing them. A target network moves between steps "
-        "(docs/guide.md), and averages of weights are those of ft.ema. If a module initialises parameters by its first batch, run it once before step.init()"
+        "(docs/guide.md), and averages of weights are those of ft.ema. If a module initialises parameters by its first "
+        "batch, run it once before step.init()"
     )
 
 
