@@ -149,8 +149,8 @@ LEVEL_1_TRIED = (
     "copies, and its best form is nearly as fast as DDP alone. Gathers in buckets of 2 MB, so that copies overlap with "
     "what travels, gained nothing (1.13 of DDP, and 1.10 in one piece); buckets of 8 MiB cost 4%. A loop that computes "
     "and exchanges as many bytes, without a copy of them and without a sum (the bound in C11), takes 0.78 of "
-    "ZeroRedundancyOptimizer at its default on 2 ranks and 0.85 on 4, where two processes share a core: on 4 ranks "
-    "less than 0.80 cannot be had there. Ours takes 1.06 to 1.07 of that bound."
+    "ZeroRedundancyOptimizer at its default on 2 ranks and 0.82 on 4 (0.85 in another run), where two processes share "
+    "a core: on 4 ranks less than 0.80 cannot be had there. Ours takes 1.04 to 1.07 of that bound."
 )
 EAGER_TRIED = (
     "Above the operations themselves remain the places of the module (bound once a step), the seeding of torch's "
