@@ -51,10 +51,13 @@ class Compiler:
         with self.cache(), backend.seeded(0), backend.deterministic(), _torch.without_autocast():
             run = capture.compile_graph(captured, inputs, name, self.options_for(name))
 
-        # Some kernels read this setting when they run.
+        # Some kernels read these settings when they run. To turn autocast off takes longer than to see that it is off.
         def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
-            with backend.deterministic(), _torch.without_autocast():
-                return run(*tensors)
+            with backend.deterministic():
+                if not _torch.any_autocast():
+                    return run(*tensors)
+                with _torch.without_autocast():
+                    return run(*tensors)
 
         return run_deterministic
 
