@@ -106,6 +106,7 @@ class Compiler:
         def compiled_by(backend: str) -> LossFn:
             return torch.compile(loss, backend=backend, options=dict(self.options_for(backend)) or None, **settings)
 
+        # With an older torch the first call runs the loss once more, uncompiled, to see which gradients it takes.
         is_checked = torch_compile.SHOWS_COMPILED_GRADIENTS
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:

@@ -74,9 +74,9 @@ def compiled(
     for the second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
-    Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch, with
-    ``"split"``, or if that cannot be captured, its loss is passed to `torch.compile`; nothing is donated. On ranks that
-    gather block by block it runs eagerly.
+    Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch. With
+    ``"split"``, or if it cannot be captured, only its loss is compiled. Nothing is donated. On ranks that gather block
+    by block it runs eagerly.
 
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
