@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.errors import BatchError, TraceError
+from ftrain.errors import BatchError, TraceError, listed, log_on_first_rank
 from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
+from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
@@ -142,23 +143,32 @@ class CompiledCache:
     """A function of trees that runs as compiled graphs; a graph is compiled when arguments first need it.
 
     If that takes long, the log says so with its `name`, if it has one. With `donate` a graph writes the new carry into
-    the tensors of the old one; with `replay` the device records and replays it, if the settings allow it.
+    the tensors of the old one; with `replay` the device records and replays it, if the settings allow it. When
+    `constants` of the function change, they need another graph.
     """
 
     def __init__(
-        self, function: Carrying, compiler: Compiler, name: str = "", *, donate: bool, replay: bool = False
+        self,
+        function: Carrying,
+        compiler: Compiler,
+        name: str = "",
+        *,
+        donate: bool,
+        replay: bool = False,
+        constants: Constants | None = None,
     ) -> None:
         self._function, self._name, self._donate = function, name, donate
+        self._constants = constants or Constants()
         self._compile = compiler.replaying() if replay else compiler.compile
         self._shapes = ShapeRegistry(compiler.max_graphs)
         self.graphs: list[Graph] = []
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function."""
-        arguments = (carry, *rest)
+        arguments, constants = (carry, *rest), self._constants.values()
         with torch.set_grad_enabled(False):
             for graph in self.graphs:
-                leaves = graph.read(arguments)
+                leaves = graph.read(arguments, constants)
                 if leaves is not None:
                     return graph(carry, leaves)
             graph, arguments = self.graph_for(*arguments), resolved(arguments)
@@ -166,28 +176,42 @@ class CompiledCache:
 
     def graph_for(self, *arguments: PyTree) -> Graph:
         """Return the graph for arguments like these, which is compiled if there is none."""
-        arguments = resolved(arguments)
+        arguments, constants = resolved(arguments), self._constants.values()
         key = cache_key(arguments)
         # `Graph.read` is faster, but misses a graph that was compiled in another context.
-        known = next((graph for graph in self.graphs if graph.key == key), None)
+        alike = [graph for graph in self.graphs if graph.key == key]
+        known = next((graph for graph in alike if graph.has(constants)), None)
         if known is None:
             _require_strided(arguments)
             if self._donate:
                 _require_apart(*arguments)
-            self._shapes.admit(state=arguments[0], batch=arguments[1])
+            if alike:
+                self._log_changed(alike[-1].constants, constants)
+            self._shapes.admit(state=arguments[0], batch=arguments[1], constants=self._constants.texts(constants))
             with log_if_slow(self._name) if self._name else nullcontext():
                 known = Graph(self._function, arguments, key, self._compile, donate=self._donate)
+            known.constants = self._constants.leave_out(constants, self._constants.values())
             self.graphs.append(known)
         return known
 
+    def _log_changed(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        olds, news = map(self._constants.texts, (old, new))
+        log_on_first_rank(
+            "compiled: %s is compiled again, since %s; a number that changes often should be a tensor in the batch "
+            "('A number that changes with the step' in docs/guide.md)",
+            self._name,
+            listed([f"{name} is {news[name]} and was {olds[name]}" for name in news if news[name] != olds[name]]),
+        )
+
 
 class Graph:
-    """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs."""
+    """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs, and its constants."""
 
     def __init__(
         self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, compile_: Compile, *, donate: bool
     ) -> None:
         self.key, self._donate = key, donate
+        self.constants: list[Any] = []
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -239,10 +263,17 @@ class Graph:
 
         return flat
 
-    def read(self, arguments: tuple[PyTree, ...]) -> list[Any] | None:
-        """Return the leaves of arguments that this graph was compiled for; None for others."""
+    def has(self, constants: list[Any]) -> bool:
+        """Whether it was compiled with these constants."""
+        try:
+            return self.constants == constants
+        except RuntimeError:  # A number has become a tensor of several.
+            return False
+
+    def read(self, arguments: tuple[PyTree, ...], constants: list[Any]) -> list[Any] | None:
+        """Return the leaves of arguments that this graph was compiled for; None for others, or other constants."""
         leaves = self._read(arguments)
-        if leaves is None or _settings(leaves) != self.key[-1]:
+        if leaves is None or _settings(leaves) != self.key[-1] or not self.has(constants):
             return None
         for index, known in self._others:
             if _static(leaves[index]) != known:

@@ -15,6 +15,7 @@ from ftrain.errors import TraceError, log_on_first_rank
 from ftrain.step.eval_step import EagerMeans, EvalStep
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
+from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.microbatch_loop import stock_draws
 from ftrain.transforms.compile.settings import Compiler
@@ -44,7 +45,8 @@ class _CompiledMeans:
         self._eager, self._compiler, self._lowering = eager, compiler, lowering
         self._may_fall_back = lowering == "auto"
         self._name = eager.loss.name
-        self._whole = CompiledCache(self._captured, compiler, self._name, donate=False)
+        constants = Constants(eager.loss.fn, eager.loss.module)
+        self._whole = CompiledCache(self._captured, compiler, self._name, donate=False, constants=constants)
         loss = dataclasses.replace(eager.loss, fn=eager.loss.on_compiled(compiler.compile_loss(eager.loss.fn)))
         self._split = EagerMeans(loss)
         self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)

@@ -22,6 +22,7 @@ from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cache import Carrying, CompiledCache
+from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
 
@@ -123,7 +124,10 @@ def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callabl
     base: Loss = step.base
     # The microbatches of a batch have at most two lengths.
     gradient_compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
-    compile_ = functools.partial(CompiledCache, compiler=gradient_compiler, name=base.name, donate=True)
+    constants = Constants(base.fn, base.module)
+    compile_ = functools.partial(
+        CompiledCache, compiler=gradient_compiler, name=base.name, donate=True, constants=constants
+    )
     draw = functools.partial(stock_draws, base.module, compiler)
 
     def around_grad(grad: GradFn) -> GradFn:

@@ -29,6 +29,7 @@ from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
+from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.evaluation import compile_evaluation
 from ftrain.transforms.compile.fallback import CompilerError, attempted
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
@@ -67,11 +68,11 @@ def compiled(
     or the first run of a graph that does not donate fails; the log and `print` say which and why. If compiling takes
     long, the log says so.
 
-    Learning rates are inputs of the graph; another shape of the batch is another graph. In a whole graph, modules that
-    draw from torch's global generators draw from the key of the state instead. As under `jax.jit`, what is not an
-    argument is read once, when the graph is captured: numbers in closures and attributes, and metrics that are Python
-    numbers. On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory
-    for the second time, and replayed from then on.
+    Learning rates are inputs of the graph; another shape of the batch is another graph, and so is another value of a
+    Python number that the loss reads in a closure, a global, an attribute or a dict (`Constants`). Metrics that are
+    Python numbers keep their first value. In a whole graph, modules that draw from torch's global generators draw from
+    the key of the state instead. On a device with CUDA graphs, a whole step that donates is recorded when its state is
+    in the same memory for the second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
     Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch. With
@@ -189,7 +190,10 @@ class _Compiled:
                 return core(state, batch, hyper, keys[0] if step.base.needs_rng else None)
 
         # Only a donated state stays at its addresses, which a replayed graph needs.
-        self._cache = CompiledCache(whole, self._compiler, step.base.name, donate=step.donate, replay=step.donate)
+        constants, donate = Constants(step.base.fn, step.base.module), step.donate
+        self._cache = CompiledCache(
+            whole, self._compiler, step.base.name, donate=donate, replay=donate, constants=constants
+        )
         return self._cache
 
     def _split(self) -> Callable[..., Any]:
@@ -357,7 +361,9 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._cache: Callable[..., Any] = CompiledCache(function, compiler, self.__name__, donate=donate)
+        self._cache: Callable[..., Any] = CompiledCache(
+            function, compiler, self.__name__, donate=donate, constants=Constants(function)
+        )
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function, compiled if it can be captured."""
