@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ftrain import backends, tree
 from ftrain.data.stateful import position, seek
@@ -121,7 +122,7 @@ class _Copy(NamedTuple):
             return self.batch
         current = torch.accelerator.current_stream(self.copied.device)
         current.wait_event(self.copied)
-        tree.map(lambda leaf: leaf.record_stream(current) if isinstance(leaf, Tensor) else None, self.batch)
+        _each_tensor(lambda tensor: tensor.record_stream(current), self.batch)
         return self.batch
 
 
@@ -132,22 +133,27 @@ def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> t
     """
     if stream is None:
         # Tensors on the device are copied too: the data may fill them again for the batches that are read ahead.
-        return tree.map(
-            lambda leaf: leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf, batch
-        ), None
-    with_own_memory = tree.map(_pin, batch)
+        return _each_tensor(lambda tensor: tensor.to(device, non_blocking=True, copy=True), batch), None
+    with_own_memory = _each_tensor(_pin, batch)
     with stream:
-        copy = tree.to(with_own_memory, device)
+        copy = _each_tensor(lambda tensor: tensor.to(device, non_blocking=True), with_own_memory)
     copied = stream.record_event()
     if any(isinstance(leaf, Tensor) and leaf.is_pinned() for leaf in tree.leaves(batch)):
         copied.synchronize()
     return copy, copied
 
 
-def _pin(leaf: Any) -> Any:
+def _each_tensor(function: Callable[[Tensor], Any], batch: PyTree) -> PyTree:
+    """Apply a function to every tensor that is a leaf, and not to those of other objects, which `tree.to` moves.
+
+    What objects move by themselves is unknown to `_Copy.wait`, which must tell the allocator what is in use.
+    """
+    values, spec = tree.flatten(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
+    return tree.unflatten(spec, [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in values])
+
+
+def _pin(tensor: Tensor) -> Tensor:
     """Return a tensor of the host in pinned memory, and one of a device as a copy, which nothing else may change."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.device != tree.HOST:
-        return leaf.clone()
-    return leaf if leaf.is_pinned() else leaf.pin_memory()
+    if tensor.device != tree.HOST:
+        return tensor.clone()
+    return tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -137,7 +137,10 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     transforms = [part for part in parts if isinstance(part, GradientTransform)]
     if len(transforms) < len(parts) - 1:
         other = next(part for part in parts if not isinstance(part, GradientTransform))
-        raise ComposeError(f"chain: found {other!r} before the optimizer; needs a GradientTransform, as centralize()")
+        raise ComposeError(
+            f"chain: found {other!r} before the optimizer; needs a GradientTransform, as centralize(). "
+            "A wrapper, as ft.clip(1.0), goes around the step: ft.compose(step, ft.clip(1.0))"
+        )
     schedules = dict(optimizer.schedules)
     for transform in transforms:
         for name, schedule in transform.schedules.items():

@@ -14,7 +14,7 @@ from ftrain import random, tree
 from ftrain.errors import OptionError
 from ftrain.optim.partial_update import require_optimizer, require_splittable, require_unique
 from ftrain.optim.structure_cache import StructureCache, common_spec
-from ftrain.tree.name_patterns import Mask, Select, as_select, near, require_matches
+from ftrain.tree.name_patterns import Mask, Select, as_select, near, require_matches, require_of_leaf
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"
@@ -48,7 +48,11 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         raise OptionError(f"partition: optimizers is {optimizers!r}; needs label -> optimizer")
     for label, optimizer in optimizers.items():
         require_optimizer("partition", label, optimizer)
-    selects, label_of = ({}, label_fn) if callable(label_fn) else _by_masks(label_fn, list(optimizers))
+    selects: dict[str, Select] = {}
+    if callable(label_fn):
+        label_of = require_of_leaf("partition: label_fn", label_fn, "label")
+    else:
+        selects, label_of = _by_masks(label_fn, list(optimizers))
     labelled = StructureCache(partial(_labelled, optimizers, label_of))
     schedules = {
         f"{label}{SEPARATOR}{name}": schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -109,9 +109,10 @@ def halves(function: str, name: str, value: int) -> tuple[int, int]:
 
     Raises an OptionError if it does not fit in 64 bits, and a ComposeError if it is not an integer.
     """
-    if not isinstance(value, SupportsIndex):
-        raise ComposeError(f"{function}: {name} is {value!r}, needs a whole number")
-    value = operator.index(value)
+    try:
+        value = operator.index(value)
+    except TypeError as error:  # also of a tensor, such as a key
+        raise ComposeError(f"{function}: {name} is {value!r:.100}, needs a whole number") from error
     if not -(1 << 63) <= value < 1 << 64:
         raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
     return value & MASK, (value >> 32) & MASK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         loss = Mean(loss, torch.ones_like(loss, dtype=torch.promote_types(loss.dtype, torch.float32)), plain=True)
     if not isinstance(loss, Mean):
-        raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
+        hint = ", such as its ['loss']" if isinstance(loss, Mapping) and "loss" in loss else ""
+        raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}{hint}")
     for part in (loss.total, loss.weight):
         if not isinstance(part, Tensor) or part.ndim:
             raise LossError(f"{name}: returned a Mean of {tree.describe(part)}; needs {MEAN_FORM}")

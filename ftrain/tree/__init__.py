@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ftrain import _torch
 from ftrain.errors import MAX_LISTED, StructureError, first_lines
@@ -158,8 +160,19 @@ def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
 
 
 def to(tree: PyTree, device: torch.device | str) -> PyTree:
-    """Move every tensor to `device`, asynchronously from pinned memory; other leaves are returned as they are."""
-    return map(lambda leaf: leaf.to(device, non_blocking=True) if is_tensor(leaf) else leaf, tree)
+    """Move every tensor to `device`, asynchronously from pinned memory.
+
+    Another leaf with a method ``to``, such as a batch of PyTorch Geometric, is moved by that of a shallow copy: it may
+    change the object that it belongs to. Others are returned as they are.
+    """
+
+    def move(leaf: Any) -> Any:
+        if is_tensor(leaf):
+            return leaf.to(device, non_blocking=True)
+        return copy.copy(leaf).to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    # A PackedSequence is a named tuple of tensors, of which one must stay on the host.
+    return optree.tree_map(move, tree, is_leaf=lambda node: isinstance(node, PackedSequence), namespace=NAMESPACE)
 
 
 def add(tree: PyTree, other: PyTree) -> PyTree:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ Select: TypeAlias = Callable[[str, Tensor], bool]
 
 Mask: TypeAlias = Select | Sequence[str]
 """A function ``(name, leaf) -> bool``, or patterns of names such as ``["head.*"]``."""
+
+T = TypeVar("T")
 
 WILDCARDS = {*"*?["}
 """Characters that make a pattern of a name."""
@@ -63,11 +66,25 @@ def as_select(origin: str, mask: Mask) -> Select:
     `origin` is the function and option, for messages: ``"adamw: decay_mask"``.
     """
     if callable(mask):
-        return mask
+        return require_of_leaf(origin, mask, "bool")
     if isinstance(mask, str) or not isinstance(mask, Sequence) or not all(isinstance(each, str) for each in mask):
         needed = f"a list of patterns, [{mask!r}]," if isinstance(mask, str) else "patterns of names"
         raise OptionError(f"{origin} is {mask!r}, needs {needed} or a function (name, leaf) -> bool")
     return _Patterns(origin, tuple(mask))
+
+
+def require_of_leaf(origin: str, function: Callable[..., T], result: str) -> Callable[..., T]:
+    """Return a function of a name and a leaf. Raises an OptionError for others, such as optax's of a whole tree."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # builtins
+        return function
+    try:
+        signature.bind("name", "leaf")
+    except TypeError as error:
+        needed = f"(name, leaf) -> {result}, called for each leaf"
+        raise OptionError(f"{origin} is a function {signature}; needs {needed}") from error
+    return function
 
 
 def require_matches(select: Select, params: PyTree) -> None:

@@ -1,5 +1,6 @@
 """Prefetch: the same batches, ahead of time; the position is that of what was yielded."""
 
+import dataclasses
 import itertools
 from collections import UserDict
 
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ftrain as ft
-from ftrain import data
+from ftrain import data, tree
+from ftrain.backends import registry
 from ftrain.data import device_prefetch
 from ftrain.errors import DataError, DeviceError, OptionError
 
@@ -59,6 +61,16 @@ def test_the_position_is_that_of_what_was_yielded(device, depth, num_workers):
         # Left as it is, a pass starts over, however far it had been read ahead.
         assert taken(ahead) == passes[epoch]
     assert data.position(ahead)["epoch"] == 2
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=cuda)])
+def test_what_moves_itself_is_left_for_fit(device, monkeypatch):
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    ft.backends.register(dataclasses.replace(ft.backends.get("cpu"), name="meta"))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(4, 3), torch.ones(2, 3)])
+    (found,) = data.prefetch([{"x": torch.ones(1), "p": packed}], device)
+    assert (found["x"].device.type, found["p"].data.device.type) == (device, "cpu")
+    assert tree.to(found, device)["p"].data.device.type == device
 
 
 def test_so_much_is_read_ahead_and_no_more():

@@ -56,6 +56,8 @@ def test_a_metric_that_is_a_mean_of_numbers_without_tensors(value, wrappers):
 def test_the_message_lists_the_forms():
     with failing(LossError, "0-d tensor", "Mean", "(loss, metrics)", "(loss, metrics, buffers)"):
         run(lambda params, batch: None)
+    with failing(LossError, "(loss, metrics, buffers), such as its ['loss']"):
+        run(lambda params, batch: {"loss": params["w"].sum(), "logits": params["w"]})
 
 
 def test_the_loss_is_called_by_its_name():

@@ -166,6 +166,8 @@ def test_what_cannot_be_chained():
         optim.chain()
     with pytest.raises(ComposeError, match=r"chain: found sgd\(.*\) before the optimizer"):
         optim.chain(sgd, sgd)
+    with pytest.raises(ComposeError, match=r"chain: found clip\(.*\) .* around the step: ft.compose\(step, "):
+        optim.chain(ft.clip(1.0), sgd)
     with pytest.raises(ComposeError, match="scheduled value called noise"):
         optim.chain(optim.noise(0.1), optim.noise(0.2), sgd)
     with pytest.raises(OptionError, match="noise: stddev is -1"):
@@ -335,6 +337,10 @@ def test_labels_that_do_not_fit():
         optim.partition(parts, {})
     with pytest.raises(OptionError, match=r"partition: label_fn is \['a'\]"):
         optim.partition(parts, ["a"])
+    with pytest.raises(
+        OptionError, match=r"partition: label_fn is a function \(params\); needs \(name, leaf\) -> label"
+    ):
+        optim.partition(parts, lambda params: {"conv": "a"})
     with pytest.raises(ComposeError, match=r"partition: b is 0\.1; needs an optimizer"):
         optim.partition({**parts, "b": 0.1}, {"a": ["*"]})
 
@@ -349,6 +355,8 @@ def test_a_decay_mask_by_patterns_is_that_by_a_function():
         train(make(["weight"]), 0)
     with pytest.raises(OptionError, match=r"adamw: decay_mask is 'conv', needs a list of patterns"):
         make("conv")
+    with pytest.raises(OptionError, match=r"adamw: decay_mask is a function \(params\); needs \(name, leaf\) -> bool"):
+        make(lambda params: {"conv": True})
     with pytest.raises(OptionError, match=r"adamw: decay_mask is 3"):
         make(3)
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from ftrain import _torch, random
-from ftrain.errors import OptionError, TraceError
+from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.random import keys, philox, torch_ops
 from ftrain.random.torch_ops import Keyed
 from ftrain.random.unfused import Unfused
@@ -618,9 +619,9 @@ def test_errors_name_function_and_value(call, message):
         call()
 
 
-@pytest.mark.parametrize("seed", [0.5, None, "0"])
+@pytest.mark.parametrize("seed", [0.5, None, "0", KEY, torch.tensor(0.5)])
 def test_a_seed_must_be_an_integer(seed):
-    with pytest.raises(TypeError, match=f"key: seed is {seed!r}, needs a whole number"):
+    with pytest.raises(ComposeError, match=f"key: seed is {re.escape(repr(seed))}, needs a whole number"):
         random.key(seed)
 
 

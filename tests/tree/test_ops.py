@@ -380,3 +380,27 @@ def test_device_of_and_to():
     meta = tree.to({"a": torch.ones(2), "n": 3}, "meta")
     assert (meta["a"].is_meta, meta["n"]) == (True, 3)
     assert tree.device_of(meta) == torch.device("meta")
+
+
+class Graph:
+    """As a batch of PyTorch Geometric, or of transformers' collators: it moves itself, and returns itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+def test_an_object_that_moves_itself_is_moved_and_not_changed():
+    graph = Graph(torch.ones(2))
+    meta = tree.to([graph, {"name": "a", "graph": graph}], "meta")
+    assert (meta[0].x.is_meta, meta[1]["graph"].x.is_meta, meta[1]["name"]) == (True, True, "a")
+    assert not graph.x.is_meta
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_host():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    meta = tree.to({"p": packed}, "meta")["p"]
+    assert (meta.data.is_meta, meta.batch_sizes.is_meta, meta.sorted_indices.is_meta) == (True, False, True)

@@ -18,7 +18,8 @@ from ftrain.optim.schedules.call import Check
 def number(function: str, argument: str, value: object, needed: str = "a finite number") -> float:
     """Return a finite number as a float. Raises for others, and for tensors and booleans."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise OptionError(f"{function}: {argument} is {value!r}; it must be {needed}.")
+        # Not all of a long value, such as the parameters of a model, which torch.optim gets here.
+        raise OptionError(f"{function}: {argument} is {value!r:.100}; it must be {needed}.")
     return float(value)
 
 

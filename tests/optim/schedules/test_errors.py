@@ -49,6 +49,12 @@ class TestErrors:
             needed = "a finite number" if least is None else f"an integer of at least {least}"
             assert str(caught.value) == f"{function}: {argument} is {bad!r}; it must be {needed}."
 
+    def test_a_long_value_is_shortened(self) -> None:
+        with pytest.raises(
+            OptionError, match=r"(?s)^adamw: lr is \[\{'params': .{,100}; it must be a finite number, or a"
+        ):
+            ft.optim.adamw([{"params": [torch.zeros(99) for _ in range(9)]}])  # type: ignore[arg-type]
+
     def test_every_function_has_its_arguments_above(self) -> None:
         assert {*FUNCTIONS, *MADE_OTHERWISE} == {name for name in vars(schedules) if is_function(name)}
 
