@@ -25,7 +25,7 @@ from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
-from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
+from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches, text_of
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 Number: TypeAlias = Tensor | float
@@ -143,7 +143,7 @@ def leafwise(
         split=split,
         name=name,
         by_element=by_element and (storage is None or storage.by_element),
-        options={**shown, **(options or {})},
+        options={**shown, **({"decay_mask": text_of(decay_mask)} if weight_decay else {}), **(options or {})},
     )
     return whole
 

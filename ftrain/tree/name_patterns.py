@@ -70,6 +70,11 @@ def as_select(origin: str, mask: Mask) -> Select:
     return _Patterns(origin, tuple(mask))
 
 
+def text_of(mask: Mask) -> str:
+    """Return the patterns of a mask, or the name of its function."""
+    return str(getattr(mask, "__name__", mask) if callable(mask) else [*mask])
+
+
 def require_matches(select: Select, params: PyTree) -> None:
     """Check that each pattern of a mask matches a leaf. Raises an OptionError that has similar names."""
     if not isinstance(select, _Patterns):
