@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, LossError, OptionError, StructureError, require_range, warn
+from ftrain.errors import (
+    DeviceError,
+    LossError,
+    OptionError,
+    StructureError,
+    listed,
+    log_on_first_rank,
+    require_range,
+    warn,
+)
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -25,7 +34,7 @@ from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
-from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches, text_of
+from ftrain.tree.name_patterns import Mask, Select, as_select, everything, require_matches, text_of
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 Number: TypeAlias = Tensor | float
@@ -120,6 +129,8 @@ def leafwise(
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
+        if weight_decay:
+            _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
         if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
         return family.init(params)
@@ -146,6 +157,17 @@ def leafwise(
         options={**shown, **({"decay_mask": text_of(decay_mask)} if weight_decay else {}), **(options or {})},
     )
     return whole
+
+
+def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Select, params: PyTree) -> None:
+    """Log that weight decay has no effect; not of params on the device meta, of which only the structure counts."""
+    named = [*zip(tree.leaf_names(params), tree.leaves(params), strict=True)]
+    if named and not any(leaf.is_meta or decays(path, leaf) for path, leaf in named):
+        log_on_first_rank(
+            "%s: weight_decay=%g has no effect: decay_mask, %s, selects none of the parameters, %s. Pass "
+            "decay_mask=ft.optim.everything or patterns of names, or leave out weight_decay",
+            *(name, weight_decay, text_of(mask), listed([path for path, _ in named])),
+        )
 
 
 def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:

@@ -269,7 +269,7 @@ def test_a_first_batch_with_fewer_examples_than_microbatches_is_logged(wrappers,
 
     made([torch.ones(1), torch.ones(1)])
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("accumulate(4): ") and "only 1 of 4 microbatches" in said
+    assert "only 1 of 4 microbatches" in said
     caplog.clear()
     made([torch.ones(4), torch.ones(1)])  # Such as the last batch of a pass.
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
