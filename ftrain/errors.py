@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from numbers import Real
@@ -162,13 +163,24 @@ def kind_and_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}
+LARGER_IS_BETTER = {
+    *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou", "miou", "dice"),
+    *("map", "ndcg", "mrr", "r2", "psnr", "ssim", "mcc", "kappa", "reward", "top1", "top5"),
+}
 """Words in the names of metrics of which more is better."""
+
+SMALLER_IS_BETTER = {"loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer"}
+"""Words in the names of metrics of which less is better; with one of the others, as in dice_loss, these decide."""
 
 
 def warn_of_mode(function: str, metric: str, mode: str) -> None:
-    """Warn if less of a metric is to be better, by whose name more is."""
-    if mode == "min" and not LARGER_IS_BETTER.isdisjoint(str(metric).lower().split("_")):
+    """Warn if less of a metric is to be better, by whose name more is, or the other way round."""
+    words = {*re.split("[^a-z0-9]+", str(metric).lower())}
+    words |= {word.rstrip("0123456789") for word in words}  # acc1, bleu4
+    if not SMALLER_IS_BETTER.isdisjoint(words):
+        if mode == "max":
+            warn(f"{function}: more of {metric!r} counts as better; pass mode='min' if less is")
+    elif mode == "min" and not LARGER_IS_BETTER.isdisjoint(words):
         warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
 
 

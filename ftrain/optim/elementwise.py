@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain.errors import DeviceError, LossError, OptionError, StructureError, require_range, warn
+from ftrain.errors import (
+    DeviceError,
+    LossError,
+    OptionError,
+    StructureError,
+    listed,
+    log_on_first_rank,
+    require_range,
+    warn,
+)
 from ftrain.optim.column import Column, Some
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
@@ -25,7 +34,7 @@ from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
-from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
+from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches, text_of
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 Number: TypeAlias = Tensor | float
@@ -120,6 +129,9 @@ def leafwise(
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
+        # The default is meant for all parameters: a group of norms that nevertheless has a weight decay is no mistake.
+        if weight_decay and decay_mask is not matrices:
+            _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
         if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
         return family.init(params)
@@ -143,9 +155,19 @@ def leafwise(
         split=split,
         name=name,
         by_element=by_element and (storage is None or storage.by_element),
-        options={**shown, **(options or {})},
+        options={**shown, **({"decay_mask": text_of(decay_mask)} if weight_decay else {}), **(options or {})},
     )
     return whole
+
+
+def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Select, params: PyTree) -> None:
+    """Log that a function which is the mask selects no leaf; on the device meta only the structure counts."""
+    named = [*zip(tree.leaf_names(params), tree.leaves(params), strict=True)]
+    if named and not any(leaf.is_meta or decays(path, leaf) for path, leaf in named):
+        log_on_first_rank(
+            "%s: weight_decay=%g has no effect, for decay_mask=%s selects none of the parameters: %s",
+            *(name, weight_decay, text_of(mask), listed([tree.path("params", path) for path, _ in named])),
+        )
 
 
 def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:

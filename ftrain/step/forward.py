@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,15 +15,14 @@ from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
 from ftrain.checkpoint.layout import as_bytes
-from ftrain.errors import LossError, add_note, listed
+from ftrain.errors import LossError, add_note
 from ftrain.step.batch_notes import batch_notes
 from ftrain.step.loss_forms import zero_if_empty
+from ftrain.step.outside_params import OutsideParams
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import NAMESPACE, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
-
-log = logging.getLogger("ftrain")
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
 """Part of torch's error when a leaf that requires a gradient is written in place."""
@@ -77,7 +75,8 @@ class Forward:
     """
 
     def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
-        self._loss, self._flatten, self._name, self._module_params = loss, Flattener(), name, module_params
+        self._loss, self._flatten, self._name = loss, Flattener(), name
+        self._outside = OutsideParams(name, module_params)
         self._not_hidden: set[tuple[int, ...]] = set()
         self._is_checked = False
         # The last structure of the loss's inputs, and that of its parameters.
@@ -107,8 +106,10 @@ class Forward:
                 # A write through `.data` does not count as a write in place.
                 index = _first_difference(memory, new_memory)
                 raise _written_in_place(self._name, index, spec, " through its .data")
-            _check_outside_params(mean.total, self._module_params, self._name)
+            self._outside.check(mean.total, leaves, captured=inputs is not None)
             self._is_checked = True
+        elif self._outside.suspects:
+            self._outside.check_again(mean.total, leaves)
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
             # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
@@ -256,29 +257,3 @@ def _like(returned: PyTree, buffers: PyTree, name: str) -> PyTree:
     )
     by_path = dict(zip(new_paths, new[0], strict=True))
     return tree.unflatten(old[1], [by_path[path] for path in old_paths])
-
-
-def _check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
-    """Find each `nn.Parameter` in the graph of a loss, in which the parameters of the state are plain tensors.
-
-    One of the module itself is an error; the logger ``ftrain`` warns of others, such as those of a second module.
-    """
-    # Only the nodes of leaves have the attribute.
-    leaves = [getattr(node, "variable", None) for node in _torch.nodes_of(total) if not node.next_functions]
-    outside = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-    for parameter in outside:
-        if param_name := next((each for each, param in module_params.items() if param is parameter), None):
-            raise LossError(
-                f"{name}: uses the parameter {param_name} by another reference than the attribute of the module, which "
-                "holds the tensor of the state, so that it would keep its first value. Use model(...) or "
-                "model.get_parameter(...) of the model that the criterion gets, and do not keep parameters of a module "
-                "in a list, a dict or a closure"
-            )
-    if outside:
-        log.warning(
-            "%s: uses %d parameters that are not in the state, and do not train: %s. Pass one module with them to "
-            "ft.from_module, or freeze them: parameter.requires_grad_(False)",
-            name,
-            len(outside),
-            listed([*map(tree.describe, outside)]),
-        )

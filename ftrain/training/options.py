@@ -23,6 +23,7 @@ from ftrain.step.eval_step import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
+from ftrain.training.ended_schedules import log_ended_schedules
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.progress import Count
@@ -127,10 +128,15 @@ class Options:
                         "evaluate_every=, the number of steps between them"
                     )
 
-    def log_if_done(self, step: int, epoch: int) -> None:
-        """Log that no step follows, if a run has made as many steps or passes as these arguments say."""
+    def log_limits(self, step: Any, done_steps: int, done_epochs: int, total: int | None) -> None:
+        """Log that no step follows, if a run has made as many steps or passes as these arguments say.
+
+        Or that steps have a rate of 0, if it is known how many there are in total, and `stop` does not end the run.
+        """
+        if self.stop is None:
+            log_ended_schedules(step, done_steps, total)
         epochs = 1 if self.steps is None and self.epochs is None else self.epochs
-        for name, limit, done in (("steps", self.steps, step), ("epochs", epochs, epoch)):
+        for name, limit, done in (("steps", self.steps, done_steps), ("epochs", epochs, done_epochs)):
             if limit is not None and done >= limit:
                 log_on_first_rank(
                     "fit: no step is made, for %s=%d, and %d were made before; %s= counts from the beginning of the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,11 +21,10 @@ from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory_slot import SLOT
-from ftrain.parallel.same_step import ADDRESS, option_texts
 from ftrain.parallel.state import divided
-from ftrain.step.step import Step
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of_state
+from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
@@ -73,7 +71,8 @@ class RunCheckpoints:
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
-        self._pipeline, self._is_first = _pipeline_texts(step), is_first
+        self._step, self._is_first = step, is_first
+        self._pipeline = pipeline_texts(step)
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._num_batches = _num_batches(data)
         self._began: dict[str, Any] = {}
@@ -121,10 +120,12 @@ class RunCheckpoints:
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of_state(state))
-                _warn_of_pipeline(checkpoint, self._pipeline)
                 _warn_of_unused_state(checkpoint, state, step, may_begin=self._resume == "auto")
                 self._warn_of_other_data(checkpoint)
-            return self._resume_point(checkpoint, state, refill=refill)
+            point = self._resume_point(checkpoint, state, refill=refill)
+            if self._is_first:
+                warn_of_changes(self._step, checkpoint, point.history)
+            return point
         self._warn_if_data_has_begun(step)
         # A run that was killed before its first save may have logged steps, which are made again.
         return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
@@ -223,7 +224,12 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        record = {"history": history, **self._pipeline, "batches": self._num_batches, **point.last._asdict()}
+        record = {
+            "history": history,
+            **self._pipeline,
+            "batches": self._num_batches,
+            **point.last._asdict(),
+        }
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,
@@ -307,30 +313,6 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
             f"fit: continues from {checkpoint.path}, which was written in another environment; the run may differ in "
             "the last bits from one that was not interrupted:\n  " + "\n  ".join(differences)
         )
-
-
-def _pipeline_texts(step: Any) -> dict[str, list[str]]:
-    """Return the optimizer and the wrappers of a `Step`, and their options; not how it runs, which a run may change."""
-    if not isinstance(step, Step):
-        return {"pipeline": [], "options": []}
-    wrappers = [wrapper for wrapper in step.wrappers if wrapper.step is None]
-    texts = [step.optimizer.text, *(wrapper.text for wrapper in wrappers)]
-    return {"pipeline": [ADDRESS.sub("", text) for text in texts], "options": option_texts(step, wrappers)}
-
-
-def _warn_of_pipeline(checkpoint: LoadedCheckpoint, texts: Mapping[str, list[str]]) -> None:
-    """Warn if the pipeline of a checkpoint differs from that of the run that continues from it."""
-    record = checkpoint.run["record"]
-    saved, now = record.get("pipeline", ()), texts["pipeline"]
-    if [*saved] == now:  # Checkpoints of earlier versions have no options.
-        saved, now = record.get("options", ()), texts["options"]
-    if not (saved and now) or [*saved] == now:
-        return
-    changes = [line for line in difflib.ndiff([*saved], now) if line[0] in "+-"]
-    warn(
-        f"fit: continues from {checkpoint.path}, which another pipeline has saved; use another directory for a new "
-        "run. What has changed:\n  " + "\n  ".join(changes)
-    )
 
 
 def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int, *, may_begin: bool) -> None:

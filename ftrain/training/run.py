@@ -121,7 +121,7 @@ class Run:
         if self.stopped:
             return
         options, step, retry = self._options, self._step, None
-        options.log_if_done(self.step, self._newest.epoch)
+        options.log_limits(step, self.step, self._newest.epoch, self._total)
         if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
             step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)

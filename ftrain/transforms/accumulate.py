@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ftrain.errors import require_positive
+from ftrain.errors import log_on_first_rank, require_positive
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.microbatch import example_lists, split_batch, with_example_lists
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
@@ -43,11 +43,26 @@ def accumulate(n: int) -> Wrapper:
     require_positive("accumulate", "n", n)
 
     def wrap(grad: GradFn) -> GradFn:
+        is_first = True
+
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            nonlocal is_first
             microbatches = split_batch(batch, n, require_examples=f"accumulate({n})")
+            if is_first and len(microbatches) < n:
+                _log_few_examples(n, len(microbatches))
+            is_first = False
             with with_example_lists(example_lists(batch)):
                 return accumulate_grads(grad, state, microbatches, rng)
 
         return accumulating
 
     return Wrapper(NAME, f"accumulate({n})", grad=OnGrad(wrap, microbatches=n), innermost=True)
+
+
+def _log_few_examples(n: int, found: int) -> None:
+    """Log that a first batch has fewer examples than microbatches; later ones may be the last of a pass."""
+    log_on_first_rank(
+        "accumulate(%d): the examples of the first batch make only %d of %d microbatches. A batch is split, and not "
+        "joined with others: to accumulate over %d batches, make those of the loader %d times as large",
+        *(n, found, n, n, n),
+    )

@@ -87,6 +87,11 @@ def require_of_leaf(origin: str, function: Callable[..., T], result: str) -> Cal
     return function
 
 
+def text_of(mask: Mask) -> str:
+    """Return the patterns of a mask, or the name of its function."""
+    return str(getattr(mask, "__name__", mask) if callable(mask) else [*mask])
+
+
 def require_matches(select: Select, params: PyTree) -> None:
     """Check that each pattern of a mask matches a leaf. Raises an OptionError that has similar names."""
     if not isinstance(select, _Patterns):

@@ -55,10 +55,10 @@ def test_the_newest_stay(tmp_path, async_):
     ],
 )
 def test_the_best_stays(mode, values, kept, tmp_path):
-    metrics = {step: {"eval_loss": value} for step, value in enumerate(values, 1) if value is not None}
+    metrics = {step: {"eval_value": value} for step, value in enumerate(values, 1) if value is not None}
     # In two sessions: what is the best is known from the disk.
-    fill(tmp_path, [1, 2, 3], metrics, keep=1, best="eval_loss", mode=mode)
-    checkpoints = fill(tmp_path, [4, 5], metrics, keep=1, best="eval_loss", mode=mode)
+    fill(tmp_path, [1, 2, 3], metrics, keep=1, best="eval_value", mode=mode)
+    checkpoints = fill(tmp_path, [4, 5], metrics, keep=1, best="eval_value", mode=mode)
     assert checkpoints.steps() == kept
     found = checkpoints.latest(best=True)
     assert found.step == kept[0]

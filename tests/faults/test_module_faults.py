@@ -222,6 +222,28 @@ def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.accumulate(2),), (ft.compiled(backend="aot_eager"),)], ids=["eager", "accumulate", "compiled"]
+)
+def test_a_tensor_outside_of_the_state_that_requires_a_gradient_does_not_train_and_the_log_says_so(wrappers, caplog):
+    offset = torch.zeros(1, requires_grad=True)
+
+    def criterion(model, batch):
+        x = batch.detach().requires_grad_()  # For the gradient of the input, and no parameter.
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return (output + offset).mean() + (slope * x).mean()
+
+    step = ft.compose(step_of(nn.Linear(3, 1), criterion), *wrappers)
+    state = step.init()
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 3))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(
+        "criterion(Linear): uses 1 parameters that are not in the state, and do not train: float32[1]. "
+    )
+
+
 def test_a_module_that_is_changed_after_its_loss_was_made():
     def head(module):
         module[1] = nn.Linear(3, 1)

@@ -314,6 +314,23 @@ def test_masks_see_names_and_leaves():
         assert decayed == {"layers.0.b": False, "layers.0.w": True, "w": True}
 
 
+def test_a_decay_mask_that_selects_nothing_is_logged(caplog):
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+
+    def said(**options):
+        caplog.clear()
+        adamw(0.1, **options).init(params)
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = said(weight_decay=0.1, decay_mask=lambda name, leaf: "kernel" in name)
+    assert message.startswith("adamw: weight_decay=0.1 has no effect")
+    assert message.endswith("params.b, params.w")
+    assert not said(weight_decay=0.1, decay_mask=lambda name, leaf: name == "b")
+    assert not said(decay_mask=lambda name, leaf: False)
+    params = {"b": torch.ones(2)}  # A group of biases, by the default mask.
+    assert not said(weight_decay=0.1)
+
+
 def test_default_masks():
     for ndim in range(4):
         leaf = torch.ones((1,) * ndim)

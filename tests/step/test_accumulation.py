@@ -256,3 +256,20 @@ def test_a_plain_loss_in_float16_is_summed_in_more():
 
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(4))
     assert step(step.init({"a": torch.ones(3)}), torch.ones(8))[1]["loss"] == 3e4
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_a_first_batch_with_fewer_examples_than_microbatches_is_logged(wrappers, caplog):
+    def made(batches):
+        step = ft.compose(ft.train_step(lambda w, x: (w * x).square().mean(), ft.optim.sgd(0.1)), ft.accumulate(4))
+        step = ft.compose(step, *wrappers)
+        state = step.init(torch.ones(()))
+        for batch in batches:
+            state, _ = step(state, batch)
+
+    made([torch.ones(1), torch.ones(1)])
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "only 1 of 4 microbatches" in said
+    caplog.clear()
+    made([torch.ones(4), torch.ones(1)])  # Such as the last batch of a pass.
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -286,17 +286,22 @@ def test_what_is_called_after_evaluations_needs_more_than_the_one_at_the_end(nam
     ],
     ids=["best", "patience", "plateau"],
 )
-def test_less_of_a_metric_of_which_more_is_better_by_its_name_is_warned_of(choose, recwarn):
-    for name, mode in (("eval_accuracy", "max"), ("eval_loss", "min"), ("eval_map_loss", "min")):
+def test_the_wrong_direction_of_a_metric_by_its_name_is_warned_of(choose, recwarn):
+    for name, mode in (("eval_accuracy", "max"), ("eval_loss", "min"), ("eval_map_loss", "min"), ("eval_fid", "min")):
         choose(name, mode)
     assert not recwarn
-    for name in ("eval_accuracy", "eval_F1", "top_acc"):
+    for name in ("eval_accuracy", "eval_F1", "top_acc", "val/acc1", "eval_bleu-4", "eval_mAP"):
         with pytest.warns(UserWarning, match=f"less of {name!r} counts as better; pass mode='max'"):
             choose(name, "min")
+    for name in ("eval_loss", "eval_dice_loss", "val/perplexity"):
+        with pytest.warns(UserWarning, match=f"more of {name!r} counts as better; pass mode='min'"):
+            choose(name, "max")
 
 
 def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
-    step, checkpoints = build(), ft.Checkpoints(tmp_path, every=2, best="loss", mode="max")
+    step = build()
+    with pytest.warns(UserWarning, match="more of 'loss' counts as better"):
+        checkpoints = ft.Checkpoints(tmp_path, every=2, best="loss", mode="max")
     ft.fit(step, start(step), DATA, steps=6, progress=False, checkpoints=checkpoints)
     assert checkpoints.latest(best=True).step == 2
 

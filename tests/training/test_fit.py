@@ -167,6 +167,13 @@ def test_a_run_that_is_done_does_nothing_and_says_so(steps, caplog):
     assert f"no step is made, for steps={steps}, and 3 were made before" in message
 
 
+def test_a_cycle_over_the_data_is_logged(caplog):
+    fit(make(), itertools.cycle(batches()), steps=3)
+    (message,) = caplog.messages
+    assert "does not shuffle or augment again" in message
+    assert "Pass what it cycles over" in message
+
+
 def test_another_epoch_of_a_state_that_has_steps_already():
     step = make()
     state, _ = fit(step, batches(), epochs=1)

@@ -16,7 +16,11 @@ def loss(params, batch):
     return (batch @ params["w"]).square().mean()
 
 
-def run(directory, steps, optimizer, *wrappers, data=None):
+def other_loss(params, batch):
+    return loss(params, batch) + 1
+
+
+def run(directory, steps, optimizer, *wrappers, data=None, loss=loss):
     step = ft.compose(ft.train_step(loss, optimizer), *wrappers)
     state, data = step.init({"w": torch.ones(2)}), [torch.ones(4, 2)] * 8 if data is None else data
     checkpoints = ft.Checkpoints(directory, every=1)
@@ -48,6 +52,51 @@ def test_an_option_that_does_not_print_is_named(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(tmp_path, 4, ft.optim.adamw(0.1, b2=0.9))
+
+
+def decaying(mask):
+    return ft.optim.sgd(0.1, weight_decay=0.1, decay_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "changes"),
+    [
+        ({"loss": loss}, {"loss": other_loss}, "- loss + other_loss"),
+        (
+            {"optimizer": decaying(ft.optim.everything)},
+            {"optimizer": decaying(["w"])},
+            "- sgd with decay_mask='everything' + sgd with decay_mask=\"['w']\"",
+        ),
+        (
+            {"optimizer": ft.optim.sgd(lambda k: 0.1 / (k + 1))},
+            {"optimizer": ft.optim.sgd(lambda k: 0.2 / (k + 1))},
+            "- lr of step 2 was 0.05 + its schedule gives 0.1",
+        ),
+    ],
+    ids=["loss", "decay mask", "rate that is a function"],
+)
+def test_what_has_changed_is_named(tmp_path, first, second, changes):
+    options = {"optimizer": ft.optim.sgd(0.1)}
+    run(tmp_path, 2, **(options | first))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, 2, **(options | first))
+    with pytest.warns(UserWarning, match="another pipeline has saved") as caught:
+        run(tmp_path, 3, **(options | second))
+    (message,) = [str(each.message) for each in caught]
+    assert " ".join(message.partition("What has changed:")[2].split()) == changes
+
+
+def test_an_option_that_an_earlier_version_did_not_save_has_not_changed(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            "ftrain.training.resume.pipeline_texts",
+            lambda step: {"pipeline": [step.optimizer.text], "options": ["sgd with momentum=0.0"]},
+        )
+        run(tmp_path, 2, decaying(ft.optim.everything))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, 3, decaying(ft.optim.everything))
 
 
 def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(tmp_path):

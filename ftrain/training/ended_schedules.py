@@ -1,0 +1,58 @@
+"""Log that the schedules of a run end long before its last step, so that it trains on with a rate of 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ftrain.errors import log_on_first_rank
+from ftrain.optim.schedules.call import Call, describe
+from ftrain.step.step import Step
+
+MIN_STEPS = 10
+"""So many last steps, and a tenth of the run, may have a rate of 0: totals are often rounded down."""
+
+SAMPLES = 32
+"""The number of steps at which a schedule is read in each part of the run."""
+
+
+def log_ended_schedules(step: Any, first: int, total: int | None) -> None:
+    """Log if all learning rates are 0 at the end of a run, which has made `first` of its `total` steps.
+
+    A schedule that is a function is not read ahead: it need not have a value for each step.
+    """
+    rates = step.optimizer.schedules if isinstance(step, Step) else {}
+    rates = {name: rate for name, rate in rates.items() if name.endswith("lr")}
+    if not rates or not total or first >= total or not all(isinstance(rate, Call) for rate in rates.values()):
+        return
+    begin = max(first, total - max(MIN_STEPS, (total - first) // 10))
+    ends = [_first_zero(rate, begin, total) for rate in rates.values()]
+    if None in ends:
+        return
+    end = max(each for each in ends if each is not None)
+    log_on_first_rank(
+        "fit: the learning rate is 0 after step %d, and the run goes on to step %d: these steps train nothing. Make "
+        "fewer steps, or give the schedule those of the run (not its epochs): %s",
+        *(end, total, ", ".join(map(describe, rates.values()))),
+    )
+
+
+def _first_zero(rate: Callable[[int], float], begin: int, total: int) -> int | None:
+    """Return from where on a rate is 0, if it is above 0 before `begin` and 0 after it; else None."""
+    if any(rate(step) for step in _samples(begin, total)):
+        return None
+    low = max((step for step in _samples(0, begin) if rate(step)), default=None)
+    if low is None:
+        return None
+    high = begin
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if rate(middle) else (low, middle)
+    return high
+
+
+def _samples(begin: int, end: int) -> list[int]:
+    """Return some numbers from `begin` up to `end`, without it: equally spaced ones, and others close to `begin`."""
+    last = end - 1 - begin
+    equal, close = (last * index // SAMPLES for index in range(SAMPLES + 1)), (2**power for power in range(64))
+    return [begin + each for each in sorted({*equal, *close}) if each <= last]
