@@ -73,12 +73,15 @@ def renamed(init):
         (torch._C._functorch, "is_batchedtensor"),
         (torch._C, "_get_dispatch_mode"),
         (dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers"),
+        (dataloader._MultiProcessingDataLoaderIter, "_try_get_data"),
+        (dataloader.DataLoader, "_get_iterator"),
     ],
 )
 def test_a_private_name_that_is_gone_is_an_error_at_import(owner, name, monkeypatch):
     monkeypatch.delattr(owner, name)
     with pytest.raises(VersionError, match=rf"changed something private.*{name}.*; use torch {OLDEST} to {NEWEST}"):
-        runpy.run_path(_torch.__file__)
+        for file in ("__init__.py", "workers.py"):
+            runpy.run_path(str(ROOT / "ftrain/_torch" / file))
 
 
 def test_a_private_name_of_inductor_that_is_gone_is_an_error_where_it_is_used(monkeypatch):
