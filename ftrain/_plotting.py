@@ -30,7 +30,7 @@ def blank(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise FtrainError("plot: needs matplotlib, which is not installed: pip install 'ftrain[plot]'") from error
+        raise FtrainError("plot: needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -161,6 +161,13 @@ def resolve(name):
     return value
 
 
+def test_nothing_says_to_install_the_package_of_this_name_on_pypi():
+    """It is another project; extras of this one are installed from its folder."""
+    texts = [path.read_text(encoding="utf-8") for path in (*DOCUMENTS, *(ROOT / "ftrain").rglob("*.py"))]
+    said = [line for text in texts for line in re.findall(r"pip install ['\"]?ftrain[^`]*", text)]
+    assert said == ["pip install ftrain"]  # The warning of the README.
+
+
 @pytest.mark.parametrize("folder", ["ftrain", "documents"])
 def test_dotted_names_are_there(folder):
     paths = DOCUMENTS if folder == "documents" else sorted((ROOT / folder).rglob("*.py"))

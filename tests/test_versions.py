@@ -52,6 +52,11 @@ def test_a_newer_torch_is_warned_of(version, monkeypatch):
     assert "\n" not in str(found[0].message)
 
 
+def look_up_private_names():
+    for file in ("__init__.py", "workers.py"):
+        runpy.run_path(str(ROOT / "ftrain/_torch" / file))
+
+
 def renamed(init):
     def __init__(self, target_frame_ref, gid):  # noqa: N807
         def keep(x):
@@ -73,12 +78,14 @@ def renamed(init):
         (torch._C._functorch, "is_batchedtensor"),
         (torch._C, "_get_dispatch_mode"),
         (dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers"),
+        (dataloader._MultiProcessingDataLoaderIter, "_try_get_data"),
+        (dataloader.DataLoader, "_get_iterator"),
     ],
 )
 def test_a_private_name_that_is_gone_is_an_error_at_import(owner, name, monkeypatch):
     monkeypatch.delattr(owner, name)
     with pytest.raises(VersionError, match=rf"changed something private.*{name}.*; use torch {OLDEST} to {NEWEST}"):
-        runpy.run_path(_torch.__file__)
+        look_up_private_names()
 
 
 def test_a_private_name_of_inductor_that_is_gone_is_an_error_where_it_is_used(monkeypatch):

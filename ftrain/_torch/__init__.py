@@ -67,7 +67,6 @@ with private_names():
         is_traceable_wrapper_subclass,
     )
     from torch.utils.checkpoint import _recomputation_hook
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     _is_profiler_enabled = attrgetter("_is_profiler_enabled")
@@ -96,7 +95,6 @@ with private_names():
     """Context in which torch.autocast is off for devices of every type."""
     privateuse1_name = torch._C._get_privateuse1_backend_name
     """``() -> str``, the name of a device that a package outside torch has registered."""
-    _stop_workers = _MultiProcessingDataLoaderIter._shutdown_workers
     _constants = _recomputation_hook.__init__.__code__.co_consts
     # A function within a function, so only its code object can be found; KeyError if it has another name.
     _pack_hook = {each.co_name: each.co_qualname for each in _constants if isinstance(each, CodeType)}["pack_hook"]
@@ -334,15 +332,6 @@ def backward_node() -> int:
     """Return the number of the node of the graph whose backward pass this thread computes; -1 if there is none."""
     node = _current_autograd_node()
     return -1 if node is None else node._sequence_nr()
-
-
-# Data
-
-
-def stop_workers(iterator: Any) -> None:
-    """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        _stop_workers(iterator)
 
 
 # Profiling

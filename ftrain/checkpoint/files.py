@@ -99,12 +99,15 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents, and sync the parent directory."""
+    """Make a directory and its missing parents, and sync the parent directory; raises an OSError for a broken link."""
     _require_calls()
     if not os.path.isdir(path):
         make_directories(path.parent)
-        with suppress(FileExistsError):
+        try:
             os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):  # Not made by another process since.
+                raise OSError(errno.ENOTDIR, "is a file, or a link that leads to nothing", str(path)) from None
     # Also of an existing directory: the process that made it may have been killed before it synced.
     # A directory that this process may traverse but not read cannot be synced, and is not one that it made.
     with suppress(PermissionError):

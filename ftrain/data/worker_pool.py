@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ftrain import _torch, tree
+from ftrain import tree
+from ftrain._torch.workers import WatchedLoader, stop_workers
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
@@ -34,7 +35,7 @@ class WorkerOptions(NamedTuple):
 def _data_loader(
     dataset: Dataset[FetchedBatch], options: WorkerOptions, generator: torch.Generator, **more: Any
 ) -> DataLoader[FetchedBatch]:
-    return DataLoader(
+    return WatchedLoader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
@@ -156,7 +157,7 @@ def _stop(batches: Any) -> None:
     # The garbage collector would take five seconds per worker: it closes the queues before the loader can tell
     # the workers to end.
     with suppress(RuntimeError):  # Torch may signal the death of another worker meanwhile.
-        _torch.stop_workers(batches)
+        stop_workers(batches)
 
 
 class _PendingRequests:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ftrain.errors import as_path
+from ftrain.errors import FtrainError, as_path
 from ftrain.training.metrics import read_metrics
 
 Record: TypeAlias = Mapping[str, Any]
@@ -28,6 +28,7 @@ def jsonl(path: str | Path) -> Logger:
 
     Raises:
         OptionError: when `path` is no path.
+        FtrainError: by the logger, when the file cannot be written, as on a full disk.
     """
     path = as_path("jsonl", "path", path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,10 +45,18 @@ class _Lines:
     def __call__(self, record: Record) -> None:
         (numbers,) = read_metrics([record])  # In a loop of one's own, metrics are tensors.
         line = json.dumps(_finite(numbers), allow_nan=False, default=str)
+        try:
+            self._append(f"{line}\n")
+        except OSError as error:  # That of a full disk does not name the file.
+            raise FtrainError(
+                f"jsonl: {str(self._path)!a} could not be written: {error}; make room, or choose another path"
+            ) from error
+
+    def _append(self, line: str) -> None:
         start = "" if self._ends_whole or _ends_whole(self._path) else "\n"
         self._ends_whole = False  # A full disk may take a part of the line.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{start}{line}\n")
+            file.write(start + line)
         self._ends_whole = True
 
     def rewind(self, step: int, count: int) -> None:

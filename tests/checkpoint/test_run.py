@@ -366,6 +366,14 @@ def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_pa
         ft.checkpoint.load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_path_that_no_directory_can_have_is_an_error_that_says_so(kind, tmp_path):
+    path = tmp_path / "run"
+    path.symlink_to(tmp_path / "not-mounted") if kind == "link" else path.touch()
+    with pytest.raises(CheckpointError, match=r"run' cannot be used: .*is a file, or a link that leads to nothing"):
+        fill(path, [1])
+
+
 def test_a_directory_without_permission_says_what_to_do(tmp_path, monkeypatch):
     opened = os.open
 

@@ -150,6 +150,16 @@ def died(work):
     return str(caught.value)
 
 
+def test_torch_looks_for_dead_workers_while_it_waits(quick_end):
+    """The signal of a death does not reach a loader in another thread, or one whose workers a server has forked."""
+    options = WorkerOptions(num_workers=1, timeout=300, prefetch_factor=2, context=None)
+    begun, waits = iter(_data_loader(Faulty(2), options, torch.Generator())), []
+    queue_get = begun._data_queue.get
+    begun._data_queue.get = lambda timeout: waits.append(timeout) or queue_get(timeout=timeout)
+    assert len(list(begun)) == 2
+    assert set(waits) == {0.2}
+
+
 @pytest.mark.parametrize(
     "error", [EOFError(), ConnectionResetError(104, "reset by peer"), FileNotFoundError(2, "none")]
 )

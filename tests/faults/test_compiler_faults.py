@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 from torch._dynamo import register_backend
+from torch._inductor.exc import CppCompileError
 
 import ftrain as ft
 from ftrain._torch import FakeTensorMode, active_modes
-from ftrain.transforms.compile import announce
+from ftrain.transforms.compile import announce, capture
 from tests.faults.problem import assert_bitwise, batch, make, params, squares
 
 # What Dynamo trips over where it resumes after a graph break.
@@ -19,6 +20,7 @@ FAILURES = {
     "ftrain_broken": RuntimeError("the linker is gone\nand more"),
     "ftrain_full": torch.OutOfMemoryError("out of memory"),
     "ftrain_stopped": KeyboardInterrupt(),
+    "ftrain_headers": CppCompileError(["g++"], "a.cpp:1:1: note\n a.cpp:1:10: fatal error: Python.h: No such file\n"),
 }
 
 
@@ -193,6 +195,23 @@ def test_a_missing_compiler(tmp_path, caplog):
         step, lines = compiled_and_eager(caplog, cache_dir=tmp_path)
     assert "compiled(eager" in repr(step)
     assert "no-such-compiler" in lines[-1] or "C++" in lines[-1]
+
+
+def test_the_line_says_what_a_c_compiler_has_found(caplog):
+    step, lines = compiled_and_eager(caplog, backend="ftrain_headers")
+    assert "compiled(eager" in repr(step)
+    assert "CppCompileError: C++ compile error: a.cpp:1:10: fatal error: Python.h: No such file (" in lines[-1]
+
+
+def test_dynamo_that_cannot_be_imported(monkeypatch, caplog):
+    # With a `TORCHINDUCTOR_CACHE_DIR` that cannot be made, its import fails.
+    def importing(**options):
+        raise PermissionError(13, "Permission denied", "/read-only")
+
+    monkeypatch.setattr(capture, "CaptureFakeTensorMode", importing)
+    step, lines = compiled_and_eager(caplog, backend="ftrain_broken")
+    assert "compiled(eager" in repr(step)
+    assert "cannot be compiled: PermissionError: [Errno 13] Permission denied: '/read-only'" in lines[0]
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -16,6 +16,7 @@ import time
 import traceback
 import tracemalloc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ftrain as ft
 from ftrain.backends import registry
-from ftrain.errors import ConsumedError, DataError, LossError, OptionError
+from ftrain.errors import ConsumedError, DataError, FtrainError, LossError, OptionError
 from ftrain.training import progress
 from ftrain.training.progress import total_steps
 
@@ -256,6 +257,12 @@ def test_a_line_of_jsonl_that_a_killed_run_began_does_not_take_the_next_one(tmp_
     log({"step": 1})
     log({"step": 2})
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 1}', '{"step": 2}']
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_jsonl_names_the_file_on_a_full_disk():
+    with pytest.raises(FtrainError, match=r"jsonl: '/dev/full' could not be written: .*No space left.*; make room"):
+        ft.loggers.jsonl("/dev/full")({"step": 1})
 
 
 def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):

@@ -26,7 +26,7 @@ MULTIPLE = 16
 def require_torchao() -> None:
     """Check that torchao is installed and can be imported, without importing it. Raises an FtrainError if not."""
     if importlib.util.find_spec("torchao") is None:
-        raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'ftrain[float8]'")
+        raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'torchao>=0.18'")
     if not torch.distributed.is_available():
         raise FtrainError(f"{NAME}: torchao needs torch.distributed, without which this torch was built; use bf16")
 

@@ -23,6 +23,7 @@ from ftrain._torch import compile as torch_compile
 from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
 from ftrain.step.traffic import collectives_of
+from ftrain.transforms.compile.fallback import attempted
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
@@ -59,7 +60,8 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
 
     # Without symbolic shapes, so that reading a value raises an error at that line.
     fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
-    mode = fake_mode or CaptureFakeTensorMode(allow_non_fake_inputs=True)
+    with attempted():  # It imports Dynamo, which needs a directory for its cache.
+        mode = fake_mode or CaptureFakeTensorMode(allow_non_fake_inputs=True)
     host_draws = _host_draws()
     try:
         with uninterrupted(), torch.autograd.set_multithreading_enabled(False):

@@ -16,7 +16,10 @@ class CompilerError(Exception):
     def __str__(self) -> str:
         error = _inner(self.__cause__)
         lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        # What a C++ compiler printed: a header of Python that is missing, or a full disk.
+        printed = str(getattr(error, "output", "")).splitlines()
+        faults = [line.strip() for line in printed if "error" in line.lower()]
+        return ": ".join([type(error).__name__, *lines[:1], *faults[:1]])
 
 
 @contextmanager

@@ -99,5 +99,5 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         return found(name, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(FtrainError, match=r"^plot: needs matplotlib, .* pip install 'ftrain\[plot\]'$"):
+    with pytest.raises(FtrainError, match=r"^plot: needs matplotlib, .* pip install 'matplotlib>=3\.8'$"):
         schedules.plot(SCHEDULE, 10)

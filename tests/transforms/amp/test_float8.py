@@ -227,7 +227,7 @@ def test_a_device_without_float8():
 
 def test_without_torchao(monkeypatch):
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
-    with failing(FtrainError, "fp8", "torchao", "pip install 'ftrain[float8]'"):
+    with failing(FtrainError, "fp8", "torchao", "pip install 'torchao>=0.18'"):
         ft.with_amp("fp8")
 
 
