@@ -86,8 +86,8 @@ def _warn_if_shorter(timeout: float, device: torch.device) -> None:
     before = store.chosen_timeout(dist.group.WORLD, device)
     if before is not None and before > timeout and dist.get_rank() == 0:
         warn(
-            f"mesh: the ranks waited for each other for {before:g} seconds, the timeout of their process group, and wait "
-            f"for {timeout:g} from now on; mesh(timeout={before:g}) keeps it"
+            f"mesh: the ranks waited for each other for {before:g} seconds, the timeout of their process group, and "
+            f"wait for {timeout:g} from now on; mesh(timeout={before:g}) keeps it"
         )
 
 

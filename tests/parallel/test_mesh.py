@@ -37,7 +37,7 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
 @pytest.mark.parametrize(
     ("before", "given", "told"),
     [
-        ({"timeout": timedelta(seconds=7200)}, {}, r"for 7200 seconds.*for 600 from now on; mesh\(timeout=7200\) keeps"),
+        ({"timeout": timedelta(seconds=7200)}, {}, r"for 7200 seconds.* 600 from now on; mesh\(timeout=7200\) keeps"),
         ({"timeout": timedelta(seconds=7200)}, {"timeout": 30}, None),
         ({"timeout": timedelta(seconds=60)}, {}, None),
         ({}, {}, None),
