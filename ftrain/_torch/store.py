@@ -62,6 +62,16 @@ def set_timeout(groups: Iterable[Any], seconds: float) -> None:
         set_of_group(timeout, group)
 
 
+def chosen_timeout(group: Any, device: torch.device) -> float | None:
+    """Return the seconds after which collectives of a group on a device fail, or None for those of torch."""
+    with private_names():
+        usual = torch.distributed.distributed_c10d.default_pg_timeout
+        # Libraries that are plugged in may have no options.
+        options = getattr(group._get_backend(device), "options", None)
+        seconds = usual if options is None else options._timeout
+    return None if seconds == usual else float(seconds.total_seconds())
+
+
 def timeout() -> timedelta:
     """Return the timeout that `set_timeout` has set last."""
     seconds: timedelta = _default_store().timeout

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.mesh import PlannedMesh, release_groups
-from ftrain.errors import DeviceError, OptionError, require_positive_number
+from ftrain.errors import DeviceError, OptionError, require_positive_number, warn
 from ftrain.parallel.process_group import at_exit, join
 from ftrain.parallel.rank_watch import watch
 from ftrain.types import PyTree
@@ -29,8 +29,11 @@ REPLICATE, SHARD = "replicate", "shard"
 ALL = "all"
 """The name of the group of all ranks, beside the names of the axes."""
 
+TIMEOUT = 600.0
+"""Seconds for which ranks wait for each other, if the program names no other number."""
 
-def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: float = 600.0) -> DeviceMesh:
+
+def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: float = TIMEOUT) -> DeviceMesh:
     """Return the mesh of all ranks, an array of shape (replicate, shard), and join them if that is not done yet.
 
     The state is sharded over the ranks of one row, and each row has a copy of it. Neighbouring ranks are in one row:
@@ -45,7 +48,8 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
         replicate: number of rows. Default: number of ranks divided by `shard`; 1 if neither is given.
         shard: number of columns. Default: number of ranks divided by `replicate`.
         timeout: seconds for which ranks wait for each other; then a step raises a RankError that names the rank that
-            did not come. It must be longer than whatever one rank does while the others wait.
+            did not come. It must be longer than whatever one rank does while the others wait. It takes the place of
+            the timeout of a process group that the program has made before; a warning says if that was longer.
 
     Raises:
         OptionError: when the product of the sizes is not the number of ranks, the timeout is not positive, or a node
@@ -69,10 +73,22 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
     at_exit(release_groups, weakref.ref(result))
     if store.are_processes():
+        if timeout == TIMEOUT:  # Whoever names another means it.
+            _warn_if_shorter(timeout, backends.default().device)
         # Torch makes the groups of the axes without the timeout.
         store.set_timeout([dist.group.WORLD, *result.get_all_groups()], timeout)
     watch()
     return result
+
+
+def _warn_if_shorter(timeout: float, device: torch.device) -> None:
+    """Warn, on the first rank, if ranks have been told to wait longer for each other than from now on."""
+    before = store.chosen_timeout(dist.group.WORLD, device)
+    if before is not None and before > timeout and dist.get_rank() == 0:
+        warn(
+            f"mesh: the ranks waited for each other for {before:g} seconds, the timeout of their process group, and "
+            f"wait for {timeout:g} from now on; mesh(timeout={before:g}) keeps it"
+        )
 
 
 _split_copy: Any = torch.split_with_sizes_copy

@@ -19,6 +19,7 @@ from ftrain import random, tree
 from ftrain._context import setting
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
+from ftrain.step.loss_forms import as_float
 from ftrain.step.microbatch import (
     ExampleLists,
     example_lists,
@@ -96,7 +97,7 @@ class Rows:
     def weighted_metric(self, metric: Any) -> Any:
         """Return a metric with its weight; one that is no `Mean` counts once per example if microbatches differ."""
         if self.fewest is not None and isinstance(metric, Tensor | Number):
-            metric = torch.as_tensor(metric)
+            metric = as_float(torch.as_tensor(metric))
             metric = Mean(metric, metric.new_ones((), dtype=torch.float32), plain=True)
         return self.weighted(metric) if isinstance(metric, Mean) else metric
 
@@ -108,6 +109,7 @@ class Rows:
         """Return what these examples add to a mean over all; without examples 0, even if the value is NaN."""
         if not isinstance(value, Tensor):
             return value
+        value = as_float(value)
         value = value.to(torch.promote_types(value.dtype, torch.float32))
         return value * (self.length / self.total) if self.length else torch.zeros_like(value)
 

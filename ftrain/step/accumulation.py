@@ -17,7 +17,7 @@ from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.forward import ForwardResult
-from ftrain.step.loss_forms import summable
+from ftrain.step.loss_forms import as_float, summable
 from ftrain.step.microbatch import within_piece
 from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backward
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
@@ -180,8 +180,12 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
     total = functools.reduce(_merged, results[1:], _first(results[0]))
-    metrics = {name: m if isinstance(m, Mean) else m / len(pieces) for name, m in total.metrics.items()}
+    metrics = {name: m if isinstance(m, Mean) else _divided(m, len(pieces)) for name, m in total.metrics.items()}
     return replace(accumulated.mean(total), metrics=metrics)
+
+
+def _divided(metric: Any, number: int) -> Any:
+    return (as_float(metric) if isinstance(metric, Tensor) else metric) / number
 
 
 def _require_numbers(metrics: Metrics) -> None:
@@ -227,7 +231,8 @@ def _by_example(run: Callable[..., Any]) -> Callable[..., Any]:
 
         def weigh(metrics: Metrics) -> Metrics:
             _require_numbers(metrics)
-            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
+            floats = {name: as_float(m) if isinstance(m, Tensor) else m for name, m in metrics.items()}
+            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in floats.items()}
 
         if not isinstance(result, ForwardResult):
             return replace(result, loss=loss, metrics=weigh(result.metrics))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,9 @@ DIFFERENT_BATCHES = (
     "rank, without a sampler that divides it (DistributedSampler)"
 )
 """The reason and the remedy in an error."""
+
+COUNTED = 1 << 24
+"""More than the number of ranks: a meeting of ranks adds up what each calls in multiples of this, and counts below."""
 
 
 def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
@@ -151,30 +155,43 @@ def require_all_ranks(name: str) -> None:
     """Wait until all ranks have called the function `name`, which exchanges tensors.
 
     A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
-    tensors. Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
-    Raises a RankError if another rank continued without it, failed, ended, or did not call it before the timeout of the
-    process group.
+    tensors. Raises a RankError if another rank continued without it, called another such function in its place, failed,
+    ended, or did not call it before the timeout of the process group.
+    """
+    if why := why_not_together(name):
+        raise RankError(
+            f"{name}: rank {store.rank_and_size()[0]} has called it, and {why}. The ranks exchange tensors in it, so "
+            "every rank must call it; then one alone may write or print what it returns"
+        )
+
+
+def why_not_together(name: str) -> str:
+    """Wait until all ranks have called this with a name; return "", or why another rank does not.
+
+    Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
     """
     rank, size = store.rank_and_size()
     if size == 1 or not store.are_processes():
-        return
+        return ""
     table = store.store()
     number = table.add(_calls(rank), 1)
-    meeting = f"ftrain/meeting/{number}"
-    table.add(meeting, 1)
+    meeting, own = f"ftrain/meeting/{number}", 1 + (zlib.crc32(name.encode()) & 0xFFFF) * COUNTED
+    table.add(meeting, own)
 
     def absent() -> list[int]:
         return [other for other in range(size) if table.add(_calls(other), 0) < number]
 
-    gave_up = wait_for_ranks(table, (rank, size), lambda: bool(table.add(meeting, 0) >= size), absent, in_order=True)
+    def have_come() -> bool:
+        return bool(table.add(meeting, 0) % COUNTED >= size)
+
+    gave_up = wait_for_ranks(table, (rank, size), have_come, absent, in_order=True)
     if gave_up:
-        why = gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
-        raise RankError(
-            f"{name}: rank {rank} has called it, and {why}. The ranks exchange tensors in it, so every rank must call "
-            "it; then one alone may write or print what it returns"
-        )
+        return gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
+    if table.add(meeting, 0) != size * own:
+        return "another rank has called another function in its place, which its own error names"
     if rank == 0:  # All have seen the end of the meeting before.
         table.delete_key(f"ftrain/meeting/{number - 1}")
+    return ""
 
 
 def _calls(rank: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftrain import tree
+from ftrain import backends, tree
 from ftrain.errors import LossError
 from ftrain.types import Loss, LossOutput, Mean, Metrics, PyTree, replace
 
@@ -102,6 +102,12 @@ def zero_if_empty(mean: Mean) -> Mean:
     """Return a mean that can be added to others: with the total 0 if its weight is 0, even if the total is NaN."""
     is_empty = (mean.weight == 0).to(mean.total.device)
     return replace(mean, total=summable(mean.total.masked_fill(is_empty, 0)), weight=summable(mean.weight))
+
+
+def as_float(number: Tensor) -> Tensor:
+    """Return an integer in the widest dtype of its device, for a mean: float32 holds all integers up to 2**24 only."""
+    is_integer = not (number.is_floating_point() or number.is_complex()) and number.dtype != torch.bool
+    return number.to(backends.widest(number.device)) if is_integer else number
 
 
 def summable(number: Tensor) -> Tensor:

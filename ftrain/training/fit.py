@@ -107,7 +107,7 @@ def fit(
             differ from those of the first rank.
         DeviceError: when not even one example fits in memory, with the `anatomy` of the step; or when a state was
             overwritten, and there is no checkpoint.
-        DataError: when there is no batch, or the data ends before `steps` is reached.
+        DataError: when there is no batch, or the data ends before `steps` is reached, or earlier than on another rank.
         BatchError: on every rank, when ranks that must have the same batches have different ones; one step later, so
             a state that was saved after that step may be wrong.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.

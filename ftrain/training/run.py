@@ -26,15 +26,12 @@ from ftrain.training.options import Options
 from ftrain.training.progress import Display, Throughput, describe, describe_evaluation, total_steps
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
-from ftrain.training.step_votes import StepVotes
+from ftrain.training.step_votes import END_OF_DATA, END_OF_RUN, StepVotes
 from ftrain.transforms.compile.wrapper import is_compiled
 from ftrain.types import PyTree
 
 Records = Generator[StepRecord, Any, None]
 """Yields after each step; `send` replaces the state."""
-
-END_OF_RUN, END_OF_DATA = "at the end of the run", "at the end of its data, of which each rank needs as many batches"
-"""Where a rank is that waits for the others to end too."""
 
 S = TypeVar("S")
 

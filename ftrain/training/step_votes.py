@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrain import tree
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, DataError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.same_step import digest
-from ftrain.step.across_ranks import DIFFERENT_BATCHES
+from ftrain.step.across_ranks import DIFFERENT_BATCHES, why_not_together
 from ftrain.types import PyTree
 
 SAMPLED = 256
 """About how many elements of each tensor of a batch are compared, spread over all of it."""
+
+END_OF_RUN, END_OF_DATA = "at the end of the run", "at the end of its data, of which each rank needs as many batches"
+"""Where a rank is that waits for the others to end too."""
 
 
 class StepVotes:
@@ -61,9 +64,16 @@ class StepVotes:
     def at_end(self, batch: PyTree = None, *, place: str) -> None:
         """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None.
 
-        The `place` says where this rank is to those that wait for it.
+        The `place` says where this rank is to those that wait for it. Raises a DataError if the data has ended, and
+        another rank has more of it.
         """
         self.agreement.tell_place(place)
+        # Before the vote: it would be one more that the others do not take part in, and this rank would wait for them.
+        if place == END_OF_DATA and not self.agreement.is_alone and (why := why_not_together("fit")):
+            raise DataError(
+                f"fit: the data of this rank has ended, and {why}; every rank needs as many batches: "
+                "ft.data.loader(..., rank=, num_ranks=) gives them so; with steps=, data that has ended begins again"
+            )
         if batch is not None and not self.agreement.is_alone and not self._agreed:
             self._vote(self._shapes[0], self._digest(batch))
         self._read(self.agreement.last_vote())

@@ -70,6 +70,25 @@ def test_a_rank_whose_program_has_ended_is_not_waited_for():
     assert text.startswith("to_module: rank 0 has called it, and the program of rank 1 has ended after step 1.")
 
 
+def calling_another(tell, rank):
+    step = step_of()
+    state, _ = step(step.init(seed=5), next(models.batches(1)))
+    for name in ("whole", "evaluate") if rank == 0 else ("evaluate",):
+        try:
+            CALLS[name][1](step, state)
+        except RankError as error:
+            tell(str(error))
+
+
+def test_ranks_that_call_two_functions_in_the_place_of_one_exchange_nothing():
+    """As where one rank gathers alone, `if rank == 0: ...`, and all ranks evaluate afterwards."""
+    with started(2, calling_another) as ranks:
+        texts = [rank.hear(SOON) for rank in ranks]
+    why = "has called it, and another rank has called another function in its place"
+    assert texts[0].startswith(f"whole: rank 0 {why}")
+    assert texts[1].startswith(f"evaluate: rank 1 {why}")
+
+
 def saving(tell, rank, path, how):
     quick()
     step = adapted(0) if how.startswith("adapters") else step_of()

@@ -3,7 +3,8 @@
 import pytest
 
 import ftrain as ft
-from ftrain.errors import BatchError, ComposeError, OptionError, RankError
+from ftrain.checkpoint import heartbeats
+from ftrain.errors import BatchError, ComposeError, DataError, OptionError, RankError
 from ftrain.parallel import rank_watch
 from tests.faults.forks import BROKEN, quiet_forks
 from tests.parallel import models
@@ -63,9 +64,8 @@ FAULTS = {
     "evaluate": (evaluating, "OSError: no file", "failed after step 2, in evaluate: OSError: no file"),
     "end of data": (
         lambda step, is_faulty: {"data": Data(2) if is_faulty else Data()},
-        "RankError: fit: what follows step 2 did not end on rank {}, at the end of its data, of which each rank "
-        "needs as many batches: rank {} has waited, too, in step 3",
-        "has waited, too, after step 2, at the end of its data, of which each rank needs as many batches; none has",
+        "DataError: fit: the data of this rank has ended, and rank {1} is in step 3",
+        "failed after step 2, at the end of its data, of which each rank needs as many batches: DataError: fit: the",
     ),
     "batch": (
         lambda step, is_faulty: {"data": Data(third="nonsense" if is_faulty else None)},
@@ -91,7 +91,7 @@ In ``{}`` are the numbers of the rank at fault and of the other one.
 
 def fitting(tell, rank, directory, name, faulty):
     """Train and save, with a fault on one rank; tell how it ended."""
-    rank_watch.BEAT, rank_watch.PATIENCE = 0.1, 0.5
+    rank_watch.BEAT, rank_watch.PATIENCE, heartbeats.PATIENCE = 0.1, 0.5, 0.5
     ft.parallel.mesh()  # To start the processes may take longer than the deadline.
     step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS), 3))
     options = {"data": Data(), **FAULTS[name][0](step, rank == faulty)}
@@ -99,7 +99,7 @@ def fitting(tell, rank, directory, name, faulty):
         fit(step, directory, steps=2, data=Data())
     try:
         fit(step, directory, **options)
-    except (OSError, BatchError, RankError) as error:
+    except (OSError, BatchError, DataError, RankError) as error:
         tell(f"{type(error).__name__}: {error}")
         raise
 
@@ -112,7 +112,8 @@ def fit(step, directory, *, data, **options):
 @quiet_forks
 @pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "name", ["evaluate", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[1:])]
+    "name",
+    [*list(FAULTS)[:2], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[2:])],
 )
 def test_each_rank_says_why_and_what_was_saved_is_whole(name, faulty, tmp_path):
     if (name, faulty) == ("log", 1):

@@ -1,10 +1,13 @@
 """The mesh of ranks, and the batches that they share."""
 
 import dataclasses
+from contextlib import nullcontext
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ftrain as ft
@@ -29,6 +32,25 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
             ft.parallel.mesh(**sizes)
 
     run(4, rank)
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "told"),
+    [
+        ({"timeout": timedelta(seconds=7200)}, {}, r"for 7200 seconds.* 600 from now on; mesh\(timeout=7200\) keeps"),
+        ({"timeout": timedelta(seconds=7200)}, {"timeout": 30}, None),
+        ({"timeout": timedelta(seconds=60)}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_longer_timeout_of_the_process_group_is_not_replaced_without_a_word(before, given, told):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, **before)
+    try:
+        with pytest.warns(UserWarning, match=told) if told else nullcontext():
+            ft.parallel.mesh(**given)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_mesh_of_some_ranks_is_an_error_on_every_rank():

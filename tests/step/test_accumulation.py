@@ -250,6 +250,20 @@ def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):
         assert metrics["loss"] == metrics["mean"] == metrics["number"] == number
 
 
+@pytest.mark.parametrize(("ranks", "pieces", "length"), [(1, 2, 8), (2, 1, 8), (2, 2, 8), (1, 2, 7), (2, 2, 7)])
+def test_an_integer_that_float32_does_not_hold_keeps_its_value(ranks, pieces, length):
+    number = 2**25 + 1
+
+    def loss(params, batch):
+        return (params["a"] * 0).sum() + batch.sum(), {"tokens": torch.tensor(number)}
+
+    def trained(_):
+        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(pieces), ft.sharded(ft.parallel.mesh()))
+        return int(step(step.init({"a": torch.ones(3)}), torch.ones(length))[1]["tokens"])
+
+    assert run(ranks, trained) == [number] * ranks
+
+
 def test_a_plain_loss_in_float16_is_summed_in_more():
     def loss(params, batch):
         return (params["a"] * 0).sum().half() + 3e4
