@@ -187,10 +187,12 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
 def as_path(function: str, name: str, value: Any) -> Path:
     """Return the absolute path of a file or directory, which stays when the program changes its directory.
 
-    ``~`` is the home directory, as in a shell. Raises an OptionError if it is no path, or has a null character.
+    ``~`` is the home directory, as in a shell. Raises an OptionError if it is no path, is empty, or has a null
+    character.
     """
-    if not isinstance(value, str | os.PathLike) or "\0" in str(value):
-        raise OptionError(f"{function}: {name} is {value!r}, needs a path as a str or pathlib.Path")
+    if not isinstance(value, str | os.PathLike) or value == "" or "\0" in str(value):
+        needed = 'a path as a str or pathlib.Path ("." is the working directory)'
+        raise OptionError(f"{function}: {name} is {value!r}, needs {needed}")
     # Not `Path.expanduser`, which raises for a name that is no user: that may be the name of a file.
     return Path(os.path.expanduser(value)).absolute()
 

@@ -15,21 +15,25 @@ from ftrain.tree import describe
 from ftrain.types import Mean
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | None = None) -> Mean:
+def binary_cross_entropy(
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, pos_weight: Tensor | None = None
+) -> Mean:
     """Cross-entropy of independent yes-or-no labels, over every element.
 
-    With ``p = sigmoid(logits)``, label ``y`` and weight ``w`` (1 by default), an element adds
+    With ``p = sigmoid(logits)``, label ``y``, weight ``w`` and weight ``v`` of the label 1 (1 by default), an element
+    adds
 
-        ``-w (y log p + (1 - y) log(1 - p))``  to the total and  ``w``  to the weight.
+        ``-w (v y log p + (1 - y) log(1 - p))``  to the total and  ``w``  to the weight.
 
     Args:
         logits: (...), floating point; infinite ones give NaN, as in torch.
         labels: like `logits`: bool, integers 0 and 1, or probabilities.
         weight: bool or real, broadcast to the shape of `logits`; its sum is not differentiated. Elements of weight 0
             may hold anything, NaN included, unless the weight itself has a gradient.
+        pos_weight: real, broadcast to the shape of `logits`, such as (classes,): above 1 for labels that are rarely 1.
 
     Raises:
-        LossError: a shape or dtype is not as above. Torch checks the shape of the weight.
+        LossError: a shape or dtype is not as above. Torch checks the shapes of the weights.
 
     Source: `torch.nn.functional.binary_cross_entropy_with_logits`.
 
@@ -38,8 +42,10 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     """
     _require_same_shape("binary_cross_entropy", logits, labels, ("logits", "labels"))
     require_real("binary_cross_entropy", weight)
+    require_real("binary_cross_entropy", pos_weight)
     dtype = at_least_float32(logits.dtype)
-    error = partial(F.binary_cross_entropy_with_logits, reduction="none")
+    pos_weight = None if pos_weight is None else pos_weight.to(dtype)
+    error = partial(F.binary_cross_entropy_with_logits, reduction="none", pos_weight=pos_weight)
     return _weighted(error, logits.to(dtype), labels.to(dtype), weight)
 
 

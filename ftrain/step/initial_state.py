@@ -55,6 +55,12 @@ def initial_parts(
         params = initial_params
     elif problems := mismatches(params, initial_params):
         raise StructureError(_misfit("the parameters do not fit", module, problems))
+    if module is not None and adapters is None and (extra := params.keys() - initial_params.keys()):
+        raise StructureError(
+            f"Step.init: params has {listed([name for name in params if name in extra])}, which is no parameter of "
+            f"{type(module).__name__}, but a buffer, a second name of a shared parameter, or of another module; for "
+            "values of a state_dict, call module.load_state_dict(values) first, and step.init() without params"
+        )
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     distribute = [wrapper.step.distribute for wrapper in step.wrappers if wrapper.step and wrapper.step.distribute]

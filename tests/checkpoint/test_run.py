@@ -322,7 +322,7 @@ def test_options(name, value, tmp_path):
 
 @pytest.mark.parametrize("call", [checkpoint.load, checkpoint.verify, lambda path: checkpoint.save(path, {})])
 def test_a_path_that_is_none_is_named(call):
-    for path in (None, "a\0b", b"a"):
+    for path in (None, "a\0b", b"a", ""):
         with pytest.raises(OptionError, match=r": path is .*, needs a path as a str or pathlib\.Path"):
             call(path)
 

@@ -255,6 +255,18 @@ class TestElementwise:
         check_parity(lambda x: ours(x, targets), lambda x: theirs(x, targets), randn(*shape))
         assert float(ours(randn(*shape), targets).weight) == targets.numel()
 
+    @pytest.mark.parametrize("shape", [(), (4,), (3, 1)])
+    def test_weight_of_the_label_1(self, shape) -> None:
+        targets, weight, pos_weight = randn(3, 4, seed=3).sigmoid(), randn(4, seed=4).abs(), randn(*shape, seed=5).abs()
+        check_parity(
+            lambda x: binary_cross_entropy(x, targets, weight=weight, pos_weight=pos_weight),
+            lambda x: (
+                F.binary_cross_entropy_with_logits(x, targets, weight, reduction="sum", pos_weight=pos_weight)
+                / weight.expand(3, 4).sum()
+            ),
+            randn(3, 4),
+        )
+
     @pytest.mark.parametrize(("ours", "theirs"), ELEMENTWISE)
     @pytest.mark.parametrize("shape", [(), (4,), (3, 4), (3, 1), (1, 1)])
     def test_weight_is_broadcast(self, ours, theirs, shape) -> None:

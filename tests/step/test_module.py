@@ -254,6 +254,16 @@ def test_tied_weights_are_one_parameter():
     assert trained.head.weight is trained.embed.weight
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_state_dict_with_more_than_parameters_is_no_params(shares):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3) if shares else nn.BatchNorm1d(3))
+    if shares:
+        module[1].weight = module[0].weight
+    name = r"1\.weight" if shares else r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked"
+    with pytest.raises(StructureError, match=rf"Step\.init: params has {name}, which .*load_state_dict"):
+        step_of(module, squares).init(module.state_dict())
+
+
 def test_weights_tied_across_the_wrapper_of_a_shared_module():
     class Twice(nn.Module):
         def __init__(self):
