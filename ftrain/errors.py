@@ -170,17 +170,24 @@ LARGER_IS_BETTER = {
 """Words in the names of metrics of which more is better."""
 
 SMALLER_IS_BETTER = {"loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer"}
-"""Words in the names of metrics of which less is better; with one of the others, as in dice_loss, these decide."""
+"""Words in the names of metrics of which less is better."""
+
+NEGATED = {"neg", "negative", "minus"}
+"""Words that turn the direction round, as in neg_log_loss of scikit-learn."""
 
 
 def warn_of_mode(function: str, metric: str, mode: str) -> None:
     """Warn if less of a metric is to be better, by whose name more is, or the other way round."""
     words = {*re.split("[^a-z0-9]+", str(metric).lower())}
     words |= {word.rstrip("0123456789") for word in words}  # acc1, bleu4
-    if not SMALLER_IS_BETTER.isdisjoint(words):
-        if mode == "max":
-            warn(f"{function}: more of {metric!r} counts as better; pass mode='min' if less is")
-    elif mode == "min" and not LARGER_IS_BETTER.isdisjoint(words):
+    if "loss" in words:  # dice_loss
+        words -= LARGER_IS_BETTER
+    is_less, is_more = not SMALLER_IS_BETTER.isdisjoint(words), not LARGER_IS_BETTER.isdisjoint(words)
+    if is_less == is_more or not NEGATED.isdisjoint(words):  # top1_error, error_f1
+        return
+    if is_less and mode == "max":
+        warn(f"{function}: more of {metric!r} counts as better; pass mode='min' if less is")
+    elif is_more and mode == "min":
         warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
 
 

@@ -25,11 +25,13 @@ def log_ended_schedules(step: Any, first: int, total: int | None) -> None:
     rates = {name: rate for name, rate in rates.items() if name.endswith("lr")}
     if not rates or not total or first >= total or not all(isinstance(rate, Call) for rate in rates.values()):
         return
-    begin = max(first, total - max(MIN_STEPS, (total - first) // 10))
-    ends = [_first_zero(rate, begin, total) for rate in rates.values()]
+    tail = total - max(MIN_STEPS, total // 10)
+    ends = [_first_zero(rate, max(first, tail), total) for rate in rates.values()]
     if None in ends:
         return
     end = max(each for each in ends if each is not None)
+    if tail <= end < first:  # The run was interrupted in its last steps.
+        return
     log_on_first_rank(
         "fit: the learning rate is 0 after step %d, and the run goes on to step %d: these steps train nothing. Make "
         "fewer steps, or give the schedule those of the run (not its epochs): %s",

@@ -224,12 +224,7 @@ class RunCheckpoints:
         if self._journal is not None:
             mark, append = self._journal.prepare_append(point.history)
             history = mark._asdict()
-        record = {
-            "history": history,
-            **self._pipeline,
-            "batches": self._num_batches,
-            **point.last._asdict(),
-        }
+        record = {"history": history, **self._pipeline, "batches": self._num_batches, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,

@@ -88,8 +88,8 @@ def require_of_leaf(origin: str, function: Callable[..., T], result: str) -> Cal
 
 
 def text_of(mask: Mask) -> str:
-    """Return the patterns of a mask, or the name of its function."""
-    return str(getattr(mask, "__name__", mask) if callable(mask) else [*mask])
+    """Return the patterns of a mask, or the name of its function or class, which is that of each process."""
+    return str(getattr(mask, "__name__", type(mask).__name__) if callable(mask) else [*mask])
 
 
 def require_matches(select: Select, params: PyTree) -> None:

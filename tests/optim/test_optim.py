@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import inspect
 import math
 import subprocess
@@ -329,6 +330,12 @@ def test_a_decay_mask_that_selects_nothing_is_logged(caplog):
     assert not said(decay_mask=lambda name, leaf: False)
     params = {"b": torch.ones(2)}  # A group of biases, by the default mask.
     assert not said(weight_decay=0.1)
+
+
+def test_a_decay_mask_has_the_same_text_in_each_process():
+    """Ranks compare it, and a run that continues; the order of a set and addresses differ between processes."""
+    mask = functools.partial(lambda name, leaf, names: name in names, names={"a", "b"})
+    assert adamw(0.1, weight_decay=0.1, decay_mask=mask).options["decay_mask"] == "partial"
 
 
 def test_default_masks():

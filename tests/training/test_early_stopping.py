@@ -289,6 +289,9 @@ def test_what_is_called_after_evaluations_needs_more_than_the_one_at_the_end(nam
 def test_the_wrong_direction_of_a_metric_by_its_name_is_warned_of(choose, recwarn):
     for name, mode in (("eval_accuracy", "max"), ("eval_loss", "min"), ("eval_map_loss", "min"), ("eval_fid", "min")):
         choose(name, mode)
+    for name in ("eval_top1_error", "eval_error_f1", "eval_neg_log_loss", "neg_accuracy"):
+        choose(name, "max")
+        choose(name, "min")
     assert not recwarn
     for name in ("eval_accuracy", "eval_F1", "top_acc", "val/acc1", "eval_bleu-4", "eval_mAP"):
         with pytest.warns(UserWarning, match=f"less of {name!r} counts as better; pass mode='max'"):

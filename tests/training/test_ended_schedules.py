@@ -59,11 +59,13 @@ def test_a_function_is_not_read_ahead(caplog):
 
 
 def test_the_steps_after_the_end_of_a_run_that_is_resumed(tmp_path, caplog):
-    def run(steps):
-        return logged(
-            caplog, ft.optim.sgd(schedules.cosine(1e-2, 10)), steps, checkpoints=ft.Checkpoints(tmp_path, every=10)
-        )
+    def run(schedule, steps):
+        checkpoints = ft.Checkpoints(tmp_path / str(schedule), every=10)
+        return logged(caplog, ft.optim.sgd(schedule), steps, checkpoints=checkpoints)
 
-    assert not run(10)
-    (said,) = run(15)
+    assert not run(schedules.cosine(1e-2, 10), 10)
+    (said,) = run(schedules.cosine(1e-2, 10), 15)
     assert "after step 10, and the run goes on to step 15" in said
+    # A total that was rounded down, and a run that was interrupted in its last steps.
+    assert not run(schedules.cosine(1e-2, 37), 39)
+    assert not run(schedules.cosine(1e-2, 37), 40)
