@@ -71,8 +71,8 @@ class StepVotes:
         # Before the vote: it would be one more that the others do not take part in, and this rank would wait for them.
         if place == END_OF_DATA and not self.agreement.is_alone and (why := why_not_together("fit")):
             raise DataError(
-                f"fit: the data of this rank has ended, and {why}; every rank needs as many batches: "
-                "ft.data.loader(..., rank=, num_ranks=) gives them so; with steps=, data that has ended begins again"
+                f"fit: the data of this rank has ended, and {why}; every rank needs the same number of batches, as "
+                "ft.data.loader(..., rank=, num_ranks=) gives; with steps=, data that has ended begins again"
             )
         if batch is not None and not self.agreement.is_alone and not self._agreed:
             self._vote(self._shapes[0], self._digest(batch))
