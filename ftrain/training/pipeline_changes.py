@@ -71,7 +71,10 @@ def _changed_rates(step: Any, history: Sequence[Mapping[str, Any]]) -> list[str]
         record = next((each for each in reversed(history) if name in each), None)
         if isinstance(schedule, Call) or record is None:
             continue
-        value = float(schedule(record["step"] - 1))
+        try:
+            value = float(schedule(record["step"] - 1))
+        except Exception:  # It need not have a value for steps that are made, as a table of the next ones.
+            continue
         if not math.isclose(value, record[name], rel_tol=TOLERANCE):
             changes += [f"- {name} of step {record['step']} was {record[name]:g}", f"+ its schedule gives {value:g}"]
     return changes
