@@ -138,11 +138,13 @@ class _Search:
     def places(self) -> dict[str, Place]:
         """Return how each constant is read, by name."""
         found: dict[str, Place] = {}
+        leading = self._leading()
         for owner_name, owner in self._objects.values():
             if isinstance(owner, dict | list) and owner_name.rpartition(".")[2] in self._written_names:
                 continue
             for child_name, value, place in self._children(owner):
-                if place is None or child_name in self._written_names or not self._is_constant(value, owner):
+                is_constant = id(value) in leading or _is_constant(value, owner)
+                if place is None or child_name in self._written_names or not is_constant:
                     continue
                 name = _joined(owner_name, str(child_name))
                 while name in found:
@@ -150,13 +152,21 @@ class _Search:
                 found[name] = place
         return found
 
-    def _is_constant(self, value: Any, owner: Any) -> bool:
-        """Whether a graph depends on a value, or on what is in it."""
-        if isinstance(value, Tensor):
-            # A graph sees what is written to it, but not another tensor in its place.
-            return isinstance(owner, FunctionType | nn.Module)
-        is_known = isinstance(value, (*CONSTANTS, BuiltinFunctionType)) or id(value) in self._objects
-        return is_known and not isinstance(value, ModuleType)
+    def _leading(self) -> set[int]:
+        """Return the identities of the objects that hold or lead to constants; one of a batch is not searched again."""
+        leading, parents = list[int](), dict[int, list[int]]()
+        for _, owner in self._objects.values():
+            children = [*self._children(owner)]
+            if any(place is not None and _is_constant(value, owner) for _, value, place in children):
+                leading.append(id(owner))
+            for _, value, _ in children:
+                parents.setdefault(id(_unwrapped(value)), []).append(id(owner))
+        known = set(leading)
+        for each in leading:
+            new = {*parents.get(each, ())} - known
+            known |= new
+            leading.extend(new)
+        return known
 
     def _add(self, name: str, value: Any) -> None:
         value = _unwrapped(value)
@@ -173,21 +183,15 @@ class _Search:
         self._read_names.update(code.co_names)
         instructions = [*dis.get_instructions(code)]
         for index, each in enumerate(instructions):
-            before = instructions[max(index - 3, 0) : index]
-            if each.opname in WRITES:
-                self._written_names.add(each.argval)
-            elif each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in IN_PLACE:
-                self._written_names.update(item.argval for item in before[-1:] if isinstance(item.argval, str))
+            self._written_names |= _written(each, instructions[max(index - 3, 0) : index])
+            if each.opname == "IMPORT_NAME":
+                self._add(each.argval, sys.modules.get(each.argval))
+            elif each.opname == "LOAD_SMALL_INT":  # In Python 3.14 no constant of the code.
+                self._read_names.add(each.argval)
             elif each.opname == "LOAD_CONST" and isinstance(each.argval, tuple | frozenset):
                 # Keys for a loop, unless they are the names of keyword arguments (Python 3.13).
                 is_call = instructions[index + 1].opname.startswith("CALL")
                 self._read_names.update(() if is_call else filter(_is_key, each.argval))
-            elif each.opname == "LOAD_SMALL_INT":  # In Python 3.14 no constant of the code.
-                self._read_names.add(each.argval)
-            elif each.opname == "IMPORT_NAME":
-                self._add(each.argval, sys.modules.get(each.argval))
-            else:
-                self._written_names.update(_written_item(each.opname, before))
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 self._note(constant)
@@ -207,7 +211,8 @@ class _Search:
         elif isinstance(owner, dict):
             # A subclass may compute what it is asked for.
             held = dict(dict.items(owner))
-            yield from ((key, held[key], (partial(_in_dict, key), owner)) for key in self._named(held))
+            read = itemgetter if type(owner) is dict else _item_of_subclass
+            yield from ((key, held[key], (read(key), owner)) for key in self._named(held))
         elif isinstance(owner, list | tuple):
             few = len(owner) <= MOST_VALUES
             yield from ((str(i), value, (itemgetter(i), owner) if few else None) for i, value in enumerate(owner))
@@ -244,26 +249,30 @@ class _Search:
                 yield name, value, None if computes else place
 
 
-def _written_item(opname: str, before: Sequence[dis.Instruction]) -> set[str]:
-    """Return the name of the item that an instruction writes or begins to change, as in ``names["key"] += 1``.
+def _written(instruction: dis.Instruction, before: Sequence[dis.Instruction]) -> set[str]:
+    """Return the names of what an instruction writes, or begins to change, as in ``names["key"] += 1``.
 
-    If the code does not tell its key, it is the name of the dict or list.
+    If the code does not tell the key of an item, it is the name of the dict or list.
     """
-    if opname == "COPY" and before[-1:] and before[-1].opname == "COPY":
-        before = before[:-1]
-    elif opname != "STORE_SUBSCR":
-        return set()
-    is_key = bool(before) and before[-1].opname == "LOAD_CONST" and isinstance(before[-1].argval, str)
-    names = [each.argval for each in before[-1:] if is_key] or [each.argval for each in before[-2:-1]]
-    return {name for name in names if isinstance(name, str)}
+    name = instruction.opname
+    if name in WRITES:
+        return {instruction.argval}
+    found: list[Any] = []
+    if name in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in IN_PLACE:
+        found = [each.argval for each in before[-1:]]
+    elif name == "STORE_SUBSCR" or (name == "COPY" and before and before[-1].opname == "COPY"):
+        *_, holder, key = (None, None, *(before[:-1] if name == "COPY" else before))
+        is_key = key is not None and key.opname == "LOAD_CONST" and isinstance(key.argval, str)
+        found = [each.argval for each in ([key] if is_key else [holder]) if each is not None]
+    return {each for each in found if isinstance(each, str)}
 
 
 def _is_key(value: Any) -> bool:
     return isinstance(value, str | int)
 
 
-def _in_dict(key: Any, owner: dict[Any, Any]) -> Any:
-    return dict.__getitem__(owner, key)
+def _item_of_subclass(key: Any) -> Callable[[Any], Any]:
+    return lambda owner: dict.__getitem__(owner, key)
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Place | None]]:
@@ -279,6 +288,13 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Place | Non
     values = function.__globals__
     if not code.co_filename.startswith(LIBRARIES) and not _is_foreign(str(values.get("__name__"))):
         yield from ((name, values[name], (itemgetter(name), values)) for name in _globals_of(code) & values.keys())
+
+
+def _is_constant(value: Any, owner: Any) -> bool:
+    if isinstance(value, Tensor):
+        # A graph sees what is written to it, but not another tensor in its place.
+        return isinstance(owner, FunctionType | nn.Module)
+    return isinstance(value, (*CONSTANTS, BuiltinFunctionType, FunctionType, type))
 
 
 def _unwrapped(value: Any) -> Any:
