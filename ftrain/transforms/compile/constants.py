@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from enum import Enum, EnumType
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_not, itemgetter
@@ -26,7 +26,7 @@ IN_PLACE = {"append", "appendleft", "extend", "insert", "pop", "popleft", "clear
 IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__iter__", "__bool__"}
 IMPLICIT |= {"__float__", "__int__", "__add__", "__radd__", "__mul__", "__rmul__"}
 """Methods that are called without their name."""
-OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", *vars(nn.Module())}
+OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "__file__", *vars(nn.Module())}
 FOREIGN = {"torch", "ftrain", "builtins", "numpy", "functools", "logging", "random", "threading"}
 """Packages whose objects have no settings of the user; modules of `torch.nn` have."""
 
@@ -332,6 +332,8 @@ def _may_lead_on(value: Any) -> bool:
         return True
     if isinstance(value, dict | list | tuple):
         return len(value) <= MOST_ITEMS
+    if isinstance(value, Enum | EnumType):
+        return False
     if isinstance(value, ModuleType):
         return not _is_foreign(value.__name__)
     kind = value if isinstance(value, type) else type(value)
