@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.constants import Constants
+from ftrain.transforms.compile.constants import MISSING, Constants
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
@@ -187,20 +187,20 @@ class CompiledCache:
                 _require_apart(*arguments)
             if alike:
                 self._log_changed(alike[-1].constants, constants)
-            self._shapes.admit(state=arguments[0], batch=arguments[1], constants=self._constants.texts(constants))
+            self._shapes.admit(state=arguments[0], batch=arguments[1], constants=dict(constants))
             with log_if_slow(self._name) if self._name else nullcontext():
                 known = Graph(self._function, arguments, key, self._compile, donate=self._donate)
-            known.constants = self._constants.leave_out(constants, self._constants.values())
+            known.constants = self._constants.leave_out(constants)
             self.graphs.append(known)
         return known
 
-    def _log_changed(self, old: Sequence[Any], new: Sequence[Any]) -> None:
-        olds, news = map(self._constants.texts, (old, new))
+    def _log_changed(self, olds: Mapping[str, str], news: Mapping[str, str]) -> None:
+        changed = [name for name in {**olds, **news} if news.get(name) != olds.get(name)]
         log_on_first_rank(
             "compiled: %s is compiled again, since %s; a number that changes often should be a tensor in the batch "
             "('A number that changes with the step' in docs/guide.md)",
             self._name,
-            listed([f"{name} is {news[name]} and was {olds[name]}" for name in news if news[name] != olds[name]]),
+            listed([f"{n} is {news.get(n, MISSING)} and was {olds.get(n, MISSING)}" for n in changed]),
         )
 
 
@@ -211,7 +211,7 @@ class Graph:
         self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, compile_: Compile, *, donate: bool
     ) -> None:
         self.key, self._donate = key, donate
-        self.constants: list[Any] = []
+        self.constants: Mapping[str, str] = {}
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -263,14 +263,11 @@ class Graph:
 
         return flat
 
-    def has(self, constants: list[Any]) -> bool:
+    def has(self, constants: Mapping[str, str]) -> bool:
         """Whether it was compiled with these constants."""
-        try:
-            return self.constants == constants
-        except RuntimeError:  # A number has become a tensor of several.
-            return False
+        return self.constants is constants or self.constants == constants
 
-    def read(self, arguments: tuple[PyTree, ...], constants: list[Any]) -> list[Any] | None:
+    def read(self, arguments: tuple[PyTree, ...], constants: Mapping[str, str]) -> list[Any] | None:
         """Return the leaves of arguments that this graph was compiled for; None for others, or other constants."""
         leaves = self._read(arguments)
         if leaves is None or _settings(leaves) != self.key[-1] or not self.has(constants):

@@ -3,75 +3,116 @@
 from __future__ import annotations
 
 import dis
+import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, EnumType
 from functools import partial
-from operator import attrgetter, itemgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from itertools import compress
+from operator import attrgetter, is_not, itemgetter
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ftrain.errors import LIBRARIES
 
-SCALARS = {bool, int, float, str}
+SCALARS = {bool, int, float, complex, str, bytes}
+CONSTANTS = int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device
 WRITES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"}
-OF_MODULE = {"training", "__name__", "__doc__", "__module__", "__qualname__"}
+IN_PLACE = {"append", "appendleft", "extend", "insert", "pop", "popleft", "clear", "remove"}
+IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__iter__", "__bool__"}
+IMPLICIT |= {"__float__", "__int__", "__add__", "__radd__", "__mul__", "__rmul__"}
+"""Methods that are called without their name."""
+OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "__file__", *vars(nn.Module())}
 FOREIGN = {"torch", "ftrain", "builtins", "numpy", "functools", "logging", "random", "threading"}
 """Packages whose objects have no settings of the user; modules of `torch.nn` have."""
 
 MOST_ITEMS = 1000
 """The length above which a dict or a list holds data and not settings."""
+MOST_VALUES = 32
+"""The length above which the numbers in a list are data."""
 
 MISSING = "(missing)"
 
-Read: TypeAlias = Callable[[Any], Any]
-"""``owner -> value``."""
+Place: TypeAlias = tuple[Callable[[Any], Any], Any]
+"""A function that reads a value again, and its argument."""
 
 
 class Constants:
-    """The numbers, flags and texts that functions and modules read in closures, globals, attributes and dicts.
+    """The numbers, flags and texts that functions and modules read in closures, globals, attributes, dicts and lists.
 
-    Of a tensor in a closure or global it is the identity. They are found by names in the code of the functions, when
-    `values` is first called. One that the code also writes is left out, as a counter or the length of a cached table.
+    Of a tensor it is the identity, of a function its code, and of another object its type: what is in it is searched
+    again when another takes its place. They are found by names in the code of the functions, when `values` is first
+    called. One that the code also writes is left out, as a counter or the length of a cached table.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
-        self._places: list[tuple[Read, Any]] | None = None
-        self._names: list[str] = []
+        self._left_out: set[str] = set()
+        self._held: dict[int, Any] = {}
+        # Set at once, for other threads: the places, what was there, and the texts of that.
+        self._known: tuple[dict[str, Place], list[Any], dict[str, str]] | None = None
 
-    def values(self) -> list[Any]:
-        """Return the values that they have now."""
-        if self._places is None:
-            found = [*_Search(self._roots).places()]
-            self._names = [name for name, _, _ in found]
-            self._places = [(read, owner) for _, read, owner in found]
-        try:
-            return [read(owner) for read, owner in self._places]
-        except (AttributeError, KeyError, ValueError):
-            return [_read(read, owner) for read, owner in self._places]
+    def values(self) -> Mapping[str, str]:
+        """Return the values that they have now as texts, by name; the same object if none has changed."""
+        if self._known is not None:
+            places, before, texts = self._known
+            seen = _read_all(places)
+            changed = [*compress(zip(seen, before, strict=True), map(is_not, seen, before))]
+            if not changed:
+                return texts
+            if all(type(new) in SCALARS and type(old) in SCALARS for new, old in changed):
+                return self._keep(places, seen)
+        # Another object may have other constants.
+        places = _Search(self._roots).places()
+        return self._keep(places, _read_all(places))
 
-    def texts(self, values: Sequence[Any]) -> dict[str, str]:
-        """Return these values as texts, by the names of the constants."""
-        return dict(zip(self._names, map(repr, values), strict=True))
+    def leave_out(self, old: Mapping[str, str]) -> Mapping[str, str]:
+        """Leave out those that a function has written itself while it was captured; return the values of the others."""
+        new = self.values()
+        written = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+        if not written or self._known is None:
+            return new
+        self._left_out |= written
+        return self._keep(*self._known[:2])
 
-    def leave_out(self, old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-        """Leave out those that a function has written itself while it was captured; return the other new values."""
-        # As texts: a number may have become a tensor, whose comparison is one.
-        texts = zip(map(repr, old), map(repr, new), strict=True)
-        kept = [index for index, (before, after) in enumerate(texts) if before == after]
-        if len(kept) < len(new) and self._places is not None:
-            self._names = [self._names[index] for index in kept]
-            self._places = [self._places[index] for index in kept]
-        return [new[index] for index in kept]
+    def _keep(self, places: dict[str, Place], seen: list[Any]) -> Mapping[str, str]:
+        kept = {name: value for name, value in zip(places, seen, strict=True) if name not in self._left_out}
+        texts = {name: self._text(value) for name, value in kept.items()}
+        if self._known is not None and texts == self._known[2]:
+            texts = self._known[2]
+        self._known = {name: places[name] for name in kept}, [*kept.values()], texts
+        return texts
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, CONSTANTS):
+            return repr(value)
+        if isinstance(value, FunctionType):
+            value = value.__code__
+        elif not isinstance(value, Tensor | type | BuiltinFunctionType):
+            return type(value).__qualname__
+        # Held, so that no other gets its identity.
+        self._held[id(value)] = value
+        return f"{getattr(value, '__name__', type(value).__name__)} at {id(value):#x}"
 
 
-def _read(read: Read, owner: Any) -> Any:
+GONE = AttributeError, KeyError, IndexError, ValueError
+
+
+def _read_all(places: Mapping[str, Place]) -> list[Any]:
+    try:
+        return [read(owner) for read, owner in places.values()]
+    except GONE:
+        return [_read(*place) for place in places.values()]
+
+
+def _read(read: Callable[[Any], Any], owner: Any) -> Any:
     try:
         return read(owner)
-    except (AttributeError, KeyError, ValueError):
+    except GONE:
         return MISSING
 
 
@@ -79,7 +120,7 @@ class _Search:
     """A search through the objects that functions reach by the names in their code."""
 
     def __init__(self, roots: Sequence[Any]) -> None:
-        self._read_names = {"forward", "__call__"}
+        self._read_names: set[Any] = {*IMPLICIT}
         self._written_names: set[str] = set()
         self._codes: set[CodeType] = set()
         self._objects: dict[int, tuple[str, Any]] = {}
@@ -87,28 +128,48 @@ class _Search:
             self._add(type(root).__name__ if isinstance(root, nn.Module) else "", root)
         # Code that is reached can name more attributes of objects that are known.
         size = None
-        while size != (size := (len(self._objects), len(self._codes))):
+        while size != (size := (len(self._objects), len(self._codes), len(self._read_names))):
             for name, owner in [*self._objects.values()]:
-                for child_name, value, _ in self._children(owner):
+                for child_name, value, place in self._children(owner):
                     self._add(_joined(name, child_name), value)
+                    if type(value) is str and place is not None and value.isidentifier():  # As for `getattr`.
+                        self._read_names.add(value)
 
-    def places(self) -> Iterator[tuple[str, Read, Any]]:
-        """Yield the name of each constant, the function that reads it, and the argument of that."""
-        for name, owner in self._objects.values():
-            for child_name, value, read in self._children(owner):
-                if read is None or child_name in self._written_names:
+    def places(self) -> dict[str, Place]:
+        """Return how each constant is read, by name."""
+        found: dict[str, Place] = {}
+        leading = self._leading()
+        for owner_name, owner in self._objects.values():
+            if isinstance(owner, dict | list) and owner_name.rpartition(".")[2] in self._written_names:
+                continue
+            for child_name, value, place in self._children(owner):
+                is_constant = id(value) in leading or _is_constant(value, owner)
+                if place is None or child_name in self._written_names or not is_constant:
                     continue
-                if type(value) in SCALARS or isinstance(value, np.generic):
-                    yield _joined(name, child_name), read, owner
-                elif isinstance(value, Tensor) and isinstance(owner, FunctionType):
-                    # A graph sees what is written to it, but not another tensor in its place.
-                    yield _joined(name, child_name), partial(_place_of, read), owner
+                name = _joined(owner_name, str(child_name))
+                while name in found:
+                    name += "'"
+                found[name] = place
+        return found
+
+    def _leading(self) -> set[int]:
+        """Return the identities of the objects that hold or lead to constants; one of a batch is not searched again."""
+        leading, parents = list[int](), dict[int, list[int]]()
+        for _, owner in self._objects.values():
+            children = [*self._children(owner)]
+            if any(place is not None and _is_constant(value, owner) for _, value, place in children):
+                leading.append(id(owner))
+            for _, value, _ in children:
+                parents.setdefault(id(_unwrapped(value)), []).append(id(owner))
+        known = set(leading)
+        for each in leading:
+            new = {*parents.get(each, ())} - known
+            known |= new
+            leading.extend(new)
+        return known
 
     def _add(self, name: str, value: Any) -> None:
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
+        value = _unwrapped(value)
         if id(value) in self._objects or not _may_lead_on(value):
             return
         if isinstance(value, FunctionType) and not _is_ours(value):
@@ -120,65 +181,131 @@ class _Search:
     def _note(self, code: CodeType) -> None:
         self._codes.add(code)
         self._read_names.update(code.co_names)
-        self._written_names.update(each.argval for each in dis.get_instructions(code) if each.opname in WRITES)
+        instructions = [*dis.get_instructions(code)]
+        for index, each in enumerate(instructions):
+            self._written_names |= _written(each, instructions[max(index - 3, 0) : index])
+            if each.opname == "IMPORT_NAME":
+                self._add(each.argval, sys.modules.get(each.argval))
+            elif each.opname == "LOAD_SMALL_INT":  # In Python 3.14 no constant of the code.
+                self._read_names.add(each.argval)
+            elif each.opname == "LOAD_CONST" and isinstance(each.argval, tuple | frozenset):
+                # Keys for a loop, unless they are the names of keyword arguments (Python 3.13).
+                is_call = instructions[index + 1].opname.startswith("CALL")
+                self._read_names.update(() if is_call else filter(_is_key, each.argval))
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 self._note(constant)
-            elif isinstance(constant, str):  # A key of a dict.
+            elif _is_key(constant):  # The key of a dict.
                 self._read_names.add(constant)
 
-    def _children(self, owner: Any) -> Iterator[tuple[str, Any, Read | None]]:
-        """Yield name, value, and how to read it again; None where a number is no constant of a graph."""
+    def _children(self, owner: Any) -> Iterator[tuple[Any, Any, Place | None]]:
+        """Yield name, value, and how to read it again; None where that is no constant of a graph."""
         if isinstance(owner, FunctionType):
             yield from _of_function(owner)
+            yield from ((name, vars(owner)[name], (attrgetter(name), owner)) for name in self._named(vars(owner)))
         elif isinstance(owner, MethodType):
             yield from (("", each, None) for each in (owner.__func__, owner.__self__))
         elif isinstance(owner, partial):
             yield from (("", each, None) for each in (owner.func, *owner.args))
             yield from ((name, value, None) for name, value in owner.keywords.items())
         elif isinstance(owner, dict):
-            yield from ((key, owner[key], itemgetter(key)) for key in self._read_names & owner.keys())
+            # A subclass may compute what it is asked for.
+            held = dict(dict.items(owner))
+            read = itemgetter if type(owner) is dict else _item_of_subclass
+            yield from ((key, held[key], (read(key), owner)) for key in self._named(held))
         elif isinstance(owner, list | tuple):
-            yield from ((str(index), value, None) for index, value in enumerate(owner))
-        else:
+            few = len(owner) <= MOST_VALUES
+            yield from ((str(i), value, (itemgetter(i), owner) if few else None) for i, value in enumerate(owner))
+        if not isinstance(owner, FunctionType | MethodType | partial) and type(owner) not in (dict, list, tuple):
             yield from self._of_object(owner)
 
-    def _of_object(self, owner: Any) -> Iterator[tuple[str, Any, Read | None]]:
+    def _named(self, values: Mapping[Any, Any]) -> list[Any]:
+        return [name for name in [*values] if _is_key(name) and name in self._read_names]
+
+    def _of_object(self, owner: Any) -> Iterator[tuple[str, Any, Place | None]]:
         if isinstance(owner, nn.Module):
             yield from ((name, part, None) for name, part in owner.named_children())
+            hooks = *owner._forward_pre_hooks.values(), *owner._forward_hooks.values()
+            yield from (("", hook, None) for hook in hooks)
         of_kind: dict[str, Any] = {}
         for kind in reversed((owner if isinstance(owner, type) else type(owner)).__mro__):
-            of_kind |= {} if kind in (object, nn.Module, ModuleType) else vars(kind)
+            if kind not in (object, nn.Module, ModuleType):
+                # A method calls the one that it overrides.
+                yield from (("", of_kind[name], None) for name in self._named(of_kind) if name in vars(kind))
+                of_kind |= vars(kind)
         # A property of the class comes before an attribute of the object.
-        descriptors = {name: value for name, value in of_kind.items() if isinstance(value, property)}
-        values = {**of_kind, **vars(owner), **descriptors}
-        for name in self._read_names & values.keys() - OF_MODULE:
-            yield name, values[name], attrgetter(name)
+        descriptors = {name: value for name, value in of_kind.items() if hasattr(type(value), "__set__")}
+        own = getattr(owner, "__dict__", {})
+        for name in self._named({**of_kind, **own, **descriptors}):
+            if name in OF_MODULE:
+                continue
+            value = own[name] if name in own and name not in descriptors else of_kind[name]
+            place = attrgetter(name), owner
+            if isinstance(value, MemberDescriptorType):
+                yield name, _read(*place), place
+            else:
+                # What computes its value, and may fail, is not read.
+                computes = (name not in own or name in descriptors) and hasattr(type(value), "__get__")
+                yield name, value, None if computes else place
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Read | None]]:
+def _written(instruction: dis.Instruction, before: Sequence[dis.Instruction]) -> set[str]:
+    """Return the names of what an instruction writes, or begins to change, as in ``names["key"] += 1``.
+
+    If the code does not tell the key of an item, it is the name of the dict or list.
+    """
+    name = instruction.opname
+    if name in WRITES:
+        return {instruction.argval}
+    found: list[Any] = []
+    if name in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in IN_PLACE:
+        found = [each.argval for each in before[-1:]]
+    elif name == "STORE_SUBSCR" or (name == "COPY" and before and before[-1].opname == "COPY"):
+        *_, holder, key = (None, None, *(before[:-1] if name == "COPY" else before))
+        is_key = key is not None and key.opname == "LOAD_CONST" and isinstance(key.argval, str)
+        found = [each.argval for each in ([key] if is_key else [holder]) if each is not None]
+    return {each for each in found if isinstance(each, str)}
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str | int)
+
+
+def _item_of_subclass(key: Any) -> Callable[[Any], Any]:
+    return lambda owner: dict.__getitem__(owner, key)
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Place | None]]:
     code = function.__code__
-    for index, name in enumerate(code.co_freevars):
-        read = partial(_in_cell, index)
-        yield name, _read(read, function), None if _is_ours(function) else read
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        value = _read(read := attrgetter("cell_contents"), cell)
+        if not _is_ours(function):
+            yield name, value, (read, cell)
+        elif not isinstance(value, list | tuple):
+            yield name, value, None
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "", default, None
-    if not code.co_filename.startswith(LIBRARIES):
-        values = function.__globals__
-        yield from ((name, values[name], partial(_in_globals, name)) for name in _globals_of(code) & values.keys())
+    values = function.__globals__
+    if not code.co_filename.startswith(LIBRARIES) and not _is_foreign(str(values.get("__name__"))):
+        yield from ((name, values[name], (itemgetter(name), values)) for name in _globals_of(code) & values.keys())
 
 
-def _place_of(read: Read, owner: Any) -> str:
-    value = read(owner)
-    return f"{type(value).__name__} at {id(value):#x}"
+def _is_constant(value: Any, owner: Any) -> bool:
+    if isinstance(value, Tensor):
+        # A graph sees what is written to it, but not another tensor in its place.
+        return isinstance(owner, FunctionType | nn.Module)
+    return isinstance(value, (*CONSTANTS, BuiltinFunctionType, FunctionType, type))
 
 
-def _in_cell(index: int, function: Any) -> Any:
-    return function.__closure__[index].cell_contents
-
-
-def _in_globals(name: str, function: Any) -> Any:
-    return function.__globals__[name]
+def _unwrapped(value: Any) -> Any:
+    """Return the function in what a class or a decorator made of it."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, functools.cached_property | functools.partialmethod):
+        return value.func
+    return value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else value
 
 
 def _is_ours(function: FunctionType) -> bool:
@@ -195,13 +322,20 @@ def _globals_of(code: CodeType) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}.union(*inner)
 
 
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in FOREIGN | sys.stdlib_module_names
+
+
 def _may_lead_on(value: Any) -> bool:
     """Whether an object can hold settings of the user, or lead to some."""
     if isinstance(value, FunctionType | MethodType | partial | nn.Module):
         return True
     if isinstance(value, dict | list | tuple):
         return len(value) <= MOST_ITEMS
+    if isinstance(value, Enum | EnumType):
+        return False
     if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] not in FOREIGN | sys.stdlib_module_names
+        return not _is_foreign(value.__name__)
     kind = value if isinstance(value, type) else type(value)
-    return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in FOREIGN
+    has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return has_attributes and kind.__module__.partition(".")[0] not in FOREIGN

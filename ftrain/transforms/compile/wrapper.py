@@ -69,10 +69,10 @@ def compiled(
     long, the log says so.
 
     Learning rates are inputs of the graph; another shape of the batch is another graph, and so is another value of a
-    Python number that the loss reads in a closure, a global, an attribute or a dict (`Constants`). Metrics that are
-    Python numbers keep their first value. In a whole graph, modules that draw from torch's global generators draw from
-    the key of the state instead. On a device with CUDA graphs, a whole step that donates is recorded when its state is
-    in the same memory for the second time, and replayed from then on.
+    Python number that the loss reads in a closure, a global, an attribute, a dict or a list (`Constants`). Metrics that
+    are Python numbers keep their first value. In a whole graph, modules that draw from torch's global generators draw
+    from the key of the state instead. On a device with CUDA graphs, a whole step that donates is recorded when its
+    state is in the same memory for the second time, and replayed from then on.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
     Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch. With

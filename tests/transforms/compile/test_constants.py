@@ -1,6 +1,11 @@
 """Python numbers that a compiled function reads beside its arguments: a changed one is another graph, as eagerly."""
 
+import dataclasses
+import enum
 import functools
+import gc
+import weakref
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +15,7 @@ from torch._dynamo import register_backend
 
 import ftrain as ft
 from ftrain.errors import BatchError
+from ftrain.transforms.compile.constants import Constants
 
 graphs = []
 GLOBAL = 1.0
@@ -213,3 +219,172 @@ def test_a_plain_function_reads_a_changed_number_again():
     assert float(function(torch.ones(()), torch.ones(()))[0]) == 3
     weight = 5.0
     assert float(function(torch.ones(()), torch.ones(()))[0]) == 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    rate: float = 1.0
+    epoch: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    rate: float = 1.0
+
+
+class Mode(enum.Enum):
+    SUM = 1
+    MEAN = 2
+
+
+class Scaled:
+    def __init__(self):
+        self.rate = 1.0
+
+    def scaled(self, x):
+        return x * self.rate
+
+    def __rmul__(self, x):
+        return x * self.rate
+
+
+class Overriding(Scaled):
+    _twice = functools.partialmethod(Scaled.scaled)
+
+    def scaled(self, x):
+        return super().scaled(x)
+
+
+class Dynamic:
+    """As a configuration of omegaconf."""
+
+    def __init__(self):
+        self._content = {"rate": 1.0}
+
+    def __getattr__(self, name):
+        return self.__dict__["_content"][name]
+
+
+def boxed(value, read, change):
+    box = SimpleNamespace(it=value)
+    return (lambda x: read(box.it, x)), (lambda: change(box))
+
+
+def replaced(old, new, read):
+    return boxed(old, read, lambda box: setattr(box, "it", new))
+
+
+def changed(value, read, change):
+    return boxed(value, read, lambda box: change(box.it))
+
+
+def set_rate(owner):
+    owner.rate = 2.0
+
+
+KEY = "rate"
+CHANGES_WITHIN = {
+    "a frozen object in place of another": lambda: replaced(Frozen(), Frozen(2.0), lambda it, x: x * it.rate),
+    "a dict in place of another": lambda: replaced({"rate": 1.0}, {"rate": 2.0}, lambda it, x: x * it["rate"]),
+    "a tuple in place of another": lambda: replaced((1.0, 1.0), (2.0, 1.0), lambda it, x: x * it[0]),
+    "None that becomes a number": lambda: replaced(None, 2.0, lambda it, x: x if it is None else x * it),
+    "a whole number that becomes a float": lambda: replaced(1, 1.0, lambda it, x: x.long() * it),
+    "zero and its negative": lambda: replaced(0.0, -0.0, lambda it, x: x / it),
+    "an enum": lambda: replaced(Mode.SUM, Mode.MEAN, lambda it, x: x.sum() if it is Mode.SUM else x.mean()),
+    "a function of torch": lambda: replaced(torch.exp, torch.tanh, lambda it, x: it(x)),
+    "another function": lambda: replaced(lambda x: x, lambda x: 2 * x, lambda it, x: it(x)),
+    "a dtype": lambda: replaced(torch.float32, torch.float64, lambda it, x: x.to(it)),
+    "a number in a list": lambda: changed([1.0], lambda it, x: x * it[0], lambda it: it.__setitem__(0, 2.0)),
+    "slots": lambda: changed(Slots(), lambda it, x: x * it.rate, set_rate),
+    "a method that another calls by super": lambda: changed(Overriding(), lambda it, x: it.scaled(x), set_rate),
+    "a partial method": lambda: changed(Overriding(), lambda it, x: it._twice(x), set_rate),
+    "an operator": lambda: changed(Scaled(), lambda it, x: x.sum() * it, set_rate),
+    "attributes in a dict": lambda: changed(
+        Dynamic(), lambda it, x: x * it.rate, lambda it: it._content.update(rate=2.0)
+    ),
+    "a dict in an object": lambda: changed(
+        UserDict(rate=1.0), lambda it, x: x * it["rate"], lambda it: it.update(rate=2.0)
+    ),
+    "a whole number as key": lambda: changed({0: 1.0}, lambda it, x: x * it[0], lambda it: it.update({0: 2.0})),
+    "a name in a variable": lambda: changed(Scaled(), lambda it, x: x * getattr(it, KEY), set_rate),
+    "names in a loop": lambda: changed(
+        {"rate": 1.0}, lambda it, x: sum(x * it[key] for key in ("rate",)), lambda it: it.update(rate=2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_WITHIN)
+def test_a_change_within_objects_is_read_again(name):
+    read, change = CHANGES_WITHIN[name]()
+    function = ft.compiled(backend="ftrain_counted_constants")(lambda state, x: (state, {"loss": read(x)}))
+    state, x = torch.ones(()), torch.tensor([1.0, 2.0])
+    old = function(state, x)[1]["loss"]
+    assert torch.equal(old, read(x))
+    change()
+    expected = read(x)
+    assert old.dtype != expected.dtype or not torch.equal(old, expected)
+    assert function(state, x)[1]["loss"].dtype == expected.dtype
+    assert torch.equal(function(state, x)[1]["loss"], expected)
+
+
+def test_a_hook_reads_a_changed_number_again():
+    model, settings = nn.Linear(3, 1), Settings()
+    model.register_forward_hook(lambda module, inputs, output: output * settings.rate)
+    constants = Constants(model)
+    old = constants.values()
+    assert constants.values() is old
+    settings.rate = 2.0
+    assert constants.values() != old
+
+
+def test_equal_settings_and_values_that_code_writes_need_no_other_graph():
+    box = SimpleNamespace(settings=Frozen(), bound=float("nan"))
+    last, counts, window = [0.0], {"calls": 0}, [1.0]
+
+    def record(value):
+        last[0] = value
+        counts["calls"] += 1
+        window.append(value)
+
+    def read(x):
+        if x is None:
+            record(last[0] + counts["calls"] + window[0])
+        return x * box.settings.rate + box.bound
+
+    constants = Constants(read)
+    old = constants.values()
+    for epoch in range(3):
+        record(epoch)
+        window.insert(0, 5.0)
+        box.settings, box.bound = dataclasses.replace(box.settings, epoch=epoch), float("nan")
+        assert constants.values() is old
+
+
+def test_what_fails_when_it_is_read_is_not_read():
+    class Failing:
+        def __get__(self, owner, kind):
+            raise RuntimeError("computed")
+
+    class Owner:
+        failing = Failing()
+
+    owner = Owner()
+    assert not Constants(lambda: owner.failing).values()
+
+
+def test_an_object_without_settings_is_no_reason_to_search_again():
+    trainer = SimpleNamespace(batch={"x": torch.ones(1)}, rate=1.0)
+    assert Constants(lambda: trainer.batch["x"] * trainer.rate).values().keys() == {
+        "<lambda>.trainer",
+        "<lambda>.trainer.rate",
+    }
+
+
+def test_a_replaced_object_is_not_kept():
+    box = SimpleNamespace(it=Settings())
+    constants, old = Constants(lambda: box.it.rate), weakref.ref(box.it)
+    constants.values()
+    box.it = Settings()
+    constants.values()
+    gc.collect()
+    assert old() is None
