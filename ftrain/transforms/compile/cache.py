@@ -17,7 +17,7 @@ from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.constants import MISSING, Constants
+from ftrain.transforms.compile.constants import MISSING, Constants, changed
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
@@ -181,37 +181,47 @@ class CompiledCache:
         # `Graph.read` is faster, but misses a graph that was compiled in another context.
         alike = [graph for graph in self.graphs if graph.key == key]
         known = next((graph for graph in alike if graph.has(constants)), None)
-        if known is None:
-            _require_strided(arguments)
-            if self._donate:
-                _require_apart(*arguments)
+        return known or self._new_graph(arguments, key, alike, constants)
+
+    def _new_graph(
+        self, arguments: tuple[PyTree, ...], key: Key, alike: Sequence[Graph], constants: Mapping[str, str]
+    ) -> Graph:
+        """Return a new graph; or the one of `alike`, which were compiled with other constants, that is the same."""
+        _require_strided(arguments)
+        if self._donate:
+            _require_apart(*arguments)
+        needed = {"state": arguments[0], "batch": arguments[1], "constants": dict(constants)}
+        if not alike:
+            self._shapes.admit(**needed)
+        with log_if_slow(self._name) if self._name else nullcontext():
+            graph = Graph(self._function, arguments, key, donate=self._donate)
+            graph.constants = self._constants.leave_out(constants)
+            if twin := next((each for each in alike if each.identity == graph.identity), None):
+                twin.ignore_changes(graph.constants)
+                return twin
             if alike:
+                self._shapes.admit(**needed)
                 self._log_changed(alike[-1].constants, constants)
-            self._shapes.admit(state=arguments[0], batch=arguments[1], constants=dict(constants))
-            with log_if_slow(self._name) if self._name else nullcontext():
-                known = Graph(self._function, arguments, key, self._compile, donate=self._donate)
-            known.constants = self._constants.leave_out(constants)
-            self.graphs.append(known)
-        return known
+            graph.compile(self._compile, arguments)
+        self.graphs.append(graph)
+        return graph
 
     def _log_changed(self, olds: Mapping[str, str], news: Mapping[str, str]) -> None:
-        changed = [name for name in {**olds, **news} if news.get(name) != olds.get(name)]
         log_on_first_rank(
             "compiled: %s is compiled again, since %s; a number that changes often should be a tensor in the batch "
             "('A number that changes with the step' in docs/guide.md)",
             self._name,
-            listed([f"{n} is {news.get(n, MISSING)} and was {olds.get(n, MISSING)}" for n in changed]),
+            listed([f"{n} is {news.get(n, MISSING)} and was {olds.get(n, MISSING)}" for n in changed(olds, news)]),
         )
 
 
 class Graph:
     """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs, and its constants."""
 
-    def __init__(
-        self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, compile_: Compile, *, donate: bool
-    ) -> None:
+    def __init__(self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, *, donate: bool) -> None:
         self.key, self._donate = key, donate
         self.constants: Mapping[str, str] = {}
+        self._ignored: set[str] = set()
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -219,10 +229,16 @@ class Graph:
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
+        written, extra = (self._spec, self._overwrites, self._changed), (self._extra_spec, [*map(repr, self._extras)])
+        self.identity = capture.identity_of(self.captured), written, extra
+
+    def compile(self, compile_: Compile, arguments: tuple[PyTree, ...]) -> None:
+        """Compile it for tensors like these."""
+        leaves = tree.leaves(arguments)
         carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
         with attempted():
-            self._compiled = compile_(self.captured, tensors, carried)
-        self._run = self._compiled if donate else self._first_run
+            self._compiled = compile_(self.captured, self._tensors(leaves), carried)
+        self._run = self._compiled if self._donate else self._first_run
 
     def _first_run(self, *tensors: Tensor) -> Sequence[Tensor]:
         # It does not donate, so a failure has written nothing.
@@ -265,7 +281,11 @@ class Graph:
 
     def has(self, constants: Mapping[str, str]) -> bool:
         """Whether it was compiled with these constants."""
-        return self.constants is constants or self.constants == constants
+        return self.constants is constants or self._ignored.issuperset(changed(self.constants, constants))
+
+    def ignore_changes(self, constants: Mapping[str, str]) -> None:
+        """Ignore the constants whose values are others here: with these too, the function has the same graph."""
+        self._ignored.update(changed(self.constants, constants))
 
     def read(self, arguments: tuple[PyTree, ...], constants: Mapping[str, str]) -> list[Any] | None:
         """Return the leaves of arguments that this graph was compiled for; None for others, or other constants."""

@@ -8,6 +8,7 @@ so that a graph has no hidden state.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import random
 import traceback
@@ -84,6 +85,15 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         if not isinstance(error, _torch.NEEDS_VALUES):
             rehearse()
         raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
+
+
+def identity_of(graph: fx.GraphModule) -> tuple[str, list[int]]:
+    """Return what two captured graphs have in common if they compute the same: their code, and the tensors in it."""
+    # Submodules are the bodies of operations such as conditions. The graph keeps the tensors, and so their identities.
+    codes = [str(part.code) for part in graph.modules() if isinstance(part, fx.GraphModule)]
+    digest = hashlib.sha256("".join(codes).encode()).hexdigest()
+    tensors = [getattr(graph, str(node.target), None) for node in graph.graph.nodes if node.op == "get_attr"]
+    return digest, [id(each) for each in tensors if isinstance(each, Tensor)]
 
 
 def _host_draws() -> bytes:

@@ -61,10 +61,10 @@ class Constants:
         if self._known is not None:
             places, before, texts = self._known
             seen = _read_all(places)
-            changed = [*compress(zip(seen, before, strict=True), map(is_not, seen, before))]
-            if not changed:
+            others = [*compress(zip(seen, before, strict=True), map(is_not, seen, before))]
+            if not others:
                 return texts
-            if all(type(new) in SCALARS and type(old) in SCALARS for new, old in changed):
+            if all(type(new) in SCALARS and type(old) in SCALARS for new, old in others):
                 return self._keep(places, seen)
         # Another object may have other constants.
         places = _Search(self._roots).places()
@@ -73,10 +73,10 @@ class Constants:
     def leave_out(self, old: Mapping[str, str]) -> Mapping[str, str]:
         """Leave out those that a function has written itself while it was captured; return the values of the others."""
         new = self.values()
-        written = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+        written = changed(old, new)
         if not written or self._known is None:
             return new
-        self._left_out |= written
+        self._left_out.update(written)
         return self._keep(*self._known[:2])
 
     def _keep(self, places: dict[str, Place], seen: list[Any]) -> Mapping[str, str]:
@@ -97,6 +97,11 @@ class Constants:
         # Held, so that no other gets its identity.
         self._held[id(value)] = value
         return f"{getattr(value, '__name__', type(value).__name__)} at {id(value):#x}"
+
+
+def changed(olds: Mapping[str, str], news: Mapping[str, str]) -> list[str]:
+    """Return the names of constants that differ."""
+    return [name for name in {**olds, **news} if olds.get(name) != news.get(name)]
 
 
 GONE = AttributeError, KeyError, IndexError, ValueError

@@ -388,3 +388,25 @@ def test_a_replaced_object_is_not_kept():
     constants.values()
     gc.collect()
     assert old() is None
+
+
+def test_a_number_of_the_same_name_that_the_loss_does_not_read_is_ignored_after_one_capture():
+    """The names in the code of the loss say little of whose attributes they are."""
+    trainer, captures = SimpleNamespace(weight=2.0, x=0), []
+
+    def criterion(model, batch):
+        captures.append(None)
+        return model(batch["x"]).square().mean() * trainer.weight
+
+    loss = ft.from_module(Net(), criterion)
+    step = ft.compiled(backend="ftrain_counted_constants", max_graphs=2)(ft.train_step(loss, ft.optim.sgd(0.1)))
+    state, batch = step.init(), {"x": torch.randn(4, 3)}
+    graphs.clear()
+    for trainer.x in range(5):
+        state, _ = step(state, batch)
+    assert (len(graphs), len(captures)) == (1, 2)
+    trainer.weight = 3.0
+    _, metrics = step(state, batch)
+    expected = loss.fn(state.params, batch, rng=None, buffers={})[0].total
+    assert float(metrics["loss"]) == pytest.approx(float(expected))
+    assert len(graphs) == 2
