@@ -21,8 +21,6 @@ from ftrain.errors import LIBRARIES
 
 SCALARS = {bool, int, float, complex, str, bytes}
 CONSTANTS = int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device
-WRITES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"}
-IN_PLACE = {"append", "appendleft", "extend", "insert", "pop", "popleft", "clear", "remove"}
 IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__iter__", "__bool__"}
 IMPLICIT |= {"__float__", "__int__", "__add__", "__radd__", "__mul__", "__rmul__"}
 """Methods that are called without their name."""
@@ -46,7 +44,7 @@ class Constants:
 
     Of a tensor it is the identity, of a function its code, and of another object its type: what is in it is searched
     again when another takes its place. They are found by names in the code of the functions, when `values` is first
-    called. One that the code also writes is left out, as a counter or the length of a cached table.
+    called; so there may be some that the functions do not read.
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -126,7 +124,6 @@ class _Search:
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._read_names: set[Any] = {*IMPLICIT}
-        self._written_names: set[str] = set()
         self._codes: set[CodeType] = set()
         self._objects: dict[int, tuple[str, Any]] = {}
         for root in roots:
@@ -135,7 +132,7 @@ class _Search:
         size = None
         while size != (size := (len(self._objects), len(self._codes), len(self._read_names))):
             for name, owner in [*self._objects.values()]:
-                for child_name, value, place in self._children(owner):
+                for child_name, value, place in self._children_of(owner):
                     self._add(_joined(name, child_name), value)
                     if type(value) is str and place is not None and value.isidentifier():  # As for `getattr`.
                         self._read_names.add(value)
@@ -145,11 +142,9 @@ class _Search:
         found: dict[str, Place] = {}
         leading = self._leading()
         for owner_name, owner in self._objects.values():
-            if isinstance(owner, dict | list) and owner_name.rpartition(".")[2] in self._written_names:
-                continue
-            for child_name, value, place in self._children(owner):
+            for child_name, value, place in self._children_of(owner):
                 is_constant = id(value) in leading or _is_constant(value, owner)
-                if place is None or child_name in self._written_names or not is_constant:
+                if place is None or not is_constant:
                     continue
                 name = _joined(owner_name, str(child_name))
                 while name in found:
@@ -161,7 +156,7 @@ class _Search:
         """Return the identities of the objects that hold or lead to constants; one of a batch is not searched again."""
         leading, parents = list[int](), dict[int, list[int]]()
         for _, owner in self._objects.values():
-            children = [*self._children(owner)]
+            children = self._children_of(owner)
             if any(place is not None and _is_constant(value, owner) for _, value, place in children):
                 leading.append(id(owner))
             for _, value, _ in children:
@@ -174,8 +169,11 @@ class _Search:
         return known
 
     def _add(self, name: str, value: Any) -> None:
-        value = _unwrapped(value)
-        if id(value) in self._objects or not _may_lead_on(value):
+        try:
+            value = _unwrapped(value)
+            if id(value) in self._objects or not _may_lead_on(value):
+                return
+        except Exception:  # A proxy of nothing fails when it is looked at.
             return
         if isinstance(value, FunctionType) and not _is_ours(value):
             name = value.__name__
@@ -188,7 +186,6 @@ class _Search:
         self._read_names.update(code.co_names)
         instructions = [*dis.get_instructions(code)]
         for index, each in enumerate(instructions):
-            self._written_names |= _written(each, instructions[max(index - 3, 0) : index])
             if each.opname == "IMPORT_NAME":
                 self._add(each.argval, sys.modules.get(each.argval))
             elif each.opname == "LOAD_SMALL_INT":  # In Python 3.14 no constant of the code.
@@ -202,6 +199,12 @@ class _Search:
                 self._note(constant)
             elif _is_key(constant):  # The key of a dict.
                 self._read_names.add(constant)
+
+    def _children_of(self, owner: Any) -> list[tuple[Any, Any, Place | None]]:
+        try:
+            return [*self._children(owner)]
+        except Exception:  # As in `_add`.
+            return []
 
     def _children(self, owner: Any) -> Iterator[tuple[Any, Any, Place | None]]:
         """Yield name, value, and how to read it again; None where that is no constant of a graph."""
@@ -254,24 +257,6 @@ class _Search:
                 yield name, value, None if computes else place
 
 
-def _written(instruction: dis.Instruction, before: Sequence[dis.Instruction]) -> set[str]:
-    """Return the names of what an instruction writes, or begins to change, as in ``names["key"] += 1``.
-
-    If the code does not tell the key of an item, it is the name of the dict or list.
-    """
-    name = instruction.opname
-    if name in WRITES:
-        return {instruction.argval}
-    found: list[Any] = []
-    if name in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in IN_PLACE:
-        found = [each.argval for each in before[-1:]]
-    elif name == "STORE_SUBSCR" or (name == "COPY" and before and before[-1].opname == "COPY"):
-        *_, holder, key = (None, None, *(before[:-1] if name == "COPY" else before))
-        is_key = key is not None and key.opname == "LOAD_CONST" and isinstance(key.argval, str)
-        found = [each.argval for each in ([key] if is_key else [holder]) if each is not None]
-    return {each for each in found if isinstance(each, str)}
-
-
 def _is_key(value: Any) -> bool:
     return isinstance(value, str | int)
 
@@ -296,21 +281,23 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Place | Non
 
 
 def _is_constant(value: Any, owner: Any) -> bool:
-    if isinstance(value, Tensor):
+    kind = type(value)  # Not what a proxy says, which may fail.
+    if issubclass(kind, Tensor):
         # A graph sees what is written to it, but not another tensor in its place.
         return isinstance(owner, FunctionType | nn.Module)
-    return isinstance(value, (*CONSTANTS, BuiltinFunctionType, FunctionType, type))
+    return issubclass(kind, (*CONSTANTS, BuiltinFunctionType, FunctionType, type))
 
 
 def _unwrapped(value: Any) -> Any:
     """Return the function in what a class or a decorator made of it."""
-    if isinstance(value, staticmethod | classmethod):
+    kind = type(value)
+    if issubclass(kind, staticmethod | classmethod):
         return value.__func__
-    if isinstance(value, property):
+    if issubclass(kind, property):
         return value.fget
-    if isinstance(value, functools.cached_property | functools.partialmethod):
+    if issubclass(kind, functools.cached_property | functools.partialmethod):
         return value.func
-    return value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else value
+    return value.__wrapped__ if kind is functools._lru_cache_wrapper else value
 
 
 def _is_ours(function: FunctionType) -> bool:
