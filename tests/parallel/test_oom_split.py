@@ -146,7 +146,7 @@ def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_fir
 
 
 def test_pieces_of_microbatches_outside_of_the_sum_over_ranks_are_not_empty():
-    """A wrapper of each microbatch is between the two that split: three ranks have 1 row of each, which is not split."""
+    """A wrapper of each microbatch is between the two that split: three ranks have a row of each, which stays whole."""
     rows = set()
 
     def criterion(model, batch):
