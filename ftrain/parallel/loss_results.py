@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import start_sum_all
+from ftrain.parallel.partition import start_sum_all, start_sum_all_wide
 from ftrain.parallel.rows import Rows, current
 from ftrain.step.forward import ForwardResult
 from ftrain.step.value_and_grad import ValueAndGrad
@@ -63,12 +63,15 @@ class LossResults:
 
     def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
         """Start to sum a tree; return a function that waits for the sums."""
-        leaves, spec = tree.flatten(addends)
-        results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
+        leaves, spec = tree.flatten({name: addend for name, addend in addends.items() if name != "buffers"})
+        numbers = [leaf for leaf in leaves if tree.is_tensor(leaf)]
+        changes, changes_spec = tree.flatten(addends["buffers"])
+        results = start_sum_all_wide(self._ranks, numbers), start_sum_all(self._ranks, changes)
 
         def wait() -> Any:
-            sums = iter(results())
-            return tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
+            sums, sums_of_changes = iter(results[0]()), results[1]()
+            sums_of_numbers = tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
+            return {**sums_of_numbers, "buffers": tree.unflatten(changes_spec, sums_of_changes)}
 
         return wait
 

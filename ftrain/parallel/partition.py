@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ftrain.backends import widest
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.parallel.mesh import Group, Result
 
@@ -117,6 +118,18 @@ Results: TypeAlias = Callable[[], list[Tensor]]
 def start_sum_all(group: Group, tensors: Sequence[Tensor]) -> Results:
     """Start to sum whole tensors over the ranks."""
     return _start_in_buckets(group, tensors, group.start_sum_)
+
+
+def start_sum_all_wide(group: Group, tensors: Sequence[Tensor]) -> Results:
+    """Start to sum a few numbers over the ranks, in the most precise dtype of the device; the sums have their dtypes.
+
+    A rank whose numbers have another dtype than those of the others would send another number of bytes, for which gloo
+    ends the process of another rank.
+    """
+    if group.size == 1:
+        return partial(list, tensors)
+    results = start_sum_all(group, [tensor.to(widest(tensor.device)) for tensor in tensors])
+    return lambda: [total.to(tensor.dtype) for total, tensor in zip(results(), tensors, strict=True)]
 
 
 def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,6 @@ from ftrain.step.microbatch import (
     require_rows,
     split_leaves,
     with_example_lists,
-    with_fewest_examples,
 )
 from ftrain.types import STATIC, Mean, PyTree, replace, tree_class
 
@@ -128,8 +127,11 @@ current = _current.get
 
 @contextmanager
 def computing_on(rows: Rows) -> Iterator[None]:
-    """Context in which a rank computes on some rows."""
-    with setting(_current, rows), with_fewest_examples(rows.fewest), with_example_lists(rows.lists):
+    """Context in which a rank computes on some rows.
+
+    These may be a piece of its rows: how many examples the smallest piece on any rank has is set outside.
+    """
+    with setting(_current, rows), with_example_lists(rows.lists):
         yield
 
 

@@ -30,7 +30,7 @@ from ftrain.parallel.mesh import (
     require_distributed,
     require_ranks,
 )
-from ftrain.parallel.partition import broadcast_all
+from ftrain.parallel.partition import broadcast_all, start_sum_all_wide
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, rows_of
@@ -285,7 +285,7 @@ class _RankStep:
             require_same_results(self._all, mean, metrics)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
-            weight = self._all.sum(mean.weight.detach()) if weight is None else weight
+            weight = start_sum_all_wide(self._all, [mean.weight.detach()])()[0] if weight is None else weight
             return replace(mean, weight=weight), metrics, buffers
 
         def gathering(training: bool) -> AbstractContextManager[None]:

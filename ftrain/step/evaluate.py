@@ -43,8 +43,8 @@ def evaluate(
 
     On many ranks (`ftrain.sharded`) every rank must call this. All ranks evaluate the loss of the step,
     ``eval_step(step.loss)``, together: each takes its rows of every batch, and a plain number is weighted by their
-    number. With ``sharded(batches="rows")`` each rank evaluates all batches that it reads, which may be any number;
-    the result is the mean over the batches of all ranks. Another loss is evaluated by each rank alone. A divided state
+    number. With ``sharded(batches="rows")`` each rank evaluates all batches that it reads, one or more; the
+    result is the mean over the batches of all ranks. Another loss is evaluated by each rank alone. A divided state
     is gathered: block by block for the loss of a step at level 3, freeing each block after its use; else, and with
     ``on_oom="split"``, the whole model on each rank.
 
@@ -60,7 +60,7 @@ def evaluate(
             the means stay exact.
 
     Raises:
-        DataError: when `data` has no batch, or is a single batch.
+        DataError: when `data` has no batch, on any rank, or is a single batch.
         StructureError: when `state` is not a state.
         OptionError: when `dtype` or `on_oom` is not one of the choices.
         DeviceError: when the device cannot compute in the dtype, or, with ``"split"``, a single example does not fit.
@@ -117,7 +117,8 @@ def _shares(sums: _Sums, step: EvalStep, data: Iterable[PyTree], device: torch.d
         share = step.share(tree.as_tree(drawn))
         yield share._replace(batch=tree.to(share.batch, device))
     if is_first:
-        raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
+        where = "" if ranks is None else " on every rank"
+        raise DataError(f"evaluate: the data has no batch; needs an iterable of at least one{where}")
 
 
 def _add_batches_together(

@@ -25,8 +25,8 @@ class StepVotes:
     """The signal after which all ranks end the run, at the same step; and a check that they have the same batches.
 
     The votes after a step are read after the next one, so that ranks rarely wait for each other. If `compares_batches`,
-    all ranks must have the same batches: the shapes of each are compared, and every `log_every` steps some elements,
-    which waits for the device. `received` returns the signal that this rank has received.
+    all ranks must have the same batches: the shapes and dtypes of each are compared, and every `log_every` steps some
+    elements, which waits for the device. `received` returns the signal that this rank has received.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepVotes:
         self.agreement, self._received, self._log_every = agreement, received, log_every
         self._compares = compares_batches and not agreement.is_alone
         self._agreed = 0
-        self._seen: dict[tuple[tuple[int, ...], ...], tuple[int, str]] = {}
+        self._seen: dict[tuple[tuple[tuple[int, ...], str], ...], tuple[int, str]] = {}
         self._shapes = 0, ""
 
     def agreed_signal(self) -> signal.Signals | None:
@@ -93,15 +93,15 @@ class StepVotes:
         number, shapes, minus_shapes, values, minus_values = largest
         self._agreed = max(self._agreed, number)
         if shapes != -minus_shapes or values != -minus_values:
-            what = "values" if shapes == -minus_shapes else "shapes"
+            what = "values" if shapes == -minus_shapes else "shapes or dtypes"
             raise BatchError(
                 f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
                 f"{self._shapes[1]}; that of another rank has other {what}"
             )
 
     def _shapes_of(self, batch: PyTree) -> tuple[int, str]:
-        """Return a checksum of the shapes of a batch, and the shapes as text."""
-        shapes = tuple(tuple(leaf.shape) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+        """Return a checksum of the shapes and dtypes of a batch, and these as text."""
+        shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         if shapes not in self._seen:
             text = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())
             self._seen[shapes] = zlib.crc32(repr(shapes).encode()), text

@@ -202,6 +202,17 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
         assert found[0] == pytest.approx(reference[0], rel=1e-12)
 
 
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_rank_that_reads_no_batch_is_told_that_each_needs_one(level):
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), level, batches="rows"))
+        kind, text = (DataError, "needs an iterable of at least one on every rank") if number else (RankError, "rank 1")
+        with pytest.raises(kind, match=text):
+            ft.evaluate(ft.eval_step(step.loss), step.init(), list(models.batches(1 - number)))
+
+    run(2, rank)
+
+
 def test_ranks_may_see_metrics_in_another_order_and_some_alone():
     """As where the examples of each domain are a metric."""
     domains = ["cats", "dogs", "cats", "dogs", "owls"]

@@ -12,6 +12,7 @@ from ftrain.errors import ComposeError, DeviceError
 from ftrain.parallel import stand_in
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.step import Step
+from ftrain.training.oom_retry import split_step
 from tests.faults.forks import quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -142,6 +143,27 @@ def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_fir
     for state, found, pieces in run(3, rank):
         assert_same([(state, found)], (expected, losses))
         assert pieces == [2]
+
+
+def test_pieces_of_microbatches_outside_of_the_sum_over_ranks_are_not_empty():
+    """A wrapper of each microbatch is between the two that split: three ranks have a row of each, which stays whole."""
+    rows = set()
+
+    def criterion(model, batch):
+        rows.add(len(batch["x"]))
+        return models.plain_loss(model, batch)
+
+    def rank(number):
+        wrappers = [ft.clip(1e9), ft.accumulate(2), ft.sharded(ft.parallel.mesh(), 1)]
+        step = split_step(models.step_of(*wrappers, criterion=criterion), 2)
+        state, history = models.train(step, models.batches(length=6))
+        # The norms are those of microbatches, which have other examples here.
+        return state, [{"loss": record["loss"]} for record in history]
+
+    (reference,) = run(1, rank)
+    rows.clear()
+    assert_same(run(3, rank), reference)
+    assert rows == {1}
 
 
 def test_a_rank_without_memory_for_one_example_says_so():

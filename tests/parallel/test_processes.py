@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ftrain as ft
+from ftrain.errors import BatchError
 from tests.faults.forks import BROKEN, quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -60,6 +61,37 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(t
         state, losses = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
         assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)
+
+
+def fitting_wider(tell, rank, batches):
+    """Train on batches of which one has another dtype on rank 1, so that its loss has; tell how it ended."""
+    data = list(models.batches(4, seed=3 + rank if batches == "rows" else 3))
+    if rank == 0:
+        data[1] = {name: tensor.float() if name == "weight" else tensor for name, tensor in data[1].items()}
+    step = models.step_of(ft.sharded(ft.parallel.mesh(), batches=batches), criterion=with_sum_of_weights)
+    try:
+        tell(ft.fit(step, step.init(), data, log_every=10, progress=False).history["weights"][-1])
+    except BatchError as error:
+        tell([str(error)[-60:], int(error.result.state.step)])
+
+
+def with_sum_of_weights(model, batch):
+    loss, _ = models.loss(model, batch)
+    return loss, {"weights": batch["weight"].sum()}
+
+
+@pytest.mark.parametrize("batches", ["whole", "rows"])
+def test_numbers_of_another_dtype_on_one_rank_are_summed_and_common_batches_of_it_refused(batches):
+    """Gloo ends the process of a rank to which another sends more bytes than it expects."""
+    with started(2, fitting_wider, batches) as ranks:
+        told = [rank.hear() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [0, 0]
+    if batches == "whole":
+        assert [text.endswith("that of another rank has other shapes or dtypes") for text, _ in told] == [True] * 2
+        assert [step for _, step in told] == [3, 3]
+    else:
+        last = [float(list(models.batches(4, seed=seed))[-1]["weight"].sum()) for seed in (3, 4)]
+        assert told == pytest.approx([sum(last) / 2] * 2, rel=1e-12)
 
 
 def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path):
