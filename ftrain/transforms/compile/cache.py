@@ -281,7 +281,7 @@ class Graph:
 
     def has(self, constants: Mapping[str, str]) -> bool:
         """Whether it was compiled with these constants."""
-        return self.constants is constants or self._ignored.issuperset(changed(self.constants, constants))
+        return self._ignored.issuperset(changed(self.constants, constants))
 
     def ignore_changes(self, constants: Mapping[str, str]) -> None:
         """Ignore the constants whose values are others here: with these too, the function has the same graph."""
@@ -289,8 +289,10 @@ class Graph:
 
     def read(self, arguments: tuple[PyTree, ...], constants: Mapping[str, str]) -> list[Any] | None:
         """Return the leaves of arguments that this graph was compiled for; None for others, or other constants."""
+        if self.constants is not constants and not self.has(constants):
+            return None
         leaves = self._read(arguments)
-        if leaves is None or _settings(leaves) != self.key[-1] or not self.has(constants):
+        if leaves is None or _settings(leaves) != self.key[-1]:
             return None
         for index, known in self._others:
             if _static(leaves[index]) != known:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, EnumType
 from functools import partial
-from itertools import compress
-from operator import attrgetter, is_not, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -58,11 +57,12 @@ class Constants:
         """Return the values that they have now as texts, by name; the same object if none has changed."""
         if self._known is not None:
             places, before, texts = self._known
-            seen = _read_all(places)
-            others = [*compress(zip(seen, before, strict=True), map(is_not, seen, before))]
-            if not others:
+            # By identity, without a loop of Python: this runs in each call of a step.
+            seen = _read_all(places) if places else before
+            if all(map(is_, seen, before)):
                 return texts
-            if all(type(new) in SCALARS and type(old) in SCALARS for new, old in others):
+            pairs = zip(seen, before, strict=True)
+            if all(new is old or (type(new) in SCALARS and type(old) in SCALARS) for new, old in pairs):
                 return self._keep(places, seen)
         # Another object may have other constants.
         places = _Search(self._roots).places()
