@@ -160,11 +160,13 @@ def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
 
 
 def to(tree: PyTree, device: torch.device | str) -> PyTree:
-    """Move every tensor to `device`, asynchronously from pinned memory.
+    """Move every tensor to `device`, asynchronously from pinned memory. Return the tree itself if all are there.
 
     Another leaf with a method ``to``, such as a batch of PyTorch Geometric, is moved by that of a shallow copy: it may
     change the object that it belongs to. Others are returned as they are.
     """
+    if all(type(leaf) is Tensor and leaf.device == device for leaf in leaves(tree)):
+        return tree
 
     def move(leaf: Any) -> Any:
         if is_tensor(leaf):
