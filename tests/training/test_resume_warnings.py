@@ -91,7 +91,7 @@ def test_a_rate_without_a_value_for_the_steps_of_before_is_not_compared(tmp_path
     run(tmp_path, 2, ft.optim.sgd(lambda k: 0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(tmp_path, 3, ft.optim.sgd(lambda k: {2: 0.2}[k]))
+        run(tmp_path, 3, ft.optim.sgd(lambda k: {0: 0.1, 2: 0.2}[k]))
 
 
 def test_an_option_that_an_earlier_version_did_not_save_has_not_changed(tmp_path, monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, EnumType
 from functools import partial
@@ -27,10 +29,15 @@ OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "
 FOREIGN = {"torch", "ftrain", "builtins", "numpy", "functools", "logging", "random", "threading"}
 """Packages whose objects have no settings of the user; modules of `torch.nn` have."""
 
+MOST_OBJECTS = 5000
+"""The number of objects after which the search ends: what a model of a thousand parts has, several times."""
 MOST_ITEMS = 1000
 """The length above which a dict or a list holds data and not settings."""
 MOST_VALUES = 32
 """The length above which the numbers in a list are data."""
+
+INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
+"""How the names of files of installed libraries begin."""
 
 MISSING = "(missing)"
 
@@ -132,6 +139,8 @@ class _Search:
         size = None
         while size != (size := (len(self._objects), len(self._codes), len(self._read_names))):
             for name, owner in [*self._objects.values()]:
+                if len(self._objects) > MOST_OBJECTS:
+                    return
                 for child_name, value, place in self._children_of(owner):
                     self._add(_joined(name, child_name), value)
                     if type(value) is str and place is not None and value.isidentifier():  # As for `getattr`.
@@ -276,7 +285,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Place | Non
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "", default, None
     values = function.__globals__
-    if not code.co_filename.startswith(LIBRARIES) and not _is_foreign(str(values.get("__name__"))):
+    if not _is_installed(code.co_filename) and not _is_foreign(str(values.get("__name__"))):
         yield from ((name, values[name], (itemgetter(name), values)) for name in _globals_of(code) & values.keys())
 
 
@@ -308,10 +317,16 @@ def _joined(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner and name else owner or name
 
 
+@functools.lru_cache(maxsize=4096)
 def _globals_of(code: CodeType) -> set[str]:
     """Return the names of the globals that code reads, with those of functions within."""
     inner = [_globals_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}.union(*inner)
+
+
+def _is_installed(file: str) -> bool:
+    """Whether code is that of a library, whose globals are no settings of the user, and lead to all of it."""
+    return file.startswith((*LIBRARIES, *INSTALLED))
 
 
 def _is_foreign(module: str) -> bool:
@@ -327,7 +342,9 @@ def _may_lead_on(value: Any) -> bool:
     if isinstance(value, Enum | EnumType):
         return False
     if isinstance(value, ModuleType):
-        return not _is_foreign(value.__name__)
+        return not _is_foreign(value.__name__) and not _is_installed(str(getattr(value, "__file__", "")))
     kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, type) and _is_installed(str(getattr(sys.modules.get(kind.__module__), "__file__", ""))):
+        return False
     has_attributes = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_attributes and kind.__module__.partition(".")[0] not in FOREIGN
