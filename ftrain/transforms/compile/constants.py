@@ -26,6 +26,7 @@ IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__ge
 IMPLICIT |= {"__float__", "__int__", "__add__", "__radd__", "__mul__", "__rmul__"}
 """Methods that are called without their name."""
 OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "__file__", *vars(nn.Module())}
+OF_MODULE |= {"__dict__"}
 FOREIGN = {"torch", "ftrain", "builtins", "numpy", "functools", "logging", "random", "threading"}
 """Packages whose objects have no settings of the user; modules of `torch.nn` have."""
 
