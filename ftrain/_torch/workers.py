@@ -25,11 +25,11 @@ class _Watching(_MultiProcessingDataLoaderIter):
     """
 
     def _try_get_data(self, timeout: float = settings.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
-        found: tuple[bool, Any] = (False, None)
-        while timeout > 0 and not found[0]:
+        received: tuple[bool, Any] = (False, None)
+        while timeout > 0 and not received[0]:
             seconds = min(timeout, settings.MP_STATUS_CHECK_INTERVAL)
-            found, timeout = _try_get_data(self, seconds), timeout - seconds
-        return found
+            received, timeout = _try_get_data(self, seconds), timeout - seconds
+        return received
 
 
 class WatchedLoader(DataLoader[Any]):

@@ -129,9 +129,7 @@ def leafwise(
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
-        # The default is meant for all parameters: a group of norms that nevertheless has a weight decay is no mistake.
-        if weight_decay and decay_mask is not matrices:
-            _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
+        _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
         if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
         return family.init(params)
@@ -162,6 +160,9 @@ def leafwise(
 
 def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Select, params: PyTree) -> None:
     """Log that a function which is the mask selects no leaf; on the device meta only the structure counts."""
+    # The default is meant for all parameters: a group of norms that nevertheless has a weight decay is no mistake.
+    if not weight_decay or mask is matrices:
+        return
     named = [*zip(tree.leaf_names(params), tree.leaves(params), strict=True)]
     if named and not any(leaf.is_meta or decays(path, leaf) for path, leaf in named):
         log_on_first_rank(

@@ -83,11 +83,11 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
 
 def _warn_if_shorter(timeout: float, device: torch.device) -> None:
     """Warn, on the first rank, if ranks have been told to wait longer for each other than from now on."""
-    before = store.chosen_timeout(dist.group.WORLD, device)
-    if before is not None and before > timeout and dist.get_rank() == 0:
+    old_timeout = store.chosen_timeout(dist.group.WORLD, device)
+    if old_timeout is not None and old_timeout > timeout and dist.get_rank() == 0:
         warn(
-            f"mesh: the ranks waited for each other for {before:g} seconds, the timeout of their process group, and "
-            f"wait for {timeout:g} from now on; mesh(timeout={before:g}) keeps it"
+            f"mesh: the ranks waited for each other for {old_timeout:g} seconds, the timeout of their process group, "
+            f"and wait for {timeout:g} from now on; mesh(timeout={old_timeout:g}) keeps it"
         )
 
 

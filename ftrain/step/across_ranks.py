@@ -175,8 +175,8 @@ def why_not_together(name: str) -> str:
         return ""
     table = store.store()
     number = table.add(_calls(rank), 1)
-    meeting, own = f"ftrain/meeting/{number}", 1 + (zlib.crc32(name.encode()) & 0xFFFF) * COUNTED
-    table.add(meeting, own)
+    meeting, arrival = f"ftrain/meeting/{number}", 1 + (zlib.crc32(name.encode()) & 0xFFFF) * COUNTED
+    table.add(meeting, arrival)
 
     def absent() -> list[int]:
         return [other for other in range(size) if table.add(_calls(other), 0) < number]
@@ -187,7 +187,7 @@ def why_not_together(name: str) -> str:
     gave_up = wait_for_ranks(table, (rank, size), have_come, absent, in_order=True)
     if gave_up:
         return gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
-    if table.add(meeting, 0) != size * own:
+    if table.add(meeting, 0) != size * arrival:
         return "another rank has called another function in its place, which its own error names"
     if rank == 0:  # All have seen the end of the meeting before.
         table.delete_key(f"ftrain/meeting/{number - 1}")

@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from ftrain.errors import LIBRARIES
 
 SCALARS = {bool, int, float, complex, str, bytes}
+"""Classes of values that lead to no other constants."""
+
 CONSTANTS = int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device
+"""Classes of values that are compared by their text."""
+
 IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__iter__", "__bool__"}
 IMPLICIT |= {"__float__", "__int__", "__add__", "__radd__", "__mul__", "__rmul__"}
 """Methods that are called without their name."""
-OF_MODULE = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "__file__", *vars(nn.Module())}
-OF_MODULE |= {"__dict__"}
+
+NO_SETTINGS = {"__name__", "__doc__", "__module__", "__qualname__", "__class__", "__file__", "__dict__"}
+NO_SETTINGS |= vars(nn.Module()).keys()
+"""Attributes that Python and torch set."""
+
 FOREIGN = {"torch", "ftrain", "builtins", "numpy", "functools", "logging", "random", "threading"}
 """Packages whose objects have no settings of the user; modules of `torch.nn` have."""
 
@@ -64,12 +71,12 @@ class Constants:
     def values(self) -> Mapping[str, str]:
         """Return the values that they have now as texts, by name; the same object if none has changed."""
         if self._known is not None:
-            places, before, texts = self._known
+            places, old_values, texts = self._known
             # By identity, without a loop of Python: this runs in each call of a step.
-            seen = _read_all(places) if places else before
-            if all(map(is_, seen, before)):
+            seen = _read_all(places) if places else old_values
+            if all(map(is_, seen, old_values)):
                 return texts
-            pairs = zip(seen, before, strict=True)
+            pairs = zip(seen, old_values, strict=True)
             if all(new is old or (type(new) in SCALARS and type(old) in SCALARS) for new, old in pairs):
                 return self._keep(places, seen)
         # Another object may have other constants.
@@ -149,7 +156,7 @@ class _Search:
 
     def places(self) -> dict[str, Place]:
         """Return how each constant is read, by name."""
-        found: dict[str, Place] = {}
+        places: dict[str, Place] = {}
         leading = self._leading()
         for owner_name, owner in self._objects.values():
             for child_name, value, place in self._children_of(owner):
@@ -157,10 +164,10 @@ class _Search:
                 if place is None or not is_constant:
                     continue
                 name = _joined(owner_name, str(child_name))
-                while name in found:
+                while name in places:
                     name += "'"
-                found[name] = place
-        return found
+                places[name] = place
+        return places
 
     def _leading(self) -> set[int]:
         """Return the identities of the objects that hold or lead to constants; one of a batch is not searched again."""
@@ -253,17 +260,17 @@ class _Search:
                 of_kind |= vars(kind)
         # A property of the class comes before an attribute of the object.
         descriptors = {name: value for name, value in of_kind.items() if hasattr(type(value), "__set__")}
-        own = getattr(owner, "__dict__", {})
-        for name in self._named({**of_kind, **own, **descriptors}):
-            if name in OF_MODULE:
+        attributes = getattr(owner, "__dict__", {})
+        for name in self._named({**of_kind, **attributes, **descriptors}):
+            if name in NO_SETTINGS:
                 continue
-            value = own[name] if name in own and name not in descriptors else of_kind[name]
+            value = attributes[name] if name in attributes and name not in descriptors else of_kind[name]
             place = attrgetter(name), owner
             if isinstance(value, MemberDescriptorType):
                 yield name, _read(*place), place
             else:
                 # What computes its value, and may fail, is not read.
-                computes = (name not in own or name in descriptors) and hasattr(type(value), "__get__")
+                computes = (name not in attributes or name in descriptors) and hasattr(type(value), "__get__")
                 yield name, value, None if computes else place
 
 
