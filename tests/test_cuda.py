@@ -68,10 +68,21 @@ def train(step, data, device="cuda"):
     return state, torch.stack(losses)
 
 
-def test_a_replayed_run_is_the_same_to_the_bit():
-    step = make(ft.compiled(donate=True))
-    found, losses = train(step, batches(8))
-    needed, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
+@contextmanager
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_replayed_run_is_the_same_to_the_bit(tmp_path):
+    """With code that is compiled anew, too, since none is chosen by its measured speed."""
+    with deterministic_algorithms():
+        step = make(ft.compiled(donate=True))
+        found, losses = train(step, batches(8))
+        needed, wanted = train(make(ft.compiled(donate=True, replay=False, cache_dir=tmp_path)), batches(8))
     assert torch.equal(losses, wanted)
     assert len(set(losses.tolist())) == 8
     for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
@@ -171,18 +182,19 @@ def test_a_state_that_is_restored_is_recorded_again():
 
 def test_two_steps_have_recordings_that_do_not_disturb_each_other():
     """The first one is dropped while the other replays."""
-    first = make(ft.compiled(donate=True))
-    train(first, batches(4))
-    second = make(ft.compiled(donate=True))
-    state = second.init(device="cuda")
-    losses = []
-    for number, batch in enumerate(batches(8)):
-        if number == 4:
-            del first
-            torch.cuda.empty_cache()
-        state, metrics = second(state, batch.cuda())
-        losses.append(metrics["loss"])
-    _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
+    with deterministic_algorithms():
+        first = make(ft.compiled(donate=True))
+        train(first, batches(4))
+        second = make(ft.compiled(donate=True))
+        state = second.init(device="cuda")
+        losses = []
+        for number, batch in enumerate(batches(8)):
+            if number == 4:
+                del first
+                torch.cuda.empty_cache()
+            state, metrics = second(state, batch.cuda())
+            losses.append(metrics["loss"])
+        _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
     assert torch.equal(torch.stack(losses), wanted)
 
 
@@ -192,6 +204,32 @@ def test_a_recording_is_made_while_a_loader_pins_memory():
     ft.fit(step, step.init(device="cuda"), data, progress=False)
     assert "replay" in repr(step)
     assert "no replay" not in repr(step)
+
+
+def test_what_a_loss_makes_of_constants_is_part_of_a_recording():
+    """The host would wait for its copy in each step."""
+
+    def loss(params, batch):
+        own = torch.tensor([0.5, 2.0, 1.0]).to(batch.device)
+        own.mul_(2)  # Each step has its own.
+        positions = torch.arange(3).to(batch.device)
+        filled = torch.empty(3, device=batch.device).fill_(torch.tensor(3))
+        total = (batch @ params["w"])[:, torch.tensor([2, 0, 1])] * own + positions * filled
+        return (total * torch.tensor(1.5)).square().mean(), {"own": own}
+
+    eager = ft.train_step(loss, ft.optim.sgd(1e-3))
+    results = []
+    for step in (ft.compose(eager, ft.compiled(donate=True)), eager):
+        state, losses = step.init({"w": torch.ones(16, 3)}, device="cuda"), []
+        for batch in batches(6):
+            state, metrics = step(state, batch.cuda())
+            losses.append(metrics["loss"])
+            assert metrics["own"].tolist() == [1, 4, 2]
+            metrics["own"].zero_()
+        results.append(torch.stack(losses))
+        assert "replay" in repr(step) or step is eager
+        assert "no replay" not in repr(step)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadam", "radam", "lamb", "adafactor", "schedule_free_adamw"])
@@ -275,9 +313,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, more):
         step = make(ft.with_amp("bf16"), *more)
         return ft.fit(step, step.init(device="cuda"), batches(12), steps=steps, progress=False, **options)
 
-    wanted, _ = run(12)
-    run(6, checkpoints=ft.Checkpoints(tmp_path, every=3))
-    found, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
+    # Without them Inductor measures which code is fastest, and may choose another one in the next run.
+    with deterministic_algorithms():
+        wanted, _ = run(12)
+        run(6, checkpoints=ft.Checkpoints(tmp_path, every=3))
+        found, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
     assert int(found.step) == 12
     assert len(history) == 12
     for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
@@ -304,11 +344,8 @@ def test_deterministic_algorithms_give_the_same_bits(more):
         step = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), *more)
         return train(step, torch.randint(8, (6, 64, 128), generator=torch.Generator().manual_seed(1)).unbind())
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         (found, losses), (wanted, others) = run(), run()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(losses, others)
     for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
         assert torch.equal(a, b)

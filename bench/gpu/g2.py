@@ -9,7 +9,7 @@ from bench.rows import Row
 from bench.settings import Settings
 
 FEW = (field.HAND_EAGER, field.HAND_BEST, field.HAND_GRAPH_BEST, field.OURS_COMPILED, field.OURS_COMBO)
-ALL = (*FEW, field.HAND_GRAPH, field.OURS_EAGER)
+ALL = (*FEW, field.HAND_UPDATE, field.HAND_GRAPH, field.OURS_EAGER)
 
 
 def run(settings: Settings) -> list[Row]:

@@ -10,12 +10,14 @@ from contextvars import ContextVar
 
 import torch
 from torch import nn
+from torch._dynamo import register_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain import backends
 from ftrain.errors import DeviceError
 from ftrain.profiling import doctor, rates
+from ftrain.transforms.compile.host_constants import tensors_of
 
 CHECKS = {}
 # What differs by vendor; the rest is the same for any device.
@@ -242,6 +244,37 @@ def it_compiles_with_the_compiler_of_its_record(name, module):
 
     ours, history = compiled(name)
     theirs, needed = compiled("cpu", backend="aot_eager")
+    return history["loss"] == needed["loss"] and not differ(ours, theirs)
+
+
+@check
+def a_compiled_step_reads_nothing_that_the_loss_makes_on_the_host(name, module):
+    """It is made once, and kept on the device, so that no step waits for a copy; a tensor from outside may change."""
+    outside, seen = torch.tensor([1.0, 2.0, 3.0]), []
+
+    @register_backend(name="ftrain_toy_watched")
+    def watched(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if node.op in ("get_attr", "call_function")]
+        seen.extend(str(node.op) for node in nodes for each in tensors_of(node) if each.device.type == "cpu")
+        return graph.forward
+
+    def loss(params, batch):
+        y = batch @ params["w"]
+        own = torch.tensor([0.5, 2.0, 1.0]).to(y.device)
+        own.mul_(2)  # Each step has its own.
+        positions = torch.arange(3).to(y.device, torch.float32)
+        mask = torch.ones(3).masked_fill(torch.tensor([True, False, True]), 0.25).to(y.device)
+        total = (y[:, torch.tensor([2, 0, 1])] * own + positions) * mask * torch.tensor(1.5)
+        return (total * outside.to(y.device)).square().mean()
+
+    def run(device, **options):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(1e-4)), ft.compiled(donate=True, **options))
+        return ft.fit(step, step.init({"w": torch.ones(16, 3)}, device=device), batches(), progress=False)
+
+    ours, history = run(name, backend="ftrain_toy_watched")
+    theirs, needed = run("cpu", backend="aot_eager")
+    # A number, which the kernel gets as such: the tensor, and its copy. And the one from outside.
+    assert sorted(seen) == ["call_function", "get_attr", "get_attr"], seen
     return history["loss"] == needed["loss"] and not differ(ours, theirs)
 
 

@@ -23,7 +23,24 @@ class StepRecorder:
     """
 
     record: Recorder
-    has_failed: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class NotReplayed:
+    """A compiled graph that the device cannot record."""
+
+    run: capture.Flat
+    why: str
+
+    @property
+    def text(self) -> str:
+        """How it prints."""
+        return f"no replay: {self.why}"
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run the graph."""
+        return self.run(*tensors)
 
 
 class ReplayedGraph:
@@ -45,7 +62,7 @@ class ReplayedGraph:
     @property
     def text(self) -> str:
         """How it prints."""
-        return "no replay" if self._recorder.has_failed and self._recorded is None else "replay"
+        return f"no replay: {self._recorder.failure}" if self._recorder.failure and not self._recorded else "replay"
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the graph, or replay it."""
@@ -61,7 +78,7 @@ class ReplayedGraph:
         return self._recorded(rest) if self._recorded else self._run(*tensors)
 
     def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
-        if self._recorder.has_failed:
+        if self._recorder.failure:
             return None
         # Compiled code relies on the strides of its inputs.
         slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in rest]
@@ -70,7 +87,7 @@ class ReplayedGraph:
         except RuntimeError as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
-            self._recorder.has_failed = True
+            self._recorder.failure = why
             return None
         return _Recording(addresses, slots, *recorded)
 

@@ -21,7 +21,8 @@ from ftrain.backends import Recorder
 from ftrain.errors import OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
+from ftrain.transforms.compile.cuda_graph import NotReplayed, ReplayedGraph, StepRecorder
+from ftrain.transforms.compile.host_constants import is_passed_as_number, move_constants, tensors_of
 from ftrain.types import LossFn, LossOutput, PyTree
 
 log = logging.getLogger("ftrain")
@@ -45,11 +46,17 @@ class Compiler:
     max_graphs: int
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
-        """Compile a captured graph for the device of its inputs, with deterministic kernels."""
-        backend, name = backends.of(inputs[0].device), self.backend_for(inputs[0].device)
+        """Compile a captured graph for the device of its inputs, with deterministic kernels.
+
+        On another device than the host, the graph's constants are moved there, in place.
+        """
+        device = inputs[0].device
+        backend, name, options = backends.of(device), self.backend_for(device), self.options_for(device)
+        if device != tree.HOST:
+            move_constants(captured, device)
         # What autocast casts is already in the graph. It would cast again what runs with autocast off.
         with self.cache(), backend.seeded(0), backend.deterministic(), _torch.without_autocast():
-            run = capture.compile_graph(captured, inputs, name, self.options_for(name))
+            run = capture.compile_graph(captured, inputs, name, options)
 
         # Some kernels read these settings when they run. To turn autocast off takes longer than to see that it is off.
         def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
@@ -79,7 +86,7 @@ class Compiler:
                 raise OptionError(f"compiled: replay=True, and {why}")
             if why:
                 log.info("compiled: runs without replay: %s", why)
-                return run
+                return NotReplayed(run, why)
             if backend.name not in recorders:
                 recorders[backend.name] = StepRecorder(cast(Callable[[], Recorder], backend.recorder)())
             on_device = [number for number in range(carried) if inputs[number].device == inputs[0].device]
@@ -103,8 +110,9 @@ class Compiler:
             settings["recompile_limit"] = max(8, 2 * self.max_graphs)
 
         @functools.cache
-        def compiled_by(backend: str) -> LossFn:
-            return torch.compile(loss, backend=backend, options=dict(self.options_for(backend)) or None, **settings)
+        def compiled_for(device: torch.device) -> LossFn:
+            options = dict(self.options_for(device)) or None
+            return torch.compile(loss, backend=self.backend_for(device), options=options, **settings)
 
         # With an older torch the first call runs the loss once more, uncompiled, to see which gradients it takes.
         is_checked = torch_compile.SHOWS_COMPILED_GRADIENTS
@@ -117,7 +125,7 @@ class Compiler:
                     if torch_compile.differentiates_gradient(lambda: loss(params, batch, rng=rng, buffers=buffers)):
                         _refuse_gradient_of_gradient()
                 is_checked = True
-            loss_fn = compiled_by(self.backend_for(device))
+            loss_fn = compiled_for(device)
             try:
                 output = loss_fn(params, batch, rng=rng, buffers=buffers)
             except RuntimeError as error:  # A gradient of a gradient, which the loss itself takes.
@@ -134,14 +142,18 @@ class Compiler:
         """Return the backend of the settings, or the default one of the device."""
         return self.backend or backends.of(device).compile_backend
 
-    def options_for(self, backend: str) -> Mapping[str, Any]:
-        """Return the options of the settings, and those that Inductor needs on this CPU or to be correct."""
-        if backend != capture.INDUCTOR:
+    def options_for(self, device: torch.device) -> Mapping[str, Any]:
+        """Return the options of the settings, and those that Inductor needs on this device or to be correct."""
+        if self.backend_for(device) != capture.INDUCTOR:
             return self.options
         # Imported here: it registers an operation.
         from ftrain.transforms.compile import graph_passes
 
-        return {**capture.options_of_cpu(), **graph_passes.options(), **self.options}
+        # Asked for with torch.use_deterministic_algorithms. For other devices Inductor measures which code is fastest,
+        # which may be another one the next time, and add in another order. On the CPU ftrain itself asks for it.
+        asked = device != tree.HOST and torch.are_deterministic_algorithms_enabled()
+        measures_nothing = {"deterministic": True} if asked else {}
+        return {**capture.options_of_cpu(), **graph_passes.options(), **measures_nothing, **self.options}
 
     @contextmanager
     def cache(self) -> Iterator[None]:
@@ -189,33 +201,20 @@ def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], 
 
 def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
     """Return why the host waits in an operation of a graph for a device that records; empty if it does not."""
-    results = {tensor.device for tensor in _values(node)}
+    # Imported here: it registers operations.
+    from ftrain.transforms.compile.graph_fixes import GROUPED_IN_ANY_DTYPE
+
+    if node.target is GROUPED_IN_ANY_DTYPE:
+        return "grouped_mm reads on the host where its groups end, except in bfloat16; give it tensors in bfloat16"
+    results = {tensor.device for tensor in tensors_of(node)}
     if node.op != "call_function" or not results:
         return ""
     for used in node.all_input_nodes:
-        others = {tensor.device for tensor in _values(used)} - results
-        if others and not _is_passed_as_number(used, node):
+        others = {tensor.device for tensor in tensors_of(used)} - results
+        if others and not is_passed_as_number(used, node):
             read, returned = ("/".join(sorted(map(str, each))) for each in (others, results))
             return (
                 f"{node.target} reads a tensor on {read} and returns one on {returned}, and the host would wait for "
                 f"the copy; make what it reads on {device} before the step, or leave it there"
             )
     return ""
-
-
-def _is_passed_as_number(used: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Whether an elementwise operation reads a scalar that the step itself makes of a number, as ``torch.tensor(2.)``.
-
-    The device gets its value with the kernel. That of a scalar from outside of the step may change, and is not
-    recorded.
-    """
-    is_scalar = used.target is torch.ops.aten.lift_fresh_copy.default and all(each.dim() == 0 for each in _values(used))
-    return is_scalar and torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _values(node: torch.fx.Node) -> list[Tensor]:
-    """Return the tensors of a node of a captured graph, without values."""
-    if node.op == "get_attr":
-        constant = getattr(node.graph.owning_module, str(node.target))
-        return [constant] if isinstance(constant, Tensor) else []  # It may be a part of the graph.
-    return [each for each in tree.leaves(node.meta.get("val")) if isinstance(each, Tensor)]

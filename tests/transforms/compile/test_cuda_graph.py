@@ -18,7 +18,8 @@ from ftrain.backends import cpu
 from ftrain.errors import OptionError
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
-from ftrain.transforms.compile.settings import _why_not_recorded
+from ftrain.transforms.compile.host_constants import move_constants
+from ftrain.transforms.compile.settings import Compiler, _why_not_recorded
 
 
 class Device:
@@ -260,30 +261,59 @@ def test_a_graph_that_reads_a_host_tensor_is_not_recorded():
     assert "reads a tensor on cpu" in _why_not_recorded(captured(True, True), [there, host], record)
 
 
-NUMBER, TABLE = torch.tensor(2.0), torch.arange(3.0)
+NUMBER, TABLE, ROWS = torch.tensor(2.0), torch.arange(3.0), torch.tensor([0, 1])
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: x * torch.tensor([1.0, 2.0, 3.0]).to(x.device), r"_to_copy\.default .* on cpu .* one on meta"),
+        (lambda x: x * torch.tensor([1.0, 2.0, 3.0]).to(x.device), ""),
+        (lambda x: x * torch.arange(3.0).add(1).to(x.device), ""),
+        (lambda x: x * torch.rand(3).to(x.device), r"_to_copy\.default .* on cpu .* one on meta"),
         (lambda x: x * TABLE.to(x.device), "_to_copy.* make what it reads on meta before the step"),
         (lambda x: x.sum().cpu(), r"_to_copy\.default .* on meta .* one on cpu"),
-        (lambda x: x[torch.tensor([0, 1])], r"index\.Tensor"),
+        (lambda x: x[torch.tensor([0, 1])], ""),
+        (lambda x: x[ROWS], r"index\.Tensor"),
         (lambda x: x * NUMBER, r"mul\.Tensor"),
         (lambda x: x * torch.tensor(2.0), ""),
         (lambda x: x * torch.full((3,), 2.0, device=x.device), ""),
         (lambda x: torch.topk(x, 2).values, ""),
     ],
-    ids=["made", "table", "returned", "index", "closure", "number", "full", "pair"],
+    ids=["made", "range", "drawn", "table", "returned", "index", "rows", "closure", "number", "full", "pair"],
 )
 def test_a_graph_that_copies_between_host_and_device_is_not_recorded(function, why):
-    """Nor one that reads a scalar of the host that may change: its value would be recorded."""
+    """Nor one that reads a scalar of the host that may change: its value would be recorded. Constants are moved."""
     there = torch.empty(3, device="meta")
     captured = capture.capture(lambda x: [function(x)], [there], lambda: None)
+    move_constants(captured, there.device)
     record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
     found = _why_not_recorded(captured, [there], record)
     assert re.search(why, found) if why else found == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_groups_are_recorded_in_bfloat16_alone(dtype):
+    """In other dtypes the kernel reads on the host where the groups end."""
+    x, weights = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((16, 16), (2, 16, 16)))
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    product = lambda x, weights, ends: [torch.nn.functional.grouped_mm(x, weights, offs=ends)]  # noqa: E731
+    captured = capture.capture(product, [x, weights, ends], lambda: None)
+    record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
+    why = _why_not_recorded(captured, [x, weights, ends], record)
+    assert ("give it tensors in bfloat16" in why) == (dtype == torch.float32), why
+
+
+def test_deterministic_algorithms_measure_no_code():
+    """On the CPU ftrain asks for them itself, and Inductor measures nothing by default."""
+    compiler = Compiler("inductor", {}, True, False, None, None, 8)
+    places = [torch.device("meta"), torch.device("cpu")]
+    assert not any("deterministic" in compiler.options_for(place) for place in places)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert compiler.options_for(places[0])["deterministic"] is True
+        assert "deterministic" not in compiler.options_for(places[1])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_graph_that_sends_to_other_ranks_is_not_recorded():
