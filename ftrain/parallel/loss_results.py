@@ -47,6 +47,8 @@ class LossResults:
 
         The weight of the loss is already that of all ranks. `buffers` are those of the state.
         """
+        if self._ranks.size == 1:
+            return local
         started, self._started = self._started, None
         if started is None:
             addends = _addends(local.loss.total, local.metrics, local.buffers, buffers, rows)

@@ -51,8 +51,10 @@ class RankGradient:
             how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
             with program.required(state), passing(how):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
-            whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             stream_grads = local.stream_grads
+            if self._all.size == 1 and stream_grads is None:
+                return local
+            whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             if stream_grads is not None:
 
                 def backward(take: Callable[[int, Tensor], None]) -> None:

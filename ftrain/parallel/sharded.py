@@ -282,6 +282,8 @@ class _RankStep:
             if blocks is not None:
                 blocks.finish()
             require_scalars(metrics)
+            if self._all.size == 1 and rows.fewest is None:
+                return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
             require_same_results(self._all, mean, metrics)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
