@@ -17,7 +17,7 @@ from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_samplers import BatchSampler
 from ftrain.data.fetched_batch import Position
-from ftrain.data.permutation import BLOCK, ORDERS, Indices
+from ftrain.data.permutation import BLOCK, Indices, permuted
 
 
 class BatchRequest(NamedTuple):
@@ -41,8 +41,6 @@ class EpochPlan:
     seed: int
     shuffle: bool
     drop_last: bool
-    order_version: int = 2
-    """A key of `ORDERS`."""
 
     @cached_property
     def num_used(self) -> int:
@@ -73,15 +71,14 @@ class EpochPlan:
         if not self.shuffle or len(batches) == 1:
             return batches
         key_data = random.fold_in_key_data(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
-        return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), key_data)]
+        return [batches[i] for i in permuted(np.arange(len(batches)), len(batches), key_data)]
 
     def _indices(self, epoch: int, first: int, count: int) -> Indices:
         """Return part of the order of an epoch, which starts again at its end."""
         positions = np.arange(first, first + count) % self.num_samples
         if not self.shuffle:
             return positions
-        key_data = rng_streams.stream(self.seed, epoch, rng_streams.ORDER)
-        return ORDERS[self.order_version](positions, self.num_samples, key_data)
+        return permuted(positions, self.num_samples, rng_streams.stream(self.seed, epoch, rng_streams.ORDER))
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[BatchRequest]:
         """Yield the batches of an epoch from a position on."""

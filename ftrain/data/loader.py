@@ -113,7 +113,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
 
-        The order stays that of the version that saved it. The number of ranks may be another one, if all together have
+        The number of ranks may be another one, if all together have
         as many samples in a batch as before.
 
         Raises:

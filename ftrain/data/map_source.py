@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import index
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import FetchedBatch, Position
-from ftrain.data.permutation import ORDERS
 from ftrain.data.worker_pool import WorkerPool
 
 LENGTHS = "lengths"
-"""The option with the checksum of all lengths, which positions of earlier versions do not have."""
+"""The option with the checksum of all lengths, which is not known of a function."""
+ORDER = 2
+"""The version of the order, so that a position of another one is refused."""
 
 
 def options_of_lengths(lengths: Sequence[int] | Callable[[int], int] | None, window_size: int) -> dict[str, int]:
@@ -35,8 +35,7 @@ class MapSource:
         """The position at which an epoch starts; its keys are in every position."""
         self.optional_keys: tuple[str, ...] = ()
         """Further keys that a position may have."""
-        # Positions of version 1 do not contain their version.
-        self.fingerprint = {**options, **({"order": plan.order_version} if plan.order_version > 1 else {})}
+        self.fingerprint = {**options, "order": ORDER}
         """The options on which the order of batches depends. A saved position is valid only for equal ones."""
         self.num_batches = plan.num_batches
         """The number of batches in an epoch; None if it depends on the lengths of samples."""
@@ -47,11 +46,8 @@ class MapSource:
         self._plan, self._workers, self._options = plan, workers, options
 
     def for_state(self, state: Mapping[str, Any]) -> MapSource:
-        """Return the source that has the order of a saved state, which an earlier version may have written."""
-        version = state.get("order", 1)
-        if version not in ORDERS:
-            return self
-        source = MapSource(replace(self._plan, order_version=version), self._workers, self._options)
+        """Return the source for a saved state: without lengths that one of the two does not know."""
+        source = MapSource(self._plan, self._workers, self._options)
         if LENGTHS not in state:
             source.fingerprint.pop(LENGTHS, None)
         elif "window_size" in source.fingerprint:

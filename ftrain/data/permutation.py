@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,8 +20,6 @@ from ftrain.data import rng_streams
 from ftrain.errors import OptionError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-Permutation: TypeAlias = Callable[[Indices, int, tuple[int, int]], Indices]
-"""``(positions, size, key data) -> indices`` at these positions of a permutation of ``0 .. size - 1``."""
 _UInts: TypeAlias = npt.NDArray[np.uint64]
 
 ROUNDS = 8
@@ -87,10 +84,6 @@ def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices
         elements[outside] = _rounds(elements[outside], left, right, key_data)
         outside = outside[elements[outside] >= size]
     return elements.astype(np.int64).reshape(positions.shape)
-
-
-ORDERS: dict[int, Permutation] = {1: feistel, 2: permuted}
-"""The permutation of each version of the order. A saved position without a version is of version 1."""
 
 
 def _rounds(values: _UInts, left: int, right: int, key_data: tuple[int, int]) -> _UInts:

@@ -270,7 +270,7 @@ def test_a_position_does_not_fit_other_lengths_of_as_many_samples():
     made([*map(int, LENGTHS)]).load_state_dict(state)
     with pytest.raises(DataError, match=r"lengths: found [0-9]+, this loader has"):
         made(LENGTHS[::-1]).load_state_dict(state)
-    # Positions of earlier versions do not tell.
+    # Those of a function do not tell.
     loader = made(LENGTHS)
     loader.load_state_dict({name: value for name, value in state.items() if name != "lengths"})
     loader.load_state_dict(state)
@@ -339,38 +339,11 @@ def test_a_position_that_is_none(change, words):
         loader.load_state_dict({})
 
 
-# What version 1 had after the first window, and in the next pass.
-EARLIER = {
-    "fixed": (
-        [12, 11, 0, 14, 16, 21, 19, 4, 5, 2, 15, 1, 3, 17, 23, 18, 6, 9, 24, 7],
-        [15, 18, 12, 10, 24, 13, 22, 1, 5, 23, 8, 0, 6, 2, 20, 4, 25, 16, 17, 14, 19, 21, 9, 11],
-    ),
-    "tokens": (
-        [21, 1, 2, 15, 4, 19, 16, 5, 3, 18, 7, 9, 17, 6, 23, 24, 8, 25],
-        [13, 15, 10, 18, 22, 24, 12, 1, 0, 2, 4, 6, 5, 20, 8, 23, 16, 9, 25, 14, 17, 19, 21, 11, 3, 7],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", EARLIER)
-def test_a_position_of_an_earlier_version_keeps_its_order(kind):
-    state = {name: value for name, value in made(kind).state_dict().items() if name != "order"}
-    resumed = made(kind)
-    resumed.load_state_dict({**state, "window": 1})
-    for samples in EARLIER[kind]:
-        assert torch.cat([batch["index"] for batch in resumed]).tolist() == samples
-        # It stays one of that version, and goes back to this one with its positions.
-        assert "order" not in resumed.state_dict()
-        again = made(kind)
-        again.load_state_dict(resumed.state_dict())
-        assert again.state_dict() == resumed.state_dict()
-    resumed.load_state_dict(made(kind).state_dict())
-    same(list(resumed), list(made(kind)))
-
-
-def test_a_position_of_a_later_version():
+def test_a_position_of_another_version_of_the_order():
     with pytest.raises(DataError, match="order: found 3, this loader has 2"):
         made().load_state_dict({**made().state_dict(), "order": 3})
+    with pytest.raises(DataError, match="order: missing"):
+        made().load_state_dict({name: value for name, value in made().state_dict().items() if name != "order"})
 
 
 def test_ranks_share_a_position():
