@@ -245,6 +245,13 @@ def require_switches(function: str, **values: Any) -> None:
             raise OptionError(f"{function}: {name} is {value!r}, needs True or False")
 
 
+def require_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> Any:
+    """Return an argument that is one of the choices. Raises an OptionError that names them if it is not."""
+    if value not in choices:
+        raise OptionError(f"{function}: {name} is {value!r}; choices are {', '.join(choices)}")
+    return value
+
+
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
     """Check that a step and a state are not swapped, and the step is not a class. Raises a ComposeError if not.
 

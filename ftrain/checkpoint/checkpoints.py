@@ -43,6 +43,7 @@ from ftrain.errors import (
     UnreachableError,
     add_note,
     as_path,
+    require_choice,
     require_positive,
     require_switches,
     warn,
@@ -100,8 +101,7 @@ class Checkpoints:
         require_switches("Checkpoints", async_=async_)
         if not isinstance(best, str | None):
             raise OptionError(f"Checkpoints: best is {best!r}, needs the name of a metric, such as 'eval_loss'")
-        if mode not in [*MODES]:
-            raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
+        require_choice("Checkpoints", "mode", mode, [*MODES])
         warn_of_mode("Checkpoints(best=)", best or "", mode)
         self.directory, self.every, self.keep = as_path("Checkpoints", "directory", directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, texts_by_name("Checkpoints", texts)

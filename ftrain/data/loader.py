@@ -24,6 +24,7 @@ from ftrain.errors import (
     ComposeError,
     DataError,
     OptionError,
+    require_choice,
     require_positive,
     require_positive_number,
     require_range,
@@ -352,10 +353,9 @@ def _require_options(
     for name, number, end in (("rank", rank, num_ranks), ("num_workers", num_workers, float("inf"))):
         require_range("loader", name, whole_number("loader", name, number), 0, end)
     require_positive_number("loader", "timeout", timeout)
-    if context is not None and context not in get_all_start_methods():
-        raise OptionError(f"loader: context is {context!r}; choices are {', '.join(get_all_start_methods())}")
-    if on_error not in ("raise", "skip"):
-        raise OptionError(f"loader: on_error is {on_error!r}; choices are raise, skip")
+    if context is not None:
+        require_choice("loader", "context", context, get_all_start_methods())
+    require_choice("loader", "on_error", on_error, ("raise", "skip"))
 
 
 def _require_iterable_options(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain.data.packing import IGNORED, NO_DOCUMENT
-from ftrain.errors import BatchError, DataError, OptionError, require_positive, require_switches
+from ftrain.errors import BatchError, DataError, OptionError, require_choice, require_positive, require_switches
 from ftrain.tree import dtype_name
 from ftrain.types import Mean, PyTree
 
@@ -131,8 +131,7 @@ def pad(
         require_positive("pad", "length", length)
         if multiple != 1:
             raise OptionError(f"pad: length={length} and multiple={multiple} exclude each other; pass one of them")
-    if side not in ("left", "right"):
-        raise OptionError(f"pad: side is {side!r}; choices are left, right")
+    require_choice("pad", "side", side, ("left", "right"))
     require_switches("pad", cut=cut)
     if cut and length is None:
         raise OptionError("pad: cut=True needs length=")

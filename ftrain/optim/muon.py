@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError, StructureError, require_positive, require_switches
+from ftrain.errors import OptionError, StructureError, require_choice, require_positive, require_switches
 from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
@@ -148,5 +148,4 @@ def _require_choices(ns_coefficients: tuple[float, ...], adjust_lr_fn: str) -> N
         or not all(isinstance(each, int | float) for each in ns_coefficients)
     ):
         raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
-    if adjust_lr_fn not in ("original", "match_rms_adamw"):
-        raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
+    require_choice("muon", "adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, OptionError, require_order, warn
+from ftrain.errors import (
+    BatchError,
+    ComposeError,
+    DataError,
+    DeviceError,
+    OptionError,
+    require_choice,
+    require_order,
+    warn,
+)
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
@@ -23,7 +32,7 @@ from ftrain.step.across_ranks import (
 )
 from ftrain.step.autocast import DTYPES, auto_dtype, name_of, require_dtype
 from ftrain.step.eval_step import EvalStep
-from ftrain.step.microbatch import RAISE, example_lists, most_pieces, require_on_oom, split_batch, with_example_lists
+from ftrain.step.microbatch import ON_OOM, RAISE, example_lists, most_pieces, split_batch, with_example_lists
 from ftrain.step.state_checks import require_state
 from ftrain.types import LossRanks, Mean, PyTree, TrainState, replace
 
@@ -73,7 +82,7 @@ def evaluate(
     require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
-    require_on_oom("evaluate", on_oom)
+    require_choice("evaluate", "on_oom", on_oom, ON_OOM)
     require_state("evaluate", state)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")

@@ -16,7 +16,7 @@ import torch
 
 from ftrain import tree
 from ftrain._context import setting
-from ftrain.errors import BatchError, OptionError
+from ftrain.errors import BatchError
 from ftrain.types import NAMESPACE, Loss, Mean, PyTree
 
 ExampleLists: TypeAlias = frozenset[optree.PyTreeAccessor]
@@ -33,12 +33,6 @@ ON_OOM = RAISE, SPLIT = "raise", "split"
 TOLERANCE, NARROW_TOLERANCE = 1e-3, 2e-2
 """Relative difference up to which two losses count as equal: in 32 bits or more, and with parameters or matrix products
 in 16 bits."""
-
-
-def require_on_oom(function: str, on_oom: str) -> None:
-    """Check the option for running out of memory. Raises an OptionError if it is not in `ON_OOM`."""
-    if on_oom not in ON_OOM:
-        raise OptionError(f"{function}: on_oom is {on_oom!r}; choices are {', '.join(ON_OOM)}")
 
 
 _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=None)

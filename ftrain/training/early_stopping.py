@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
-from ftrain.errors import ComposeError, OptionError, require_positive, warn_of_mode
+from ftrain.errors import ComposeError, OptionError, require_choice, require_positive, warn_of_mode
 from ftrain.optim import adjust
 from ftrain.optim.schedules.plateau import Plateau
 from ftrain.training.history import History, column
@@ -58,8 +58,7 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
             is no number.
     """
     require_positive("patience", "count", count)
-    if mode not in ("min", "max"):
-        raise OptionError(f"patience: mode is {mode!r}; choices are min, max")
+    require_choice("patience", "mode", mode, ("min", "max"))
     warn_of_mode("patience", name, mode)
     sign = 1.0 if mode == "min" else -1.0
 

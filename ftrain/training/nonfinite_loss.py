@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import NonFiniteError, OptionError, warn
+from ftrain.errors import NonFiniteError, require_choice, warn
 
 WARN, RAISE, IGNORE = "warn", "raise", "ignore"
 
@@ -19,8 +19,7 @@ class NonFiniteLossCheck:
     """
 
     def __init__(self, action: str, checkpoints: Checkpoints | None, *, is_first: bool) -> None:
-        if action not in (WARN, RAISE, IGNORE):
-            raise OptionError(f"fit: on_nonfinite is {action!r}; choices are {WARN}, {RAISE}, {IGNORE}")
+        require_choice("fit", "on_nonfinite", action, (WARN, RAISE, IGNORE))
         self._action, self._checkpoints, self._is_first = action, checkpoints, is_first
         self._has_warned = False
 

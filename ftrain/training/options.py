@@ -14,13 +14,14 @@ from ftrain.errors import (
     OptionError,
     log_on_first_rank,
     require_callable,
+    require_choice,
     require_positive,
     require_switches,
     warn,
 )
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eval_step import EvalStep
-from ftrain.step.microbatch import SPLIT, require_on_oom
+from ftrain.step.microbatch import ON_OOM, SPLIT
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.ended_schedules import log_ended_schedules
@@ -92,7 +93,7 @@ class Options:
             )
 
     def _require_splittable(self, step: Any, ranks: int) -> None:
-        require_on_oom("fit", self.on_oom)
+        require_choice("fit", "on_oom", self.on_oom, ON_OOM)
         if self.on_oom != SPLIT:
             return
         if not isinstance(step, Step):

@@ -19,7 +19,7 @@ from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.data.stateful import has_position
-from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
+from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, require_choice, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
@@ -66,8 +66,7 @@ class RunCheckpoints:
     def __init__(
         self, checkpoints: Checkpoints | None, step: Any, data: Iterable[PyTree], resume: str, *, is_first: bool
     ) -> None:
-        if resume not in RESUME:
-            raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
+        require_choice("fit", "resume", resume, RESUME)
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from ftrain.backends.device_module import float32_matmul_precision
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import ComposeError, require_choice
 from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper
 from ftrain.types import Loss
 
@@ -28,8 +28,7 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
         OptionError: for another precision.
         ComposeError: beside ``with_amp("tf32")``, which changes the same setting.
     """
-    if precision not in CHOICES:
-        raise OptionError(f"matmul_precision: precision is {precision!r}; choices are {', '.join(CHOICES)}")
+    require_choice("matmul_precision", "precision", precision, CHOICES)
     text = f"matmul_precision({precision})"
     on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, lambda: float32_matmul_precision(precision)))
     return Wrapper("matmul_precision", text, loss=on_loss)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number, require_range
+from ftrain.errors import (
+    ComposeError,
+    require_choice,
+    require_positive,
+    require_positive_number,
+    require_range,
+)
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
@@ -55,8 +61,7 @@ def skip_spikes(
     require_range(NAME, "quantile", quantile, 0.0, 1.0, closed=True)
     require_positive(NAME, "window", window)
     require_positive(NAME, "warmup", warmup)
-    if action not in ACTIONS:
-        raise OptionError(f"skip_spikes: action is {action!r}; choices are {', '.join(ACTIONS)}")
+    require_choice(NAME, "action", action, ACTIONS)
 
     def wrap(grad: GradFn) -> GradFn:
         def checking(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:

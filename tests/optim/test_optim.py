@@ -435,9 +435,9 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: adamw(0.1, weight_decay=math.nan), r"adamw: weight_decay is nan"),
         (lambda: adamw(math.nan), r"adamw: lr is nan"),
         (lambda: sgd(math.inf), r"lr is inf"),
-        (lambda: sgd("0.1"), r"sgd: lr is '0\.1'; it must be a finite number, or a function"),
+        (lambda: sgd("0.1"), r"sgd: lr is '0\.1', needs a finite number, or a function"),
         (lambda: adamw(None), r"adamw: lr is None"),
-        (lambda: ft.optim.noise("0.1"), r"noise: stddev is '0\.1'; it must be a finite number"),
+        (lambda: ft.optim.noise("0.1"), r"noise: stddev is '0\.1', needs a finite number"),
         (lambda: adamw(0.1, b1="0.9"), r"adamw: b1 is '0\.9'"),
         (lambda: sgd(0.1, momentum=0.9, dampening=1.5), r"sgd: dampening is 1\.5, needs a number in \[0, 1\]"),
         (

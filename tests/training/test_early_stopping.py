@@ -49,7 +49,7 @@ def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, fac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factor": 1.0}, "factor is 1.0; it must be in"),
+        ({"factor": 1.0}, "factor is 1.0, needs a number in"),
         ({"factor": 0.0}, "factor is 0.0"),
         ({"patience": -1}, "patience"),
         ({"cooldown": 1.5}, "cooldown"),
@@ -340,9 +340,7 @@ def test_a_scheduler_of_torch_is_no_schedule():
         torch.optim.lr_scheduler.CosineAnnealingLR,
         torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10),
     ):
-        with pytest.raises(
-            OptionError, match=r"CosineAnnealingLR.*; it must be a finite number, or a function from step"
-        ):
+        with pytest.raises(OptionError, match=r"CosineAnnealingLR.*, needs a finite number, or a function from step"):
             optim.sgd(scheduler)
 
 

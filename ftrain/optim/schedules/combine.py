@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, whole_number
 from ftrain.optim.schedules.call import RETURNS_SCHEDULE, describe, schedule
-from ftrain.optim.schedules.checks import count, number, require_sorted
+from ftrain.optim.schedules.checks import number, require_sorted
 from ftrain.optim.schedules.warmup_and_decay import constant
 from ftrain.types import Schedule
 
@@ -36,7 +36,7 @@ def _schedules(function: str, argument: str, values: Sequence[float | Schedule])
 
 
 def _boundaries(function: str, argument: str, values: Sequence[int]) -> list[int]:
-    steps = [count(function, f"{argument}[{i}]", step) for i, step in enumerate(values)]
+    steps = [whole_number(function, f"{argument}[{i}]", step) for i, step in enumerate(values)]
     require_sorted(function, argument, steps)
     return steps
 
@@ -79,7 +79,7 @@ def scale(schedule: float | Schedule, factor: float) -> Schedule:
     return lambda k: factor * scaled(k)
 
 
-@schedule(schedule=schedule_of, steps=count)
+@schedule(schedule=schedule_of, steps=whole_number)
 def ahead(schedule: Schedule, steps: int = 1) -> Schedule:
     """``schedule(k + steps)``. One step ahead, the first update of a warm-up has a rate that is not 0."""
     return lambda k: schedule(k + steps)

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ftrain.errors import OptionError
-from ftrain.optim.schedules.checks import count, number, one_of
+from ftrain.errors import OptionError, require_choice, whole_number
+from ftrain.optim.schedules.checks import number
 from ftrain.optim.schedules.combine import ahead, chain, scale
 from ftrain.optim.schedules.phases import piecewise, warmup_stable_decay
 from ftrain.optim.schedules.warmup_and_decay import (
@@ -49,7 +49,7 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
             f"named: {name!r} depends on evaluations and not on the step alone; use schedules.reduce_on_plateau(...) "
             "with fit(..., adapt=ft.plateau(metric, it)), or a function of your own as fit(..., adapt=...)."
         )
-    function = _FUNCTIONS[one_of(*_FUNCTIONS)("named", "name", name)]
+    function = _FUNCTIONS[require_choice("named", "name", name, [*_FUNCTIONS])]
     known = inspect.getfullargspec(function).kwonlyargs
     for option in options:
         if option not in known:
@@ -115,9 +115,10 @@ def _warmup_stable_decay(
     decay_type: str = "cosine",
     min_lr_ratio: float = 0.0,
 ) -> Schedule:
-    decay = count("named", "num_decay_steps", num_decay_steps)
+    decay = whole_number("named", "num_decay_steps", num_decay_steps)
     if num_stable_steps is not None:
-        total = count("named", "warmup", warmup) + count("named", "num_stable_steps", num_stable_steps) + decay
+        stable = whole_number("named", "num_stable_steps", num_stable_steps)
+        total = whole_number("named", "warmup", warmup) + stable + decay
     shapes: dict[str, Any] = {"warmup_shape": warmup_type, "decay_shape": decay_type}
     if not min_lr_ratio:
         return warmup_stable_decay(peak, warmup, total, decay, **shapes)

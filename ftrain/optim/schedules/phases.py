@@ -7,9 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, whole_number
 from ftrain.optim.schedules.call import describe, schedule
-from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one_of, require_sorted
+from ftrain.optim.schedules.checks import count_from_1, flag, number, one_of, require_sorted
 from ftrain.optim.schedules.warmup_and_decay import mix_by_peak
 from ftrain.types import Schedule
 
@@ -34,7 +34,7 @@ _DOWN: dict[str, Callable[[float], float]] = {
 def _points(function: str, argument: str, value: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(value, Mapping) or not value:
         raise OptionError(f"{function}: {argument} is {value!r}; it must map at least one step to a value.")
-    steps = [count(function, f"a step of {argument}", step) for step in value]
+    steps = [whole_number(function, f"a step of {argument}", step) for step in value]
     values = [number(function, f"{argument}[{step}]", each) for step, each in value.items()]
     require_sorted(function, argument, steps)
     return dict(zip(steps, values, strict=True))
@@ -126,9 +126,9 @@ def one_cycle(
 
 @schedule(
     peak=number,
-    warmup=count,
-    total=count,
-    decay=count,
+    warmup=whole_number,
+    total=whole_number,
+    decay=whole_number,
     end=number,
     start=number,
     warmup_shape=one_of(*_UP),

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ftrain.optim.schedules.checks import count, not_negative, number_that_is, one_of, positive
+from ftrain.errors import require_choice, require_positive_number, whole_number
+from ftrain.optim.schedules.checks import not_negative, number_that_is
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def reduce_on_plateau(
     """
     name = "reduce_on_plateau"
     return Plateau(
-        value=positive(name, "value", value),
+        value=require_positive_number(name, "value", value),
         factor=number_that_is("in (0, 1)", lambda each: 0 < each < 1)(name, "factor", factor),
-        patience=count(name, "patience", patience),
-        mode=one_of("min", "max")(name, "mode", mode),
+        patience=whole_number(name, "patience", patience),
+        mode=require_choice(name, "mode", mode, ("min", "max")),
         threshold=not_negative(name, "threshold", threshold),
-        threshold_mode=one_of("rel", "abs")(name, "threshold_mode", threshold_mode),
-        cooldown=count(name, "cooldown", cooldown),
+        threshold_mode=require_choice(name, "threshold_mode", threshold_mode, ("rel", "abs")),
+        cooldown=whole_number(name, "cooldown", cooldown),
         end=not_negative(name, "end", end),
         eps=not_negative(name, "eps", eps),
         best=math.inf if mode == "min" else -math.inf,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_positive_number, whole_number
 from ftrain.optim.schedules.call import schedule
-from ftrain.optim.schedules.checks import count, count_from_1, fraction, number, positive
+from ftrain.optim.schedules.checks import count_from_1, fraction, number
 from ftrain.types import Schedule
 
 Mix: TypeAlias = Callable[[float, float, float], float]
@@ -70,19 +70,19 @@ def constant(value: float) -> Schedule:
     return lambda k: value
 
 
-@schedule(peak=number, warmup=count)
+@schedule(peak=number, warmup=whole_number)
 def warmup_constant(peak: float, warmup: int) -> Schedule:
     """``peak k / warmup`` for ``k < warmup``, then ``peak``."""
     return _after_warmup(peak, warmup, constant(peak))
 
 
-@schedule(start=number, end=number, steps=count)
+@schedule(start=number, end=number, steps=whole_number)
 def linear(start: float, end: float, steps: int) -> Schedule:
     """``start + (end - start) k / steps``, then ``end``."""
     return _decay(start, end, steps, _mix, lambda k: (steps - k) / steps)
 
 
-@schedule(peak=number, warmup=count, total=count, end=number)
+@schedule(peak=number, warmup=whole_number, total=whole_number, end=number)
 def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Schedule:
     """`linear` from ``peak`` to ``end``, after a warm-up.
 
@@ -93,20 +93,20 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Sch
     return _after_warmup(peak, warmup, linear(peak, end, steps))
 
 
-@schedule(peak=number, total=count, end=number, power=positive)
+@schedule(peak=number, total=whole_number, end=number, power=require_positive_number)
 def polynomial(peak: float, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
     """``end + (peak - end) (1 - k / total)^power``; `power` is greater than 0."""
     return _decay(peak, end, total, _mix_polynomial, lambda k: float((1.0 - k / total) ** power))
 
 
-@schedule(peak=number, warmup=count, total=count, end=number, power=positive)
+@schedule(peak=number, warmup=whole_number, total=whole_number, end=number, power=require_positive_number)
 def warmup_polynomial(peak: float, warmup: int, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
     """`polynomial` after a warm-up."""
     steps = _steps_after_warmup("warmup_polynomial", warmup, total)
     return _after_warmup(peak, warmup, polynomial(peak, steps, end, power))
 
 
-@schedule(peak=number, total=count, end=number, waves=positive)
+@schedule(peak=number, total=whole_number, end=number, waves=require_positive_number)
 def cosine(peak: float, total: int, end: float = 0.0, waves: float = 0.5) -> Schedule:
     """``end + (peak - end) (1 + cos(2 pi waves k / total)) / 2``, then its value at ``k = total``.
 
@@ -117,14 +117,14 @@ def cosine(peak: float, total: int, end: float = 0.0, waves: float = 0.5) -> Sch
     return _decay(peak, end, total, mix_by_peak, lambda k: 0.5 * (1.0 + math.cos(math.pi * waves * 2.0 * (k / total))))
 
 
-@schedule(peak=number, warmup=count, total=count, end=number, waves=positive)
+@schedule(peak=number, warmup=whole_number, total=whole_number, end=number, waves=require_positive_number)
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0, waves: float = 0.5) -> Schedule:
     """`cosine` after a warm-up."""
     steps = _steps_after_warmup("warmup_cosine", warmup, total)
     return _after_warmup(peak, warmup, cosine(peak, steps, end, waves))
 
 
-@schedule(peak=number, total=count, cycles=count_from_1, end=number)
+@schedule(peak=number, total=whole_number, cycles=count_from_1, end=number)
 def cosine_restarts(peak: float, total: int, cycles: int, end: float = 0.0) -> Schedule:
     """``end + (peak - end) (1 + cos(pi (cycles k / total mod 1))) / 2``, then ``end``; the source is that of `cosine`.
 
@@ -145,7 +145,7 @@ def cosine_restarts(peak: float, total: int, cycles: int, end: float = 0.0) -> S
     return _decay(peak, end, total, mix_by_peak, remaining)
 
 
-@schedule(peak=number, warmup=count, total=count, cycles=count_from_1, end=number)
+@schedule(peak=number, warmup=whole_number, total=whole_number, cycles=count_from_1, end=number)
 def warmup_cosine_restarts(peak: float, warmup: int, total: int, cycles: int, end: float = 0.0) -> Schedule:
     """`cosine_restarts` after a warm-up."""
     steps = _steps_after_warmup("warmup_cosine_restarts", warmup, total)
@@ -161,7 +161,7 @@ def inverse_sqrt(peak: float, timescale: int = TIMESCALE) -> Schedule:
     return lambda k: peak * (1.0 / math.sqrt((k + timescale) / timescale))
 
 
-@schedule(peak=number, warmup=count, timescale=count_from_1)
+@schedule(peak=number, warmup=whole_number, timescale=count_from_1)
 def warmup_inverse_sqrt(peak: float, warmup: int, timescale: int | None = None) -> Schedule:
     """`inverse_sqrt` after a warm-up.
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ftrain import tree
 from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
-from ftrain.errors import ComposeError, DeviceError, OptionError, require_range
+from ftrain.errors import ComposeError, DeviceError, OptionError, require_choice, require_range
 from ftrain.optim.offloaded import OffloadTarget, offload_state
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
@@ -61,8 +61,7 @@ def offload(
         DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the disk
             is full.
     """
-    if what not in KINDS:
-        raise OptionError(f"offload: what is {what!r}; choices are {', '.join(KINDS)}")
+    require_choice("offload", "what", what, KINDS)
     require_range("offload", "min_bytes", min_bytes, 0)
     if what == ACTIVATIONS:
         if directory is not None:

@@ -76,11 +76,11 @@ def test_leaves_no_global_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedules": None}, "schedules is None; it must be a finite number, or a function"),
-        ({"schedules": math.nan}, "schedules is nan; it must be a finite number, or a function"),
-        ({"schedules": {"lr": "cosine"}}, r"schedules\['lr'\] is 'cosine'; it must be a finite number, or a function"),
-        ({"steps": 0}, "steps is 0; it must be an integer of at least 1"),
-        ({"steps": 1.5}, "steps is 1.5; it must be an integer of at least 1"),
+        ({"schedules": None}, "schedules is None, needs a finite number, or a function"),
+        ({"schedules": math.nan}, "schedules is nan, needs a finite number, or a function"),
+        ({"schedules": {"lr": "cosine"}}, r"schedules\['lr'\] is 'cosine', needs a finite number, or a function"),
+        ({"steps": 0}, "steps is 0, needs a whole number of at least 1"),
+        ({"steps": 1.5}, "steps is 1.5, needs a whole number of at least 1"),
         ({"path": "schedule.jpg"}, "path is '.*schedule.jpg'; it must end in .png or .svg"),
         ({"path": "schedule"}, "path is '.*schedule'; it must end in .png or .svg"),
     ],
