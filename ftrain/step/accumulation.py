@@ -23,11 +23,6 @@ from ftrain.step.value_and_grad import ValueAndGrad, around_forward, run_backwar
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 
-def _accumulator(grad: GradFn, pieces: int) -> _InBackward | _AfterBackward:
-    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses."""
-    return _InBackward(grad, pieces) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
-
-
 class _InBackward:
     """Lets the backward pass add each gradient to the `.grad` of its leaf, so that only the sums are in memory."""
 
@@ -171,7 +166,9 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     offset = stream.offset if stream is not None else 0
     lengths = [tree.batch_length(piece) or 1 for piece in pieces]
     grad = grad if len(set(lengths)) == 1 else around_forward(grad, _by_example)
-    accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
+    # It sums the gradients of microbatches, weighted by the weights of their losses.
+    accumulated = _InBackward(grad, len(pieces)) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
+    results: list[Gradients] = []
     for piece, length in zip(pieces, lengths, strict=True):
         first, start = start, start + length
         key = random.for_examples(rng, first, length) if rng is not None else None

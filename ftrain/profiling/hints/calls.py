@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
-from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
+from ftrain._torch import TorchDispatchMode, dtensor, fake_like
 from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
@@ -58,15 +58,12 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
     run = assemble(step, around_loss=recording, around_update=lambda update: skipped)
     with uninterrupted():
         state, batch, key = tree.map(
-            lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch, key)
+            lambda leaf: fake_like(mode, leaf, tree.HOST if leaf.is_meta else None) if tree.is_tensor(leaf) else leaf,
+            (state, batch, key),
         )
         with fake_run("hints", step, mode):
             run(state, batch, {}, key)
     return recorder.matmuls, recorder.attentions
-
-
-def _fake_on_device(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    return fake_like(mode, tensor, tree.HOST if tensor.is_meta else None)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
