@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
-from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
+from ftrain.checkpoint.treedef import Container, class_name, dotted, printable
 from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
@@ -97,9 +97,6 @@ def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *
 
 def _agree(item: Any, need: Any) -> bool:
     """Whether a saved item has the container, or the dtype and shape, or the type, of an item of `like`."""
-    if isinstance(item, Container) and isinstance(need, Container) and need.kind.startswith(NAMED_TUPLE):
-        # A manifest of version 1 has the module of a named tuple before its name.
-        return need.kind in (item.kind, f"{NAMED_TUPLE}{item.kind.rpartition('.')[2]}")
     if isinstance(item, TensorEntry):
         return isinstance(need, Tensor) and (item.dtype, item.shape) == (dtype_name(need.dtype), tuple(need.shape))
     return item == need if isinstance(item, Container) else type(item) is type(need)

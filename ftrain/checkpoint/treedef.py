@@ -29,7 +29,7 @@ OTHER_CLASS = "class "
 MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors that Python may raise for JSON that has not been written here."""
 VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
-"""Tags of manifests of version 1, which held the module of each class, and of every named tuple."""
+"""Tags of manifests of version 1, which held the module of each class."""
 
 
 class Leaf(NamedTuple):

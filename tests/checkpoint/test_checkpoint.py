@@ -226,18 +226,6 @@ def test_classes_that_optree_takes_for_containers_need_a_template_to_come_back(t
         checkpoint.load(tmp_path / "a", like={**like, "layers": [{"weight": torch.zeros(2), "bias": None}]})
 
 
-def test_a_named_tuple_of_version_1_had_its_module(tmp_path):
-    path = tmp_path / "a"
-    checkpoint.save(path, {"pair": Pair(torch.ones(2), 3)})
-    body = json.loads((path / NAME).read_text())
-    body["version"], body["tree"]["nodes"][0]["kind"] = 1, "old.module.Pair"
-    del body["digest"]
-    (path / NAME).write_bytes(signed(json.dumps(body, indent=1).removesuffix("\n}").encode()))
-    assert checkpoint.load(path, like={"pair": Pair(torch.zeros(2), 0)})["pair"].second == 3
-    with pytest.raises(StructureError, match=r"pair: found old.module.Pair, needs namedtuple Couple"):
-        checkpoint.load(path, like={"pair": collections.namedtuple("Couple", "first second")(torch.zeros(2), 0)})
-
-
 @pytest.mark.parametrize("version", [0, 3, True, 1.0, "2", None, [1]])
 def test_another_version_of_the_format_is_refused(version, tmp_path):
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2)})
