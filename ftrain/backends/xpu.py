@@ -33,6 +33,5 @@ BACKEND = DEVICE.record(
     pinned_memory=True,
     fused_optimizers=True,
     copier=DEVICE.copier,
-    # Newer than the oldest supported torch.
-    recorder=DEVICE.recorder if hasattr(torch.xpu, "XPUGraph") else None,
+    recorder=DEVICE.recorder,
 )
