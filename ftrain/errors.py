@@ -246,8 +246,8 @@ def require_switches(function: str, **values: Any) -> None:
 
 
 def require_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Return an argument that is one of the choices. Raises an OptionError that names them if it is not."""
-    if value not in choices:
+    """Return a text that is one of the choices. Raises an OptionError that names them if it is not."""
+    if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{function}: {name} is {value!r}; choices are {', '.join(choices)}")
     return value
 

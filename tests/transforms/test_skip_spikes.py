@@ -157,6 +157,8 @@ def test_the_norm_is_kept_as_wide_as_the_widest_parameter():
         ({"window": 0}, "window"),
         ({"warmup": 0}, "warmup"),
         ({"action": "stop"}, "action is 'stop'; choices are skip, clip"),
+        ({"action": ["skip"]}, "action is .'skip'.; choices are skip, clip"),
+        ({"action": torch.ones(2).numpy()}, "action is array.*; choices are skip, clip"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from numbers import Real
 
-from ftrain.errors import OptionError, require_choice, require_range, require_switches, whole_number
+from ftrain.errors import OptionError, require_choice, require_range, whole_number
 from ftrain.optim.schedules.call import Check
 
 
@@ -41,9 +41,10 @@ fraction = number_that_is("greater than 0 and at most 1", lambda value: 0 < valu
 count_from_1 = partial(whole_number, least=1)
 
 
-def flag(function: str, argument: str, value: object) -> object:
-    """Return True or False. Raises for others."""
-    require_switches(function, **{argument: value})
+def flag(function: str, argument: str, value: object) -> bool:
+    """Return a bool. Raises for others."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{function}: {argument} is {value!r}, needs True or False")
     return value
 
 

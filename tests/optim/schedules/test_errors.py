@@ -2,6 +2,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,7 +87,7 @@ class TestErrors:
         with pytest.raises(OptionError, match=r"^warmup_stable_decay: warmup is 6, decay 5 and total 10; .* together"):
             schedules.warmup_stable_decay(1.0, 6, 10, 5)
 
-    @pytest.mark.parametrize("bad", ["sqrt", None, 3, ["linear"]])
+    @pytest.mark.parametrize("bad", ["sqrt", None, 3, ["linear"], np.ones(2)])
     def test_shapes(self, bad: object) -> None:
         stable = r"choices are linear, cosine, 1-sqrt$"
         with pytest.raises(OptionError, match=rf"^warmup_stable_decay: warmup_shape is .*; {stable}"):
@@ -104,9 +105,10 @@ class TestErrors:
         with pytest.raises(OptionError, match=rf"^one_cycle: rise is {rise:g}; it must be 0 <= rise {needed}\.$"):
             schedules.one_cycle(1.0, 10, rise=rise, three_phase=three_phase)
 
-    def test_three_phase_is_a_switch(self) -> None:
-        with pytest.raises(OptionError, match=r"^one_cycle: three_phase is 'no', needs True or False$"):
-            schedules.one_cycle(1.0, 10, three_phase="no")  # type: ignore[arg-type]
+    @pytest.mark.parametrize("bad", ["no", 1, torch.ones(2)])
+    def test_three_phase_is_a_switch(self, bad: object) -> None:
+        with pytest.raises(OptionError, match=r"^one_cycle: three_phase is .*, needs True or False$"):
+            schedules.one_cycle(1.0, 10, three_phase=bad)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("points", "message"),
