@@ -34,7 +34,7 @@ from ftrain.parallel.partition import broadcast_all, start_sum_all_wide
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, rows_of
-from ftrain.parallel.same_blocks import require_same_results
+from ftrain.parallel.same_results import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update.update import whole_update
@@ -267,6 +267,7 @@ class _RankStep:
             blocks = BlockGather(loss.module, self._watch, as_autocast=self._as_autocast)
         order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
         self.gradient.order = order
+        same_results = SameResults(self._all, self._watch)
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows, layout = current(), current_layout.get(None)
@@ -285,7 +286,7 @@ class _RankStep:
             require_scalars(metrics)
             if self._all.size == 1 and rows.fewest is None:
                 return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
-            require_same_results(self._all, mean, metrics)
+            same_results.require(mean, metrics)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
             weight = start_sum_all_wide(self._all, [mean.weight.detach()])()[0] if weight is None else weight
