@@ -150,6 +150,11 @@ def _require_differentiable(mean: Mean, name: str) -> None:
             ".item(), torch.no_grad(), torch.inference_mode(), torch.utils.checkpoint with use_reentrant=True, or a "
             "computation that does not read its first argument"
         )
+    require_constant_weight(mean, name)
+
+
+def require_constant_weight(mean: Mean, name: str) -> None:
+    """Raises a LossError if the weight of a loss depends on the parameters, for then its gradient would be another."""
     if mean.weight.requires_grad:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
