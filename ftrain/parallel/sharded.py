@@ -38,7 +38,7 @@ from ftrain.parallel.same_results import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update.update import whole_update
-from ftrain.step.forward import require_constant_weight
+from ftrain.step.forward import refuse_weight
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.microbatch import with_fewest_examples
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, extend_scope, wrapper
@@ -288,7 +288,8 @@ class _RankStep:
             if self._all.size == 1 and rows.fewest is None:
                 return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
             same_results.require(mean, metrics)
-            require_constant_weight(mean, loss.name)
+            if mean.weight.requires_grad:
+                refuse_weight(loss.name)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
             weight = start_sum_all_wide(self._all, [mean.weight])()[0] if weight is None else weight
