@@ -251,7 +251,7 @@ class _RankStep:
                 # The wait is outside of the watch, so that the others know of an error before this rank waits for them.
                 waiting = waiting_after(_leaves_ranks_connected)
                 # Wrappers outside of the sum over ranks split rows, too.
-                splitting = with_fewest_examples(rows.fewest)
+                splitting = with_fewest_examples(rows.fewest if ranks.size > 1 else None)
                 with setting(current_layout, layout), waiting, self._watch, sharding.over(layout.shards), splitting:
                     new, metrics = runner(*args)
                 return self._local_states.put_back(new, state), metrics
@@ -285,7 +285,7 @@ class _RankStep:
             if blocks is not None:
                 blocks.finish()
             require_scalars(metrics)
-            if self._all.size == 1 and rows.fewest is None:
+            if self._all.size == 1:
                 return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
             same_results.require(mean, metrics)
             if mean.weight.requires_grad:

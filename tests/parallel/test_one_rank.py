@@ -6,12 +6,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
+from tests.parallel import models
 from tests.parallel.ranks import run
 
 WRAPPERS = {
     "alone": list,
     "clip": lambda: [ft.clip(0.05)],
     "accumulate": lambda: [ft.accumulate(2)],
+    "unequal microbatches": lambda: [ft.accumulate(4)],
     "skip_nonfinite": lambda: [ft.skip_nonfinite()],
     "bf16": lambda: [ft.with_amp("bf16")],
 }
@@ -46,7 +48,7 @@ def third_step(criterion, wrappers, with_mesh):
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), *wrappers)
     step = ft.sharded(ft.parallel.mesh(), level=0)(step) if with_mesh else step
-    state, batch = step.init(seed=0), {"x": torch.randn(6, 4), "weight": torch.rand(6)}
+    state, batch = step.init(seed=0), {"x": torch.randn(10, 4), "weight": torch.rand(10)}
     for _ in range(2):
         state, _ = step(state, batch)
     with Names() as called:
@@ -84,3 +86,25 @@ def test_a_batch_of_microbatches_is_not_copied():
         assert taken == [batch["x"].untyped_storage().data_ptr()] * 2
 
     run(1, rank)
+
+
+@pytest.mark.parametrize("criterion", [models.plain_loss, models.loss])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_is_split_down_to_single_examples(criterion, microbatches):
+    """Also one of eleven examples, which two microbatches do not divide."""
+
+    def trained(limit):
+        def short_of_memory(model, batch):
+            if torch.is_grad_enabled() and len(batch["x"]) > limit:
+                raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+            return criterion(model, batch)
+
+        wrappers = [ft.accumulate(microbatches)] if microbatches > 1 else []
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), 1), criterion=short_of_memory)
+        data = list(models.batches(3, length=11))
+        state, history = ft.fit(step, step.init(seed=5), data, on_oom="split", progress=False)
+        return ft.parallel.whole(state).params, history["loss"]
+
+    (params, losses), (reference, expected) = run(1, lambda _: trained(1))[0], run(1, lambda _: trained(11))[0]
+    torch.testing.assert_close(params, reference, rtol=1e-12, atol=1e-12)
+    assert losses == pytest.approx(expected, rel=1e-12)
