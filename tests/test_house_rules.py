@@ -45,6 +45,7 @@ RAISED = {
     "parallel/stand_in.py": {"OutOfMemoryOnRankError"},
     "step/across_ranks.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
+    "training/progress.py": {"error"},
     "training/signals.py": {"Abandoned"},
     "transforms/compile/evaluation.py": {"cause"},
     "transforms/compile/fallback.py": {"CompilerError"},

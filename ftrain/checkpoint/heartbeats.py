@@ -26,8 +26,9 @@ class GaveUp(NamedTuple):
 def heartbeat_key(rank: int) -> str:
     """Return the key of the store under which a rank writes its heartbeats.
 
-    A heartbeat is a JSON object with ``number``, that of its step; ``failure``, the text of the error that has
-    ended the rank, or empty; ``has_ended``, whether its program has; and ``waits``, whether it waits for all others.
+    A heartbeat is a JSON object with ``number``, that of its step; ``results``, how often the loss has returned in
+    it; ``failure``, the text of the error that has ended the rank, or empty; ``has_ended``, whether its program has;
+    and ``waits``, whether it waits for all others.
     """
     return f"ftrain/watch/{rank}"
 
@@ -71,8 +72,9 @@ class Heartbeats:
     def why_absent(self, absent: Callable[[], Sequence[int]], waited: float, *, in_order: bool) -> str:
         """Return why one of the absent ranks cannot arrive any more; "" if all still may.
 
-        `waited` are the seconds so far. With `in_order` this rank waits between its steps: one that is in a later step
-        has passed by. A thread that writes in the background waits while all ranks make more steps.
+        `waited` are the seconds so far. With `in_order` this rank waits between its steps, or after its loss: one that
+        is in a later step, or whose loss has returned more often, has passed by. A thread that writes in the background
+        waits while all ranks make more steps.
         """
         # Before asking who is absent: what a rank writes after it has arrived does not count.
         earlier, self._notes = self._notes, {rank: self._read(rank) for rank in range(self._size)}
@@ -88,7 +90,7 @@ class Heartbeats:
             if note["has_ended"]:
                 return f"the program of rank {rank} has ended {place}"
             # What was written since the last read is not older than this call.
-            if in_order and (note["number"] > own_note["number"] or (note["waits"] and is_new)):
+            if in_order and (_progress(note) > _progress(own_note) or (note["waits"] and is_new)):
                 return f"rank {rank} is {place}"
             # It may have caught the error, and still arrive.
             if note["failure"] and waited >= self._silence:
@@ -100,3 +102,7 @@ class Heartbeats:
     def _read(self, rank: int) -> Any:
         key = heartbeat_key(rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _progress(note: dict[str, Any]) -> tuple[int, int]:
+    return note["number"], note["results"]

@@ -105,8 +105,7 @@ def _buffer_changes(old: PyTree, new: PyTree) -> PyTree:
     """
 
     def change(new: Tensor, old: Tensor) -> Tensor:
-        # Infinity minus infinity would be NaN: an attention mask may hold infinities.
-        return torch.where(new == old, 0, new - old) if new.is_floating_point() else new.new_zeros(())
+        return new - _counted_from(old) if new.is_floating_point() else new.new_zeros(())
 
     return tree.map(change, new, old)
 
@@ -115,6 +114,14 @@ def _changed_buffers(old: PyTree, new: PyTree, changes: PyTree) -> PyTree:
     """Return the buffers with the changes of all ranks, and as this rank has them where they have no mean."""
 
     def changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
-        return old + change.to(old.dtype) if new.is_floating_point() else new
+        return _counted_from(old) + change.to(old.dtype) if new.is_floating_point() else new
 
     return tree.map(changed, new, old, changes)
+
+
+def _counted_from(old: Tensor) -> Tensor:
+    """Return a buffer with 0 in place of what is not finite.
+
+    Infinity minus infinity would be NaN: an attention mask holds infinities, and so does a smallest value at first.
+    """
+    return old.nan_to_num(0.0, 0.0, 0.0)

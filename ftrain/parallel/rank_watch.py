@@ -47,7 +47,7 @@ class Watch:
         # A group keeps its threads after it is destroyed if something still refers to it.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         self._note: dict[str, Any] = {"number": 0, "doing": BETWEEN_STEPS, "place": "", "waits": False}
-        self._note |= {"failure": "", "has_waited": False, "has_ended": False, "beats": 0}
+        self._note |= {"failure": "", "has_waited": False, "has_ended": False, "beats": 0, "results": 0}
         self._steps_before: int | None = None
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
@@ -69,14 +69,21 @@ class Watch:
         """Note the number of the step that begins. A step that is retried, as without memory, has the same number."""
         if not _torch.is_fake(step) and (count := int(step)) != self._steps_before:
             # A later number also for the first step of another run.
-            self._note["number"], self._steps_before = max(self._note["number"], count) + 1, count
+            self._steps_before = count
+            self._note.update(number=max(self._note["number"], count) + 1, results=0)
 
-    def tell_place(self, place: str, *, waits: bool = False) -> None:
+    def note_results(self) -> None:
+        """Note that the loss has returned once more in this step, and that this rank goes on with what it returned."""
+        self._note["results"] += 1
+
+    def tell_place(self, place: str, *, waits: bool = False, at_once: bool = False) -> None:
         """Note where in or after the step this rank is, such as ``"at block 3"``, and whether it waits there for all.
 
-        "" when it has left.
+        "" when it has left. The others are told at the next heartbeat, or `at_once`.
         """
         self._note.update(place=place and f", {place}", waits=waits)
+        if at_once and self._is_telling:
+            self._tell()
 
     def __enter__(self) -> None:
         self._note.update(doing=IN_STEP, failure="", has_waited=False)

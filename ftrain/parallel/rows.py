@@ -141,7 +141,8 @@ def rows_of(
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
     What `split_batch` does not split goes to every rank. Only these rows are copied to `device`; if they are there
-    and there is one microbatch, they are views of the batch. Raises a BatchError as `require_rows` does.
+    and there is one microbatch, they are views of the batch. A rank that is alone has the batch itself. Raises a
+    BatchError as `require_rows` does.
 
     The batch is that of all ranks; or of this rank alone, on `device`, unless it `is_whole`. `splits` are into how many
     pieces wrappers split it, each of these pieces, and so on.
@@ -152,8 +153,10 @@ def rows_of(
         return _split_by_rank(rows, rows.total // size, splits)
     require_rows(batch, f"accumulate({microbatches})" if microbatches > 1 else "sharded")
     lists, length = example_lists(batch), count // microbatches
-    if not is_whole:
-        return Rows(batch, rank * count, length, length * size, count, microbatches, lists=lists)
+    if not is_whole or size == 1:
+        # One rank has all rows of each microbatch, which one after the other are the batch: nothing is cut or copied.
+        own_batch = tree.to(batch, device) if is_whole else batch
+        return Rows(own_batch, rank * count, length, length * size, count, microbatches, lists=lists)
     each, more = divmod(length, size)
     start, own_length = rank * each + min(rank, more), each + (rank < more)
     own_rows = slice(start, start + own_length) if own_length else slice(0, 1)

@@ -1,4 +1,4 @@
-"""Check that all ranks run the same blocks, return the same results, and that one of them uses each parameter."""
+"""Check that all ranks run the same blocks, and that one of them uses each parameter."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.same_step import first_difference
 from ftrain.step.rank_backward import UnusedOnRank, recording_unused, unused_on_rank
 from ftrain.step.value_and_grad import refuse_unused
-from ftrain.types import Mean, Metrics, PyTree, TrainState
+from ftrain.types import PyTree, TrainState
 
 
 class SameProgram:
@@ -80,29 +78,3 @@ def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device:
             "Level 3 gathers a block on all ranks at once, so all must run the same blocks in one order, whatever "
             "their examples are: run a block everywhere, with a factor of 0 where it is not wanted, or use level=2"
         )
-
-
-def require_same_results(ranks: Group, loss: Mean, metrics: Metrics) -> None:
-    """Check that a loss returns the same on all ranks, if they compare what they run; waits for them then.
-
-    A metric that one of them lacks would be added to another. Raises a LossError on every rank if names, forms or
-    dtypes differ.
-    """
-    unused = unused_on_rank()
-    if unused is None or not unused.is_first:
-        return
-    results = {"the loss": loss, **{f"the metric {name}": metrics[name] for name in sorted(metrics)}}
-    lines = [f"{name}: {_form(result)}" for name, result in results.items()]
-    difference = first_difference(ranks, lines, loss.total.device)
-    if difference is not None:
-        raise LossError(
-            f"sharded: the loss returns other results on other ranks: {difference}; return the same metrics in the "
-            "same form whatever the examples are, such as a Mean with a weight of 0 where there is nothing to count"
-        )
-
-
-def _form(result: object) -> str:
-    if isinstance(result, Mean):
-        dtypes = f"{tree.dtype_name(result.total.dtype)} with a weight of {tree.dtype_name(result.weight.dtype)}"
-        return f"{'a plain number' if result.plain else 'a Mean'}, {dtypes}"
-    return f"a tensor, {tree.dtype_name(result.dtype)}" if isinstance(result, Tensor) else "a number"

@@ -34,10 +34,11 @@ from ftrain.parallel.partition import broadcast_all, start_sum_all_wide
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, rows_of
-from ftrain.parallel.same_blocks import require_same_results
+from ftrain.parallel.same_results import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update.update import whole_update
+from ftrain.step.forward import refuse_weight
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.microbatch import with_fewest_examples
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, extend_scope, wrapper
@@ -236,7 +237,8 @@ class _RankStep:
         require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
-        self._watch.begin(state.step)
+        if self._all.size > 1:  # One rank tells nobody where it is.
+            self._watch.begin(state.step)
         with self._watch:
             device = tree.device_of(state.params)
             ranks, is_whole = self._all, self._whole_batches
@@ -249,7 +251,7 @@ class _RankStep:
                 # The wait is outside of the watch, so that the others know of an error before this rank waits for them.
                 waiting = waiting_after(_leaves_ranks_connected)
                 # Wrappers outside of the sum over ranks split rows, too.
-                splitting = with_fewest_examples(rows.fewest)
+                splitting = with_fewest_examples(rows.fewest if ranks.size > 1 else None)
                 with setting(current_layout, layout), waiting, self._watch, sharding.over(layout.shards), splitting:
                     new, metrics = runner(*args)
                 return self._local_states.put_back(new, state), metrics
@@ -266,6 +268,7 @@ class _RankStep:
             blocks = BlockGather(loss.module, self._watch, as_autocast=self._as_autocast)
         order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
         self.gradient.order = order
+        same_results = SameResults(self._all, self._watch)
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows, layout = current(), current_layout.get(None)
@@ -282,12 +285,14 @@ class _RankStep:
             if blocks is not None:
                 blocks.finish()
             require_scalars(metrics)
-            if self._all.size == 1 and rows.fewest is None:
+            if self._all.size == 1:
                 return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
-            require_same_results(self._all, mean, metrics)
+            same_results.require(mean, metrics)
+            if mean.weight.requires_grad:
+                refuse_weight(loss.name)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
             metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
-            weight = start_sum_all_wide(self._all, [mean.weight.detach()])()[0] if weight is None else weight
+            weight = start_sum_all_wide(self._all, [mean.weight])()[0] if weight is None else weight
             return replace(mean, weight=weight), metrics, buffers
 
         def gathering(training: bool) -> AbstractContextManager[None]:

@@ -165,10 +165,13 @@ def require_all_ranks(name: str) -> None:
         )
 
 
-def why_not_together(name: str) -> str:
+def why_not_together(
+    name: str, *, unlike: str = "another rank has called another function in its place, which its own error names"
+) -> str:
     """Wait until all ranks have called this with a name; return "", or why another rank does not.
 
-    Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
+    `unlike` is why if another one has called it with another name. Only a few numbers are exchanged, by torch's store.
+    Ranks that are threads of one process do not wait.
     """
     rank, size = store.rank_and_size()
     if size == 1 or not store.are_processes():
@@ -188,7 +191,7 @@ def why_not_together(name: str) -> str:
     if gave_up:
         return gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
     if table.add(meeting, 0) != size * arrival:
-        return "another rank has called another function in its place, which its own error names"
+        return unlike
     if rank == 0:  # All have seen the end of the meeting before.
         table.delete_key(f"ftrain/meeting/{number - 1}")
     return ""

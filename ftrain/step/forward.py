@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -151,7 +151,12 @@ def _require_differentiable(mean: Mean, name: str) -> None:
             "computation that does not read its first argument"
         )
     if mean.weight.requires_grad:
-        raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
+        refuse_weight(name)
+
+
+def refuse_weight(name: str) -> NoReturn:
+    """Raises a LossError for the weight of a loss that depends on the parameters: the gradient does not count that."""
+    raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
 def detach(values: PyTree) -> PyTree:

@@ -83,7 +83,8 @@ def fit(
         loggers: functions that get each record, such as `ftrain.loggers.jsonl`.
         log_every: read metrics every so many steps.
         throughput: functions that count items of a batch, by name, shown per second. With ``sharded(batches="rows")``
-            the counts of all ranks are added up; if `step` is a function they are those of the first rank.
+            the counts of all ranks are added up; if `step` is a function they are those of the first rank. On several
+            ranks an error of one is raised when metrics are read next.
         progress: show a bar in a terminal, otherwise lines.
         donate: reuse the memory of each state for the next one; `Step` only.
         on_oom: ``"split"`` retries a step that runs out of memory, with its batch in twice as many pieces, and stays at

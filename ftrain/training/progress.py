@@ -40,12 +40,16 @@ def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epo
 
 
 class Throughput:
-    """Counts steps and items, and turns them into rates; times are those of `time.perf_counter`."""
+    """Counts steps and items, and turns them into rates; times are those of `time.perf_counter`.
 
-    def __init__(self, start: float, counts: Mapping[str, Count]) -> None:
-        self._start, self._counts = start, counts
+    With `keeps_errors` an error of a function is raised by `require_counted`, at which all ranks learn of it.
+    """
+
+    def __init__(self, start: float, counts: Mapping[str, Count], *, keeps_errors: bool = False) -> None:
+        self._start, self._counts, self._keeps_errors = start, counts, keeps_errors
         self._steps, self._items = 0, dict.fromkeys(counts, 0.0)
         self._of_rank = dict.fromkeys(counts, 0.0)
+        self._error: Exception | None = None
 
     def add(self, batch: PyTree) -> None:
         """Count one step and the items of its batch, for the rates after the next `total`.
@@ -53,12 +57,26 @@ class Throughput:
         Raises an OptionError when a function returned something else than a number.
         """
         self._steps += 1
+        try:
+            self._count(batch)
+        except Exception as error:
+            if not self._keeps_errors:
+                raise
+            self._error = self._error or error
+
+    def _count(self, batch: PyTree) -> None:
         for name, count in self._counts.items():
             items: Any = count(batch)
             try:
                 self._of_rank[name] += items
             except TypeError:
                 raise OptionError(f"fit: throughput[{name!r}] returned {items!r}; needs a number") from None
+
+    def require_counted(self) -> None:
+        """Raises the first error that was kept, of any class."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def total(self, sums: Callable[[list[float]], list[float]]) -> None:
         """Add the counts of this rank to those of the run; `sums` adds numbers up over ranks."""

@@ -78,7 +78,7 @@ class Run:
         self._votes, self._agreement = votes, agreement
         self._check_loss = NonFiniteLossCheck(options.on_nonfinite, options.checkpoints, is_first=agreement.is_first)
         self._loggers = options.loggers if agreement.is_first else ()
-        self._throughput = Throughput(time.perf_counter(), options.throughput)
+        self._throughput = Throughput(time.perf_counter(), options.throughput, keeps_errors=not agreement.is_alone)
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = None if options.checkpoints is None else options.checkpoints.best
@@ -250,6 +250,8 @@ class Run:
             self._log_and_check(records, check=check)
 
         self._agreement.together("logging and checking metrics", log_and_check)
+        if check and self._options.throughput:
+            self._agreement.together("throughput", self._throughput.require_counted)
 
     def _log_and_check(self, records: Sequence[dict[str, Any]], *, check: bool) -> None:
         try:

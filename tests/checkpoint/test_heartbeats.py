@@ -18,7 +18,8 @@ class Table(dict):
 
 
 def told(beats, **more):
-    note = {"number": 3, "doing": "in", "place": "", "failure": "", "has_ended": False, "waits": False, "beats": beats}
+    note = {"number": 3, "doing": "in", "place": "", "failure": "", "has_ended": False, "waits": False}
+    note |= {"beats": beats, "results": 0}
     return json.dumps(note | more)
 
 

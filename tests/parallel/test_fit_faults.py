@@ -60,8 +60,22 @@ def evaluating(step, is_faulty):
     return {"evaluate": evaluate, "evaluate_every": 1}
 
 
+def counting(step, is_faulty):
+    """Return options: a count of items, which fails in the second step of the rank at fault. Metrics are read later."""
+    calls = []
+
+    def count(batch):
+        calls.append(batch)
+        if is_faulty and len(calls) == 2:
+            raise OSError("no count")
+        return len(batch["x"])
+
+    return {"throughput": {"examples": count}, "log_every": 3, "every": 3}
+
+
 FAULTS = {
     "evaluate": (evaluating, "OSError: no file", "failed after step 2, in evaluate: OSError: no file"),
+    "throughput": (counting, "OSError: no count", "failed in throughput, and so all ranks stop: OSError: no count"),
     "end of data": (
         lambda step, is_faulty: {"data": Data(2) if is_faulty else Data()},
         "DataError: fit: the data of this rank has ended, and rank {1} is in step 3",
@@ -104,16 +118,17 @@ def fitting(tell, rank, directory, name, faulty):
         raise
 
 
-def fit(step, directory, *, data, **options):
-    checkpoints = ft.Checkpoints(directory, every=1, async_=False)
-    return ft.fit(step, step.init(seed=5), data, checkpoints=checkpoints, progress=False, log_every=1, **options)
+def fit(step, directory, *, data, every=1, **options):
+    checkpoints = ft.Checkpoints(directory, every=every, async_=False)
+    options = {"log_every": 1, "progress": False, **options}
+    return ft.fit(step, step.init(seed=5), data, checkpoints=checkpoints, **options)
 
 
 @quiet_forks
 @pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
-    [*list(FAULTS)[:2], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[2:])],
+    [*list(FAULTS)[:3], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[3:])],
 )
 def test_each_rank_says_why_and_what_was_saved_is_whole(name, faulty, tmp_path):
     if (name, faulty) == ("log", 1):

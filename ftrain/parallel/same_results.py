@@ -1,0 +1,91 @@
+"""Check that a loss returns the same on all ranks: their results are sent together, as one vector of numbers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ftrain import _torch, tree
+from ftrain.errors import LossError
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.rank_watch import Watch
+from ftrain.parallel.same_step import first_difference
+from ftrain.step.across_ranks import why_not_together
+from ftrain.step.rank_backward import unused_on_rank
+from ftrain.types import Mean, Metrics
+
+REMEDY = (
+    "return the same metrics in the same form whatever the examples are, such as a Mean with a weight of 0 where there "
+    "is nothing to count"
+)
+
+
+class SameResults:
+    """Checks what a loss returns in the steps of this rank.
+
+    In the first step the ranks compare it. In later steps each compares it with what it has returned before, which
+    needs no other rank: these wait for each other only if it has changed.
+    """
+
+    def __init__(self, ranks: Group, watch: Watch) -> None:
+        self._ranks, self._watch = ranks, watch
+        self._forms: dict[str, str] | None = None
+
+    def require(self, loss: Mean, metrics: Metrics) -> None:
+        """Check that names and forms, and in the first step dtypes, are the same on all ranks.
+
+        A metric that one of them lacks would be added to another, or the program of a rank would end. Raises a
+        LossError: in the first step on every rank; later on each whose results have changed, unless those of all have.
+        """
+        if self._ranks.size == 1 or _torch.is_capturing() or _torch.is_fake(loss.total):
+            return
+        forms = {name: _form(metric) for name, metric in metrics.items()}
+        forms[""] = _form(loss)
+        unused = unused_on_rank()
+        if unused is not None and unused.is_first:
+            self._require_same(loss, metrics)
+        elif self._forms is not None and forms != self._forms:
+            self._require_same_change(forms, _change(self._forms, forms))
+        self._forms = forms
+        self._watch.note_results()
+
+    def _require_same(self, loss: Mean, metrics: Metrics) -> None:
+        results = {"the loss": loss, **{f"the metric {name}": metrics[name] for name in sorted(metrics)}}
+        lines = [f"{name}: {_form_and_dtype(result)}" for name, result in results.items()]
+        difference = first_difference(self._ranks, lines, loss.total.device)
+        if difference is not None:
+            raise LossError(f"sharded: the loss returns other results on other ranks: {difference}; {REMEDY}")
+
+    def _require_same_change(self, forms: dict[str, str], change: str) -> None:
+        """Check that the results of all ranks have changed to these; waits for them, or until one has gone on."""
+        self._watch.tell_place(f"where its loss returns {change}", at_once=True)
+        why = why_not_together(
+            f"the results {sorted(forms.items())}", unlike="another rank returns yet others, which its own error names"
+        )
+        if why:
+            raise LossError(f"sharded: the loss returns {change}, and not on every rank: {why}; {REMEDY}")
+        self._watch.tell_place("")
+
+
+def _form(result: object) -> str:
+    if isinstance(result, Mean):
+        return "a plain number" if result.plain else "a Mean"
+    return "a tensor" if isinstance(result, Tensor) else "a number"
+
+
+def _form_and_dtype(result: object) -> str:
+    form = _form(result)
+    if isinstance(result, Mean):
+        dtypes = f"{tree.dtype_name(result.total.dtype)} with a weight of {tree.dtype_name(result.weight.dtype)}"
+        return f"{form}, {dtypes}"
+    return f"{form}, {tree.dtype_name(result.dtype)}" if isinstance(result, Tensor) else form
+
+
+def _change(old: dict[str, str], new: dict[str, str]) -> str:
+    """Return the first difference between the results of two steps, which differ, by their forms."""
+    name = next(name for name in {**new, **old} if new.get(name) != old.get(name))
+    what = f"the metric {name}" if name else "the loss"
+    if name not in old:
+        return f"{what}, which it did not in the last step"
+    if name not in new:
+        return f"no longer {what} of the last step"
+    return f"{what} as {new[name]}, which was {old[name]} in the last step"

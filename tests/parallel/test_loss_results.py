@@ -1,0 +1,61 @@
+"""What a loss returns on ranks beside the gradient: buffers that have no mean, and weights that are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+class Extremes(nn.Module):
+    """A layer with buffers that are not finite: always, at first, and in the second of two calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(5, 3, dtype=torch.float64), 0
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("mean", torch.tensor(torch.nan, dtype=torch.float64))
+        self.register_buffer("least", torch.tensor(torch.inf))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = x.mean()
+        self.least = torch.minimum(self.least, torch.tensor(2.0))
+        self.last = torch.tensor(torch.inf if self.calls == 2 else 1.0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_buffers_that_are_not_finite(size):
+    def rank(_):
+        loss = ft.from_module(Extremes(), models.plain_loss)
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 0))
+        state, found = step.init(), []
+        for batch in models.batches(3, 7):
+            state, _ = step(state, batch)
+            found.append((batch["x"].mean(), state.buffers))
+        return found
+
+    for found in run(size, rank):
+        for number, (mean, buffers) in enumerate(found):
+            assert torch.equal(buffers["mask"], torch.full((2, 2), -torch.inf).triu(1))
+            torch.testing.assert_close(buffers["mean"], mean, rtol=1e-12, atol=1e-12)
+            assert buffers["least"] == 2.0
+            assert buffers["last"] == (torch.inf if number == 1 else 1.0)
+
+
+@pytest.mark.parametrize(("size", "level"), [(1, 0), (2, 0), (2, 3)])
+def test_a_weight_that_depends_on_the_parameters_is_an_error_on_ranks_too(size, level):
+    def criterion(model, batch):
+        outputs = model(batch["x"])
+        return ft.Mean(outputs.square().sum(), outputs.abs().sum())
+
+    def rank(_):
+        with pytest.raises(LossError, match=r"criterion\(Model\): the weight of the Mean depends on the parameters"):
+            models.train(models.step_of(ft.sharded(ft.parallel.mesh(), level), criterion=criterion))
+
+    run(size, rank)
