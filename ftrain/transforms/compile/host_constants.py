@@ -71,7 +71,7 @@ def _constants(captured: fx.GraphModule) -> Constants:
             continue
         if node.target is LIFTED and node.args[0].op == "get_attr":
             lifted = getattr(captured, node.args[0].target).detach()
-            # Torch cannot resize memory that it does not own, such as that of an array of NumPy, which may change.
+            # Torch cannot resize memory that it does not own: that of `torch.from_numpy` is the array's, and may change.
             if lifted.untyped_storage().resizable():
                 constants[node] = lifted
         elif all(used in constants for used in node.all_input_nodes):
