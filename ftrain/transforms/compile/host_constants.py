@@ -70,10 +70,7 @@ def _constants(captured: fx.GraphModule) -> Constants:
         if node.meta["val"].layout != torch.strided or not written.isdisjoint(key for key, _ in storages(node)):
             continue
         if node.target is LIFTED and node.args[0].op == "get_attr":
-            lifted = getattr(captured, node.args[0].target).detach()
-            # Torch cannot resize memory that it does not own: that of `torch.from_numpy` is the array's, and may change.
-            if lifted.untyped_storage().resizable():
-                constants[node] = lifted
+            constants[node] = getattr(captured, node.args[0].target).detach()
         elif all(used in constants for used in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), constants.__getitem__)
             constants[node] = node.target(*args, **kwargs)
