@@ -14,6 +14,7 @@ from torch import Tensor
 from ftrain._torch import FakeTensorMode, active_modes, private_names
 
 with private_names():
+    from torch._ops import HigherOrderOperator
     from torch.utils._python_dispatch import _push_mode
 
     _dispatch_fake = FakeTensorMode.dispatch
@@ -35,8 +36,14 @@ class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     The result of the check of `torch._check_tensor_all` can be read, and is True. Its other value would raise an error.
     """
 
+    # Torch finds the rule of `torch.cond`, say, by the class of the mode, which must be its own, or asks `dispatch`.
+    supports_higher_order_operators = True
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operation."""
+        if isinstance(func, HigherOrderOperator):
+            rule: Any = func.python_key_table.get(FakeTensorMode)
+            return NotImplemented if rule is None else rule(self, *args, **(kwargs or {}))
         if func is _grouped_product and args[0].dtype != torch.bfloat16:
             return grouped_product_like(*args)
         result: Any = _dispatch_fake(self, func, types, args, kwargs)

@@ -36,7 +36,7 @@ needs_route = pytest.mark.skipif(
 def test_a_registered_device_trains_as_the_cpu_does_and_offloads_to_its_host():
     """All checks in one process: to start it and to register the device takes longer than most of them."""
     results = on_toy()
-    assert len(results) == 23 + 9
+    assert len(results) == 24 + 9
     assert {name: holds for name, holds in results.items() if holds is not True} == {}
 
 

@@ -279,6 +279,30 @@ def a_compiled_step_reads_nothing_that_the_loss_makes_on_the_host(name, module):
 
 
 @check
+def what_the_loss_changes_on_the_host_is_made_in_each_compiled_step(name, module):
+    """By an item, a view, or in a list: the device gets the last values, as in an eager step."""
+
+    def loss(params, batch):
+        table, first, halves, ends = torch.zeros(3, 2), torch.ones(3), torch.ones(3), torch.zeros(4)
+        table[:, 0] = torch.arange(3.0)
+        first[0] = 4.0
+        torch._foreach_mul_([halves[:1], halves[2:]], 0.5)
+        read = ends[1:]
+        ends.view(2, 2)[1].add_(2.0)
+        y = batch @ params["w"]
+        y = (y + table.to(y.device)[:, 0]) * halves.to(y.device) + first.to(y.device) * read.to(y.device)
+        return y.square().mean()
+
+    def run(device, *wrappers):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(1e-3)), *wrappers)
+        return ft.fit(step, step.init({"w": torch.ones(16, 3)}, device=device), batches(), progress=False)
+
+    ours, history = run(name, ft.compiled(donate=True, lowering="whole"))
+    theirs, needed = run("cpu")
+    return near(history["loss"], needed["loss"]) and near(ours.params, theirs.params)
+
+
+@check
 def mixed_precision(name, module):
     found = {}
     for dtype, wide in (("bf16", torch.bfloat16), ("fp16", torch.float16)):

@@ -9,6 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import TraceError
+from tests.faults.problem import batch as regression_batch
 from tests.faults.problem import make, params, squares
 
 BACKENDS = ["eager", "aot_eager"]
@@ -141,6 +142,24 @@ def test_a_check_of_values_is_made_in_each_step(donate):
         with pytest.raises(RuntimeError, match=r"a check of values within the loss failed; the step without compiled"):
             run(state, bad)
     torch.testing.assert_close(state.params, needed.params)
+
+
+def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation():
+    def loss(params, batch, condition=torch.cond):
+        (y,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (batch["y"],))
+        return squares(params, {**batch, "y": y})
+
+    def by_hand(params, batch):
+        return loss(params, batch, lambda holds, yes, no, given: map(torch.where, [holds], yes(*given), no(*given)))
+
+    step, eager = make(loss, ft.compiled(backend="aot_eager", lowering="whole")), make(by_hand)
+    evaluation = ft.compiled(backend="aot_eager", lowering="whole")(ft.eval_step(loss))
+    for sign in (1, -1):
+        given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
+        state, needed = (each(each.init(params()), given)[0] for each in (step, eager))
+        torch.testing.assert_close(state.params, needed.params)
+        found, wanted = (each(state, given)["loss"] for each in (evaluation, ft.eval_step(by_hand)))
+        torch.testing.assert_close(found.value, wanted.value)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])

@@ -12,7 +12,7 @@ import hashlib
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,13 +87,23 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
 
 
-def identity_of(graph: fx.GraphModule) -> tuple[str, list[int]]:
+def identity_of(graph: fx.GraphModule) -> tuple[str, list[Hashable]]:
     """Return what two captured graphs have in common if they compute the same: their code, and the tensors in it."""
     # Submodules are the bodies of operations such as conditions. The graph keeps the tensors, and so their identities.
     codes = [str(part.code) for part in graph.modules() if isinstance(part, fx.GraphModule)]
     digest = hashlib.sha256("".join(codes).encode()).hexdigest()
-    tensors = [getattr(graph, str(node.target), None) for node in graph.graph.nodes if node.op == "get_attr"]
-    return digest, [id(each) for each in tensors if isinstance(each, Tensor)]
+    tensors = {node: getattr(graph, str(node.target), None) for node in graph.graph.nodes if node.op == "get_attr"}
+    return digest, [_identity(each, node) for node, each in tensors.items() if isinstance(each, Tensor)]
+
+
+def _identity(tensor: Tensor, node: fx.Node) -> Hashable:
+    """Return what tells a tensor of a graph from others: its values if the function makes it, which is in each call."""
+    is_made = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    # The memory of an array of NumPy is not torch's own, and may change.
+    if not is_made or tensor.layout != torch.strided or not tensor.untyped_storage().resizable():
+        return id(tensor)
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, hashlib.sha256(values).digest()
 
 
 def _host_draws() -> bytes:

@@ -23,7 +23,7 @@ from ftrain.errors import LIBRARIES
 SCALARS = {bool, int, float, complex, str, bytes}
 """Classes of values that lead to no other constants."""
 
-CONSTANTS = int, float, complex, str, bytes, type(None), Enum, np.generic, torch.dtype, torch.device
+CONSTANTS = int, float, complex, str, bytes, type(None), slice, range, Enum, np.generic, torch.dtype, torch.device
 """Classes of values that are compared by their text."""
 
 IMPLICIT = {"forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__iter__", "__bool__"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import _torch, tree
+from ftrain.transforms.compile.lowered import storages
 
 Constants: TypeAlias = dict[fx.Node, Tensor]
 """The values of the nodes of a graph that are the same in each run."""
@@ -56,11 +57,17 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def _constants(captured: fx.GraphModule) -> Constants:
-    """Compute the tensors of the host that depend on no input, no draw, and no tensor from outside of the step."""
+    """Compute the tensors of the host that depend on no input, no draw, and no tensor from outside of the step.
+
+    One that is changed in place, or of which a view is, has several values and is left out.
+    """
     constants: Constants = {}
-    changed = {used for node in captured.graph.nodes for used in _changed_by(node)}
+    written = {key for node in captured.graph.nodes for used in _changed_by(node) for key, _ in storages(used)}
     for node in captured.graph.nodes:
-        if node in changed or not _is_on(tree.HOST, node) or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if not _is_on(tree.HOST, node) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        # A sparse tensor has no one storage.
+        if node.meta["val"].layout != torch.strided or not written.isdisjoint(key for key, _ in storages(node)):
             continue
         if node.target is LIFTED and node.args[0].op == "get_attr":
             constants[node] = getattr(captured, node.args[0].target).detach()
@@ -77,8 +84,11 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     written = [
         (place, each.name) for place, each in enumerate(_torch.schema_of(node.target).arguments) if each.is_write
     ]
-    values = [node.args[place] if place < len(node.args) else node.kwargs.get(name) for place, name in written]
-    return [used for used in tree.leaves(values) if isinstance(used, fx.Node)]
+    changed: list[fx.Node] = []
+    for place, name in written:
+        # The lists of a graph are of a class of their own, which `tree.leaves` would take for a leaf.
+        fx.map_arg(node.args[place] if place < len(node.args) else node.kwargs.get(name), changed.append)
+    return changed
 
 
 def _is_on(device: torch.device, node: fx.Node) -> bool:

@@ -396,7 +396,8 @@ def test_a_number_of_the_same_name_that_the_loss_does_not_read_is_ignored_after_
 
     def criterion(model, batch):
         captures.append(None)
-        return model(batch["x"]).square().mean() * trainer.weight
+        made = torch.tensor([1.0, 2.0]), torch.tensor([], dtype=torch.complex64), torch.tensor([True, False]).bfloat16()
+        return (model(batch["x"]) * sum(each.sum().abs() for each in made)).square().mean() * trainer.weight
 
     loss = ft.from_module(Net(), criterion)
     step = ft.compiled(backend="ftrain_counted_constants", max_graphs=2)(ft.train_step(loss, ft.optim.sgd(0.1)))
@@ -410,3 +411,31 @@ def test_a_number_of_the_same_name_that_the_loss_does_not_read_is_ignored_after_
     expected = loss.fn(state.params, batch, rng=None, buffers={})[0].total
     assert float(metrics["loss"]) == pytest.approx(float(expected))
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(slice(0, 1), slice(0, 2)), (range(1), range(2))], ids=["slice", "range"]
+)
+def test_a_slice_and_a_range_are_numbers_too(first, second):
+    part = SimpleNamespace(rows=first)
+
+    def loss(params, batch):
+        rows = part.rows if isinstance(part.rows, slice) else [*part.rows]
+        return (batch["x"][rows] * params["w"]).sum()
+
+    step = ft.compiled(backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.0)))
+    state, batch = step.init({"w": torch.ones(())}), {"x": torch.tensor([1.0, 2.0])}
+    assert step(state, batch)[1]["loss"] == 1.0
+    part.rows = second
+    assert step(state, batch)[1]["loss"] == 3.0
+
+
+def test_graphs_that_make_other_tensors_are_not_the_same():
+    values = {"made": [1.0, 2.0]}
+    step = ft.compiled(backend="aot_eager")(
+        ft.train_step(lambda params, batch: (torch.tensor(values["made"]) * params["w"]).sum(), ft.optim.sgd(0.0))
+    )
+    state, batch = step.init({"w": torch.ones(())}), {"x": torch.ones(1)}
+    for last in (2.0, 3.0, 2.0):
+        values["made"][1] = last
+        assert step(state, batch)[1]["loss"] == 1.0 + last

@@ -291,6 +291,61 @@ def test_a_graph_that_copies_between_host_and_device_is_not_recorded(function, w
     assert re.search(why, found) if why else found == ""
 
 
+def by_item():
+    made = torch.ones(3)
+    made[0] = 2.0
+    return made
+
+
+def by_view():
+    made = torch.tensor([1.0, 2.0, 3.0])
+    made[1:].mul_(2)
+    return made
+
+
+def by_other_view():
+    made = torch.zeros(4)
+    read, written = made[:3], made.view(2, 2)[0]
+    written.copy_(torch.arange(1.0, 3.0))
+    return read
+
+
+def by_list():
+    made = torch.ones(3)
+    torch._foreach_mul_([made, torch.ones(3)], 2.0)
+    return made
+
+
+def by_view_in_list():
+    made = torch.ones(3)
+    torch._foreach_mul_([made[:1], made[2:]], 2.0)
+    return made
+
+
+def by_out():
+    made = torch.zeros(4)
+    torch.add(torch.ones(3), torch.arange(3.0), out=made[:3])
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [by_item, by_view, by_other_view, by_list, by_view_in_list, by_out], ids=lambda f: f.__name__
+)
+def test_what_is_changed_in_place_on_the_host_is_no_constant(make):
+    """Nor is what it is a view of, or what is a view of it; another constant is."""
+    there = torch.empty(3, device="meta")
+    captured = capture.capture(
+        lambda x: [make().sum() * 1, x * make()[:3].to(x.device) * torch.arange(3.0).to(x.device)],
+        [there],
+        lambda: None,
+    )
+    move_constants(captured, there.device)
+    written, needed = captured(there)[0], make().sum()
+    assert torch.equal(written, needed)
+    moved = [node for node in captured.graph.nodes if node.op == "get_attr" and "on_device" in str(node.target)]
+    assert len(moved) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_of_groups_are_recorded_in_bfloat16_alone(dtype):
     """In other dtypes the kernel reads on the host where the groups end."""
