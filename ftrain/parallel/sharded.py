@@ -237,7 +237,7 @@ class _RankStep:
         require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
-        if self._all.size > 1:  # One rank tells nobody where it is.
+        if self._all.size > 1:  # One rank has no others to inform.
             self._watch.begin(state.step)
         with self._watch:
             device = tree.device_of(state.params)
