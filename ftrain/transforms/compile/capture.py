@@ -97,10 +97,12 @@ def identity_of(graph: fx.GraphModule) -> tuple[str, list[Hashable]]:
 
 
 def _identity(tensor: Tensor, node: fx.Node) -> Hashable:
-    """Return what tells a tensor of a graph from others: its values if the function makes it, which is in each call."""
+    """Return what tells a tensor of a graph from others, and wait for it: its values if the function makes it.
+
+    Then it is another tensor in each capture.
+    """
     is_made = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-    # The memory of an array of NumPy is not torch's own, and may change.
-    if not is_made or tensor.layout != torch.strided or not tensor.untyped_storage().resizable():
+    if not is_made or tensor.layout != torch.strided:
         return id(tensor)
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, hashlib.sha256(values).digest()
