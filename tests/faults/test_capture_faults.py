@@ -144,10 +144,14 @@ def test_a_check_of_values_is_made_in_each_step(donate):
     torch.testing.assert_close(state.params, needed.params)
 
 
-def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation():
+@pytest.mark.parametrize("of_params", [False, True], ids=["of the batch", "of parameters"])
+def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_params):
+    """Torch captures the gradient of branches that return tuples alone."""
+
     def loss(params, batch, condition=torch.cond):
-        (y,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (batch["y"],))
-        return squares(params, {**batch, "y": y})
+        operand = params["w"] if of_params else batch["y"]
+        (chosen,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (operand,))
+        return squares({**params, "w": chosen}, batch) if of_params else squares(params, {**batch, "y": chosen})
 
     def by_hand(params, batch):
         return loss(params, batch, lambda holds, yes, no, given: map(torch.where, [holds], yes(*given), no(*given)))
