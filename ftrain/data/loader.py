@@ -114,8 +114,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
 
-        The number of ranks may be another one, if all together have
-        as many samples in a batch as before.
+        The number of ranks may be another one, if all together have as many samples in a batch as before.
 
         Raises:
             DataError: if it is not such a state, or from a loader of other data or options; lists the differences.

@@ -1,4 +1,4 @@
-"""Check that a loss returns the same on all ranks: their results are sent together, as one vector of numbers."""
+"""Check that a loss returns the same metrics on all ranks, whose results are summed as one vector of numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SameResults:
         A metric that one of them lacks would be added to another, or the program of a rank would end. Raises a
         LossError: in the first step on every rank; later on each whose results have changed, unless those of all have.
         """
-        if self._ranks.size == 1 or _torch.is_capturing() or _torch.is_fake(loss.total):
+        if _torch.is_capturing() or _torch.is_fake(loss.total):
             return
         forms = {name: _form(metric) for name, metric in metrics.items()}
         forms[""] = _form(loss)

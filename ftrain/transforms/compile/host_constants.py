@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ftrain import _torch, tree
 from ftrain.transforms.compile.lowered import storages
 
-Constants: TypeAlias = dict[fx.Node, Tensor]
+Values: TypeAlias = dict[fx.Node, Tensor]
 """The values of the nodes of a graph that are the same in each run."""
 
 LIFTED = torch.ops.aten.lift_fresh_copy.default
@@ -25,13 +25,16 @@ and may have other values in the next one."""
 def move_constants(captured: fx.GraphModule, device: torch.device) -> None:
     """Give the operations on `device` what they read of the host's constants on `device`; change the graph in place."""
     constants = _constants(captured)
-    for node in [node for node in captured.graph.nodes if _is_on(device, node)]:
-        for used in node.all_input_nodes:
-            if used in constants and not is_passed_as_number(used, node):
-                name = f"_{used.name}_on_device"
-                captured.register_buffer(name, constants[used].to(device), persistent=False)
-                with captured.graph.inserting_before(node):
-                    node.replace_input_with(used, captured.graph.get_attr(name))
+    for constant, value in constants.items():
+        readers = [node for node in constant.users if _is_on(device, node) and not is_passed_as_number(constant, node)]
+        if not readers:
+            continue
+        name = f"_{constant.name}_on_device"
+        captured.register_buffer(name, value.to(device), persistent=False)
+        with captured.graph.inserting_after(constant):
+            moved = captured.graph.get_attr(name)
+        for node in readers:
+            node.replace_input_with(constant, moved)
     for node in reversed(captured.graph.nodes):
         if not node.users and (node in constants or node.op == "get_attr"):
             captured.graph.erase_node(node)
@@ -56,12 +59,12 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [each for each in tree.leaves(node.meta.get("val")) if isinstance(each, Tensor)]
 
 
-def _constants(captured: fx.GraphModule) -> Constants:
-    """Compute the tensors of the host that depend on no input, no draw, and no tensor from outside of the step.
+def _constants(captured: fx.GraphModule) -> Values:
+    """Compute the tensors of the host that depend on no input, no random number, and no tensor from outside.
 
-    One that is changed in place, or of which a view is, has several values and is left out.
+    A tensor that is changed in place, itself or by a view, has several values and is left out.
     """
-    constants: Constants = {}
+    constants: Values = {}
     written = {key for node in captured.graph.nodes for used in _changed_by(node) for key, _ in storages(used)}
     for node in captured.graph.nodes:
         if not _is_on(tree.HOST, node) or torch.Tag.nondeterministic_seeded in node.target.tags:
