@@ -359,8 +359,7 @@ SIGNATURES = {
     "matmul_precision": "(precision)",
     "precision_report": "(metrics)",
     "accumulate": "(n)",
-    # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
-    "clip": "(max_norm=None, *, value=None)",
+    "clip": "(max_norm=1.0, *, value=None)",
     "ema": "(decay=0.999)",
     "empty_cache": "(every)",
     "averaged": "(state, kind=None)",

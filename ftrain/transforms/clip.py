@@ -16,23 +16,26 @@ from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
+DEFAULT_NORM = 1.0
+"""Told apart by identity: another object, 1.0 included, was passed in."""
+
 
 @wrapper
-def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrapper:
+def clip(max_norm: float = DEFAULT_NORM, *, value: float | None = None) -> Wrapper:
     """Limit the gradient to a global norm (Pascanu et al. 2013, arXiv:1211.5063) or each element to a range.
 
     The metric `grad_norm` is the norm before clipping. Equals `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
 
     Args:
-        max_norm: largest Euclidean norm of all gradients together; ``inf`` to report the norm alone. Default: 1.0.
+        max_norm: largest Euclidean norm of all gradients together; ``inf`` to report the norm alone.
         value: largest magnitude of an element. Only one of the two can be given.
 
     Raises:
         OptionError: when both are given, or the limit is not positive.
     """
-    if max_norm is not None and value is not None:
+    if max_norm is not DEFAULT_NORM and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
-    limit = value if value is not None else 1.0 if max_norm is None else max_norm
+    limit = max_norm if value is None else value
     only_reports = value is None and limit == math.inf
     if not only_reports:
         require_positive_number("clip", "the limit", limit)

@@ -275,6 +275,11 @@ def test_clip_limit_out_of_range(limit):
         ft.clip(value=limit)
 
 
+def test_clip_without_a_limit():
+    with failing(OptionError, "clip", "None", "positive"):
+        ft.clip(None)
+
+
 def test_clip_by_norm_and_value_at_once():
     with failing(OptionError, "clip", "max_norm=1.0", "value=2.0", "one of them"):
         ft.clip(1.0, value=2.0)
