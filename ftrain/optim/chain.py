@@ -83,8 +83,6 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
     `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
     if it is negative.
     """
-    if isinstance(stddev, int | float):
-        stddev = require_range("noise", "stddev", stddev, 0.0)
 
     def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
         drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)
@@ -92,6 +90,8 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
         return grad + drawn * scale
 
     schedule = schedule_of("noise", "stddev", stddev)
+    if not callable(stddev):
+        require_range("noise", "stddev", stddev, 0.0)
     select, text = as_select("noise: mask", mask), f"noise({describe(stddev)})"
     return GradientTransform(apply, select, text, {"noise": schedule}, needs_rng=True)
 

@@ -76,15 +76,14 @@ class Call:
         return f"{self.function.__name__}({', '.join(texts)})"
 
 
-def require_numbers(schedules: Mapping[str, Schedule]) -> None:
-    """Check that schedules return numbers at step 0. Raises an OptionError if one does not."""
-    for name, each in schedules.items():
-        value: Any = each(0)
-        try:
-            float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            returned = f"the schedule of {name}, {describe(each)}, returned a {type(value).__name__} at step 0"
-            raise OptionError(f"Step.init: {returned}; it must return a number.") from error
+def number_at(name: str, schedule: Schedule, step: int) -> float:
+    """Return the value of a schedule at a step as a float. Raises an OptionError with its `name` if it is no number."""
+    value: Any = schedule(step)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        returned = f"the schedule of {name}, {describe(schedule)}, returned a {type(value).__name__} at step {step}"
+        raise OptionError(f"Step: {returned}; it must return a number.") from error
 
 
 def describe(value: float | Schedule) -> str:
