@@ -96,6 +96,12 @@ def test_a_gradient_of_another_dtype_is_refused(make, rate):
         optimizer.update(params, optimizer.init(params), params, {"lr": rate})
 
 
+def test_a_transform_that_returns_a_number_is_refused():
+    zero = optim.chain(optim.GradientTransform(lambda grad, *_: 0.0, optim.everything, "zero()"), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"gradient of w is float, needs the shape and dtype of .* float32\[2\]"):
+        zero.update({"w": torch.ones(2)}, {}, {"w": torch.ones(2)}, {"lr": 0.1})
+
+
 def test_the_sign_of_nan_is_nan():
     signs = optim.sign().apply(torch.tensor([math.nan, math.inf, -2.0, 0.0]), None, None, None)
     torch.testing.assert_close(signs, torch.tensor([math.nan, 1.0, -1.0, 0.0]), equal_nan=True)
@@ -127,7 +133,7 @@ def test_transformations_apply_in_order():
     def centralize_all(grad, leaf, value, key):
         return grad - grad.mean()
 
-    mine = optim.GradientTransform(centralize_all, lambda name, leaf: name == "norm", "mine()")
+    mine = optim.GradientTransform(centralize_all, ["norm"], "mine()")
     assert_close(train(optim.chain(mine, optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
     other = train(optim.chain(optim.sign(), mine, optim.sgd(0.1)), 5).params
     assert not torch.allclose(other["norm"], by_hand(change)["norm"])
