@@ -291,7 +291,7 @@ def test_what_adjust_refuses():
         optim.lookahead,
         optim.adjustable,
     ):
-        with pytest.raises(ComposeError, match="adjustable goes last"):
+        with pytest.raises(ComposeError, match="adjustable goes around the whole optimizer, once"):
             combined(optim.adjustable(optim.sgd(0.1)))
 
 
