@@ -14,7 +14,7 @@ import torch
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError, require_switches, warn
-from ftrain.optim.schedules.call import number_at
+from ftrain.optim.schedules.call import require_number
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
 from ftrain.step.loss_forms import adapt, report
@@ -203,7 +203,7 @@ class Step:
             DeviceError: if the device is not available, or lacks something that a wrapper needs.
         """
         for name, schedule in self.optimizer.schedules.items():
-            number_at(name, schedule, 0)
+            require_number(name, schedule, schedule(0), 0)
         resolved = None if device is None else backends.resolve(device)
         params, frozen, buffers = initial_parts(self, params, buffers, seed, resolved, donate)
         require_params(params)
@@ -303,7 +303,12 @@ class Step:
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
         for name, schedule in self.optimizer.schedules.items():
-            value = hyper[name] = number_at(name, schedule, count) * float(factors.get(name, 1.0))
+            scheduled: Any = schedule(count)
+            try:
+                value = hyper[name] = float(scheduled) * float(factors.get(name, 1.0))
+            except (TypeError, ValueError, RuntimeError):
+                require_number(name, schedule, scheduled, count)
+                raise
             if not math.isfinite(value) or (value < 0.0 and name.endswith("lr")):
                 needed = "a finite number, for a rate at least 0"
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs {needed}")

@@ -76,11 +76,10 @@ class Call:
         return f"{self.function.__name__}({', '.join(texts)})"
 
 
-def number_at(name: str, schedule: Schedule, step: int) -> float:
-    """Return the value of a schedule at a step as a float. Raises an OptionError with its `name` if it is no number."""
-    value: Any = schedule(step)
+def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None:
+    """Check what a schedule returned at a step. Raises an OptionError with its `name` if it is no number."""
     try:
-        return float(value)
+        float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         returned = f"the schedule of {name}, {describe(schedule)}, returned a {type(value).__name__} at step {step}"
         raise OptionError(f"Step: {returned}; it must return a number.") from error
