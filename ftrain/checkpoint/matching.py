@@ -16,9 +16,9 @@ from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
 
-OF_ANOTHER_DTYPE = (
-    "of another dtype: load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True with "
-    "rename={its path: 'unused'}"
+CHANGED = (
+    "if a dtype alone differs, load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True "
+    "with rename={its path: 'unused'}"
 )
 """What to do about a leaf of another shape or dtype."""
 
@@ -74,7 +74,7 @@ def match_leaves(
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
         text = f"load: {where} does not have the structure of like ({len(problems)} differences; "
-        advice = OF_ANOTHER_DTYPE if has_changed else "partial=True loads the leaves that it has, rename= maps names"
+        advice = CHANGED if has_changed else "partial=True loads the leaves that it has, rename= maps names"
         raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
     return chosen
 

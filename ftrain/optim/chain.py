@@ -29,7 +29,7 @@ class GradientTransform:
     Args:
         apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
             the key is None unless `needs_rng` is true.
-        select: mask of the leaves that it applies to.
+        select: mask of the leaves that it applies to, a function or patterns.
         text: its text in the text of the optimizer.
         schedules: name -> schedule of the value; at most one.
         needs_rng: whether it draws random numbers.
@@ -37,7 +37,7 @@ class GradientTransform:
     """
 
     apply: Callable[..., Tensor]
-    select: Select
+    select: Mask
     text: str
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     needs_rng: bool = False
@@ -83,8 +83,6 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
     `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
     if it is negative.
     """
-    if isinstance(stddev, int | float):
-        stddev = require_range("noise", "stddev", stddev, 0.0)
 
     def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
         drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)
@@ -92,6 +90,8 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
         return grad + drawn * scale
 
     schedule = schedule_of("noise", "stddev", stddev)
+    if not callable(stddev):
+        require_range("noise", "stddev", stddev, 0.0)
     select, text = as_select("noise: mask", mask), f"noise({describe(stddev)})"
     return GradientTransform(apply, select, text, {"noise": schedule}, needs_rng=True)
 
@@ -141,6 +141,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             f"chain: found {other!r} before the optimizer; needs a GradientTransform, as centralize(). "
             "A wrapper, as ft.clip(1.0), goes around the step: ft.compose(step, ft.clip(1.0))"
         )
+    selects = [as_select(f"{transform.text}: select", transform.select) for transform in transforms]
     schedules = dict(optimizer.schedules)
     for transform in transforms:
         for name, schedule in transform.schedules.items():
@@ -149,12 +150,12 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             schedules[name] = schedule
 
     def init(params: PyTree) -> PyTree:
-        for transform in transforms:
-            require_matches(transform.select, params)
+        for select in selects:
+            require_matches(select, params)
         return optimizer.init(params)
 
     def chained(optimizer: Optimizer, index_of: Mapping[str, int] | None = None) -> Optimizer:
-        apply = _applied(transforms, index_of)
+        apply = _applied(transforms, selects, index_of)
 
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
@@ -181,7 +182,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
 
 
 def _applied(
-    transforms: Sequence[GradientTransform], index_of: Mapping[str, int] | None
+    transforms: Sequence[GradientTransform], selects: Sequence[Select], index_of: Mapping[str, int] | None
 ) -> Callable[[PyTree, PyTree, Hyper], PyTree]:
     """Return the function that applies transformations to gradients, in their order.
 
@@ -189,16 +190,16 @@ def _applied(
     only some of the parameters.
     """
 
-    def select(
+    def chosen(
         specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
     ) -> tuple[optree.PyTreeSpec, list[list[int]], Sequence[int]]:
         spec = common_spec(specs)
         names = tree.leaf_names(tree.unflatten(spec, columns[1]))
         named = list(zip(names, columns[1], strict=True))
-        selected = [[i for i, (name, leaf) in enumerate(named) if each.select(name, leaf)] for each in transforms]
+        selected = [[i for i, (name, leaf) in enumerate(named) if select(name, leaf)] for select in selects]
         return spec, selected, range(len(names)) if index_of is None else [index_of[name] for name in names]
 
-    cache = StructureCache(select)
+    cache = StructureCache(chosen)
 
     def apply(grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
         (spec, selected, random_indices), (gradients, leaves) = cache(grads, params)

@@ -111,10 +111,10 @@ def leafwise(
     Raises:
         OptionError: one of these arguments of the factory is wrong; at `init`, a pattern matches nothing.
     """
-    if isinstance(lr, int | float):
+    schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
+    if not callable(lr):
         require_range(name, "lr", lr, 0.0)
     weight_decay = require_range(name, "weight_decay", weight_decay, 0.0)
-    schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
     plans = StructureCache(planner.plan)

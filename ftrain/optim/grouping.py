@@ -105,7 +105,7 @@ class Planner:
         """Return the plan for parameters, gradients and moments: their structures and leaves, in this order."""
         spec, (leaves, grads, *moments) = common_spec(specs), columns
         names = tree.leaf_names(tree.unflatten(spec, leaves))
-        _require_same_shapes(names, leaves, grads)
+        _require_alike(names, leaves, grads)
         fusible = self.fusible and self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = self._groups(names, leaves)
@@ -151,13 +151,13 @@ class Planner:
         return wide and all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in moments)
 
 
-def _require_same_shapes(names: list[str], leaves: list[Tensor], grads: list[Tensor]) -> None:
+def _require_alike(names: list[str], leaves: list[Tensor], grads: list[Tensor]) -> None:
     # Fused kernels read as many elements as the parameter has, beyond the end of a smaller gradient.
     for name, leaf, grad in zip(names, leaves, grads, strict=True):
-        if grad.shape != leaf.shape:
+        if tree.describe(grad) != tree.describe(leaf):
             raise StructureError(
-                f"optimizer: the gradient of {name or 'params'} has the shape {list(grad.shape)}, needs that of the "
-                f"parameter, {list(leaf.shape)}; correct the wrapper or the GradientTransform that returned it"
+                f"optimizer: the gradient of {name or 'params'} is {tree.describe(grad)}, needs the shape and dtype of "
+                f"the parameter, {tree.describe(leaf)}; correct the wrapper or the GradientTransform that returned it"
             )
 
 

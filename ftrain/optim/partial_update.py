@@ -132,7 +132,7 @@ def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(f"{function}: {name} is {optimizer!r}; needs an optimizer of ftrain.optim")
     if optimizer.factors is not None:
-        raise ComposeError(f"{function}: {name} is {optimizer.text}; adjustable goes last: adjustable({function}(...))")
+        raise ComposeError(f"{function}: {name} is {optimizer.text}; adjustable goes around the whole optimizer, once")
     return optimizer
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import StructureError, require_range
+from ftrain.errors import StructureError, listed, require_range
 from ftrain.optim.elementwise import COUNT, Number, Part, debias, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, PyTree, Schedule
@@ -91,10 +91,11 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
     Args:
         params: the trained parameters, :math:`y`.
-        opt_state: the optimizer state of these parameters.
+        opt_state: the optimizer state of these parameters; or of some of them, as ``state.opt_state[label]`` of a
+            `partition`: the others are returned as they are.
 
     Raises:
-        StructureError: the state is that of another optimizer.
+        StructureError: the state is that of another optimizer, or of other parameters.
 
     >>> import ftrain as ft
     >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.schedule_free_adamw(0.1))
@@ -107,5 +108,13 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
             "schedule_free_params: the optimizer state is not that of schedule_free_adamw; if this is within another "
             "optimizer, give its part: opt_state[label] of a partition, opt_state['state'] of an adjustable one"
         )
-    share = opt_state["b1"]
-    return tree.map(lambda y, z: z + (y - z) / share.to(y.device, y.dtype), params, opt_state["z"])
+    share, z_of = opt_state["b1"], dict(zip(tree.leaf_names(opt_state["z"]), tree.leaves(opt_state["z"]), strict=True))
+    known = {*tree.leaf_names(params)}
+    if others := [name for name in z_of if name not in known]:
+        raise StructureError(f"schedule_free_params: the state has {listed(others)}, which the parameters do not have")
+
+    def average(name: str, y: Tensor) -> Tensor:
+        z = z_of.get(name)
+        return y if z is None else z + (y - z) / share.to(y.device, y.dtype)
+
+    return tree.map_named(average, params)

@@ -14,7 +14,7 @@ import torch
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError, require_switches, warn
-from ftrain.optim.schedules.call import require_numbers
+from ftrain.optim.schedules.call import require_number
 from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
 from ftrain.step.loss_forms import adapt, report
@@ -202,7 +202,8 @@ class Step:
             CheckpointError: if a file cannot be read.
             DeviceError: if the device is not available, or lacks something that a wrapper needs.
         """
-        require_numbers(self.optimizer.schedules)
+        for name, schedule in self.optimizer.schedules.items():
+            require_number(name, schedule, schedule(0), 0)
         resolved = None if device is None else backends.resolve(device)
         params, frozen, buffers = initial_parts(self, params, buffers, seed, resolved, donate)
         require_params(params)
@@ -296,13 +297,18 @@ class Step:
     def scheduled_values(self, state: TrainState) -> dict[str, float]:
         """Return the values of the schedules in the step that a state is to make, by name.
 
-        Raises an OptionError if one is not finite, or a learning rate is negative.
+        Raises an OptionError if one is no number or not finite, or a learning rate is negative.
         """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
         for name, schedule in self.optimizer.schedules.items():
-            value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
+            scheduled: Any = schedule(count)
+            try:
+                value = hyper[name] = float(scheduled) * float(factors.get(name, 1.0))
+            except (TypeError, ValueError, RuntimeError):
+                require_number(name, schedule, scheduled, count)
+                raise
             if not math.isfinite(value) or (value < 0.0 and name.endswith("lr")):
                 needed = "a finite number, for a rate at least 0"
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs {needed}")

@@ -82,8 +82,24 @@ def test_sign_before_sgd_is_sign_sgd():
 def test_a_gradient_of_another_shape_is_refused(make):
     """A fused kernel took memory beyond its end for the rest of the gradient."""
     mean = optim.GradientTransform(lambda grad, *_: grad.mean(0, keepdim=True), lambda name, leaf: True, "mean()")
-    with pytest.raises(StructureError, match=r"gradient of conv has the shape \[1, 3, 2, 2\], .* \[4, 3, 2, 2\]"):
+    with pytest.raises(StructureError, match=r"gradient of conv is float64\[1, 3, 2, 2\], .* float64\[4, 3, 2, 2\]"):
         train(optim.chain(mean, make(0.1)), 1)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, dtype=F64)], ids=["eager", "graph"])
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd, optim.rmsprop], ids=lambda make: make.__name__)
+def test_a_gradient_of_another_dtype_is_refused(make, rate):
+    """As of one in 16 bits times a mask in 32; some kernels computed in the wider one, and others failed."""
+    masked = optim.GradientTransform(lambda grad, *_: grad * torch.ones(3), lambda name, leaf: True, "masked()")
+    optimizer, params = optim.chain(masked, make(0.1)), {"w": torch.ones(3).bfloat16()}
+    with pytest.raises(StructureError, match=r"gradient of w is float32\[3\], needs .* bfloat16\[3\]; correct the"):
+        optimizer.update(params, optimizer.init(params), params, {"lr": rate})
+
+
+def test_a_transform_that_returns_a_number_is_refused():
+    zero = optim.chain(optim.GradientTransform(lambda grad, *_: 0.0, optim.everything, "zero()"), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"gradient of w is float, needs the shape and dtype of .* float32\[2\]"):
+        zero.update({"w": torch.ones(2)}, {}, {"w": torch.ones(2)}, {"lr": 0.1})
 
 
 def test_the_sign_of_nan_is_nan():
@@ -117,7 +133,7 @@ def test_transformations_apply_in_order():
     def centralize_all(grad, leaf, value, key):
         return grad - grad.mean()
 
-    mine = optim.GradientTransform(centralize_all, lambda name, leaf: name == "norm", "mine()")
+    mine = optim.GradientTransform(centralize_all, ["norm"], "mine()")
     assert_close(train(optim.chain(mine, optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
     other = train(optim.chain(optim.sign(), mine, optim.sgd(0.1)), 5).params
     assert not torch.allclose(other["norm"], by_hand(change)["norm"])
@@ -275,7 +291,7 @@ def test_what_adjust_refuses():
         optim.lookahead,
         optim.adjustable,
     ):
-        with pytest.raises(ComposeError, match="adjustable goes last"):
+        with pytest.raises(ComposeError, match="adjustable goes around the whole optimizer, once"):
             combined(optim.adjustable(optim.sgd(0.1)))
 
 

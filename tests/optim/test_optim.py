@@ -513,6 +513,24 @@ def test_an_update_within_a_loss_is_refused(factory, of):
 def test_schedule_free_params_of_another_optimizer():
     with pytest.raises(StructureError, match="not that of schedule_free_adamw"):
         schedule_free_params({"w": torch.ones(2)}, adamw(0.1).init({"w": torch.ones(2)}))
+    with pytest.raises(StructureError, match="the state has w, which the parameters do not have"):
+        schedule_free_params({"v": torch.ones(2)}, schedule_free_adamw(0.1).init({"w": torch.ones(2)}))
+
+
+def test_schedule_free_params_of_a_label():
+    """Where a state of `partition` has parameters by name, and only its own."""
+    params = {"layers": [{"w": torch.ones(2, 2, dtype=F64), "b": torch.ones(2, dtype=F64)}], "head": torch.ones(2)}
+    optimizer = partition({"free": schedule_free_adamw(0.1), "rest": sgd(0.1)}, {"free": ["layers.*"]})
+    state = optimizer.init(params)
+    for scale in (1.0, -3.0):
+        grads = tree.map(lambda leaf, scale=scale: scale * leaf, params)
+        params, state = optimizer.update(grads, state, params, rates(optimizer))
+    found = schedule_free_params(params, state["free"])
+    named = {f"layers.0.{key}": leaf for key, leaf in params["layers"][0].items()}
+    averages = schedule_free_params(named, state["free"])
+    assert bits(found["layers"][0]) == bits({key: averages[f"layers.0.{key}"] for key in ("w", "b")})
+    assert bits(found["head"]) == bits(params["head"])
+    assert not torch.equal(found["layers"][0]["w"], params["layers"][0]["w"])
 
 
 @pytest.mark.parametrize("family", OPTIMIZERS)

@@ -76,15 +76,13 @@ class Call:
         return f"{self.function.__name__}({', '.join(texts)})"
 
 
-def require_numbers(schedules: Mapping[str, Schedule]) -> None:
-    """Check that schedules return numbers at step 0. Raises an OptionError if one does not."""
-    for name, each in schedules.items():
-        value: Any = each(0)
-        try:
-            float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            returned = f"the schedule of {name}, {describe(each)}, returned a {type(value).__name__} at step 0"
-            raise OptionError(f"Step.init: {returned}; it must return a number.") from error
+def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None:
+    """Check what a schedule returned at a step. Raises an OptionError with its `name` if it is no number."""
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        returned = f"the schedule of {name}, {describe(schedule)}, returned a {type(value).__name__} at step {step}"
+        raise OptionError(f"Step: {returned}; it must return a number.") from error
 
 
 def describe(value: float | Schedule) -> str:

@@ -207,6 +207,14 @@ def test_a_schedule_that_returns_no_number_is_named_by_init(value, kind):
         step.init({"w": torch.ones(2)})
 
 
+def test_a_schedule_that_has_no_number_for_a_later_step_is_named_with_it():
+    """As a function of branches without the last one."""
+    step = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(lambda k: 0.1 if k < 1 else None))
+    state, _ = step(step.init({"w": torch.ones(2)}), None)
+    with pytest.raises(OptionError, match="Step: the schedule of lr, <lambda>, returned a NoneType at step 1; it must"):
+        step(state, None)
+
+
 @pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
 def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(value):
     """A straight line that goes on below 0 would raise the loss."""
