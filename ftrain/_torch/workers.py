@@ -1,7 +1,8 @@
-"""Worker processes of torch's `DataLoader`, whose death is noticed within seconds."""
+"""Worker processes of torch's `DataLoader`, whose death is noticed within seconds, where their batches are awaited."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from ftrain._torch import private_names
 
 with private_names():
+    from torch._C import _remove_worker_pids
     from torch.utils.data import _utils as settings
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -20,9 +22,15 @@ with private_names():
 class _Watching(_MultiProcessingDataLoaderIter):
     """Looks every few seconds whether the workers live, as torch does for a loader without a timeout.
 
-    With one, torch looks when that has passed. A signal may say so before, but reaches the main thread alone, and no
-    process whose workers a server has forked (``forkserver``, Python's default on Linux from 3.14 on).
+    With one, torch looks when that has passed.
     """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        # Torch's handler of SIGCHLD would raise wherever the main thread is when a worker dies, such as within a step,
+        # which may have overwritten a part of its state, and for which other ranks wait.
+        _remove_worker_pids(id(self))
+        self._worker_pids_set = False
 
     def _try_get_data(self, timeout: float = settings.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
         received: tuple[bool, Any] = (False, None)
@@ -44,3 +52,12 @@ def stop_workers(iterator: Any) -> None:
     """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         _stop_workers(iterator)
+
+
+def how_workers_ended(iterator: Any) -> str:
+    """Return the signals and exit codes of workers of an iterator of a `DataLoader` that have ended; "" if all live."""
+    workers = iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
+    codes = {worker.exitcode for worker in workers if worker.exitcode is not None}
+    texts = [signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes]
+    out_of_memory = ", as when the system runs out of memory" if -signal.SIGKILL in codes else ""
+    return f": {', '.join(texts)}{out_of_memory}" if texts else ""

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from ftrain.data import rng_streams
 from ftrain.data.array_dataset import ArrayDataset
 from ftrain.data.epoch_plan import BatchRequest
-from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, read_error
+from ftrain.data.fetched_batch import FetchedBatch, collate_remedy, read_error
 from ftrain.data.token_files import TokenFile
 from ftrain.data.worker_messages import MAX_BYTES
 from ftrain.errors import DataError
@@ -42,6 +42,7 @@ class BatchDataset(Dataset[FetchedBatch]):
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip_errors: bool, refill: bool) -> None:
         self._dataset, self._seed = dataset, seed
         self._collate = _default_collate if collate is default_collate else collate
+        self._collate_remedy = collate_remedy(collate)
         self._skip_errors, self._refill = skip_errors, refill
         collated_rows = isinstance(dataset, ArrayDataset | TokenFile) and collate is default_collate
         self._rows = dataset.rows if collated_rows else None
@@ -96,7 +97,7 @@ class BatchDataset(Dataset[FetchedBatch]):
             samples += [samples[i % len(samples)] for i in range(len(errors))]
         if self._collate_draws:
             rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
-        return _built(request, "collated", lambda: self._collate(samples), skipped, COLLATE_REMEDY)
+        return _built(request, "collated", lambda: self._collate(samples), skipped, self._collate_remedy)
 
 
 def _default_collate(samples: list[Any]) -> PyTree:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any, NamedTuple, TypeAlias
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from ftrain.errors import DataError
 from ftrain.types import PyTree
@@ -13,7 +13,6 @@ from ftrain.types import PyTree
 Position: TypeAlias = dict[str, Any]
 """A position within an epoch: integers and, for an iterable dataset, the state that the dataset itself returned."""
 
-COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
 NO_SHARED_MEMORY = "unable to allocate shared memory(shm)"
 """A part of torch's error when the file system that holds the large tensors of workers is full."""
 MEMORY_REMEDY = (
@@ -32,6 +31,13 @@ class FetchedBatch(NamedTuple):
     """The error because of which there is no batch."""
     empty: bool = False
     """Whether there is no batch because all its samples were left out."""
+
+
+def collate_remedy(collate: Any) -> str:
+    """Return what to do about an error of a collate function."""
+    if collate is default_collate:
+        return "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
+    return "repair the samples, or pass another function as collate="
 
 
 def read_error(subject: str, error: Exception, remedy: str = "repair it") -> DataError:

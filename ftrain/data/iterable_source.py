@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_dataset import Collate
-from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, Position, read_error
+from ftrain.data.fetched_batch import FetchedBatch, Position, collate_remedy, read_error
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 from ftrain.errors import warn
@@ -110,7 +110,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
         except Exception as error:
             last = first + len(batch) - 1
             subject = f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated"
-            return _failed(subject, error, COLLATE_REMEDY)
+            return _failed(subject, error, collate_remedy(self.collate))
 
 
 def _failed(subject: str, error: Exception, remedy: str = "repair it") -> FetchedBatch:
@@ -158,8 +158,11 @@ class IterableSource:
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""
         if position["batch"] and "source" not in position and not position["ended"]:
+            has = "had no position when this one was saved"
+            if not has_position(self._stream.dataset):
+                has = "has neither state_dict nor get_state"
             warn(
-                f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "
+                f"loader: {type(self._stream.dataset).__name__} {has}, so "
                 f"{position['batch'] * self._stream.batch_size} samples are read again and thrown away to resume"
             )
         stream = replace(self._stream, epoch=epoch, position=position)

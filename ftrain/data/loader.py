@@ -335,8 +335,8 @@ def _is_map_style(dataset: Any) -> bool:
     is_other = are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type)
     if is_other or not (has_rows or isinstance(dataset, Iterable)):
         raise DataError(
-            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset or "
-            "IterableDataset, a list of samples, or ft.data.arrays(tree of tensors)"
+            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset "
+            "with __len__, an IterableDataset, a list of samples, or ft.data.arrays(tree of tensors)"
         )
     return has_rows
 

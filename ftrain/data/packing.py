@@ -70,7 +70,7 @@ def pack(
     if rows is not None and len(filled) > rows:
         raise DataError(
             f"pack: the documents fill {len(filled)} rows of {length} tokens, and rows={rows}; pass fewer documents "
-            "or raise rows="
+            "or raise rows=. In a loader with pack=, lengths= are not those of the documents"
         )
     shape = (len(filled) if rows is None else rows, length)
     batch = {
@@ -147,7 +147,10 @@ def _read(document: Document, field: str, index: int) -> _Tokens:
     if not isinstance(document, Mapping):
         return _with_next_token_labels(_tokens(document, field, index))
     if field not in document:
-        raise DataError(f"pack: document {index} of the batch has no {field!r}, but {', '.join(document)}; pass field=")
+        raise DataError(
+            f"pack: document {index} of the batch has no {field!r}, but {', '.join(document)}; pass field=, "
+            "to a loader as collate=ft.data.packed(length, rows=batch_size, field=)"
+        )
     tokens = _tokens(document[field], field, index)
     if "labels" not in document:
         return _with_next_token_labels(tokens)

@@ -7,7 +7,7 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ftrain import tree
-from ftrain._torch.workers import WatchedLoader, stop_workers
+from ftrain._torch.workers import WatchedLoader, how_workers_ended, stop_workers
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
@@ -124,11 +124,12 @@ def read_from_workers(
                 "where that is safe"
             ) from error
         except (RuntimeError, EOFError, OSError) as error:
+            reason = f"{str(error) or type(error).__name__}{how_workers_ended(batches)}"
             _stop(batches)
             # Errors of the data arrive as values, so this one comes from the processes or from a truncated message.
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {describe_next()} "
-                f"was awaited: {str(error) or type(error).__name__}. Run with num_workers=0 to see what it does, or "
+                f"was awaited: {reason}. Run with num_workers=0 to see what it does, or "
                 f"raise timeout={_how_it_starts(loader)}"
             ) from error
         if batch.error is not None:
@@ -156,8 +157,7 @@ def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:
 def _stop(batches: Any) -> None:
     # The garbage collector would take five seconds per worker: it closes the queues before the loader can tell
     # the workers to end.
-    with suppress(RuntimeError):  # Torch may signal the death of another worker meanwhile.
-        stop_workers(batches)
+    stop_workers(batches)
 
 
 class _PendingRequests:

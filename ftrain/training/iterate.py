@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import data as sources
 from ftrain import tree
+from ftrain.data.stateful import has_position
 from ftrain.errors import (
     ComposeError,
     DataError,
@@ -130,7 +133,8 @@ def iterate(
             epoch += 1
         index, batches, resumed = 0, data, False
         if empty_passes > 1 or (steps is not None and isinstance(data, Iterator) and epochs is None):
-            raise DataError(_data_ended(count, steps, empty=count == first))
+            read_before = position.batch if position is not None and isinstance(data, Iterator) else 0
+            raise DataError(_data_ended(count, steps, empty=count == first, read_before=read_before))
     return epoch if last_epoch is not None and epoch >= last_epoch else None
 
 
@@ -166,20 +170,32 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
             )
         sources.seek(data, dict(position.data))
         return data
-    if isinstance(data, Sequence):
-        if len(data) < position.batch:
-            warn(
-                f"fit: the data has {len(data)} batches, and the run that is resumed had read {position.batch} in this "
-                "pass; it continues with the next pass. Pass the same data for the same run"
-            )
-        return (data[index] for index in range(position.batch, len(data)))
-    if position.batch:
+    num_batches = num_batches_of(data)
+    if num_batches is not None and num_batches < position.batch:
+        warn(
+            f"fit: the data has {num_batches} batches, and the run that is resumed had read {position.batch} in this "
+            "pass; it continues with the next pass. Pass the same data for the same run"
+        )
+    elif position.batch and not isinstance(data, Sequence):
         has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
         warn(
             f"fit: {type(data).__name__} {has}, so {position.batch} batches are read again and "
             "skipped; the run is the same only if they come in the same order (ftrain.data.loader saves its position)"
         )
+    if isinstance(data, Sequence):
+        return (data[index] for index in range(position.batch, len(data)))
     return itertools.islice(data, position.batch, None)
+
+
+def num_batches_of(data: Iterable[PyTree]) -> int | None:
+    """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
+    # Torch warns of a length of an iterable dataset, which is a guess.
+    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
+    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
+        return None
+    with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
+        return len(data)
+    return None
 
 
 def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
@@ -218,7 +234,12 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
         )
 
 
-def _data_ended(count: int, steps: int | None, *, empty: bool) -> str:
+def _data_ended(count: int, steps: int | None, *, empty: bool, read_before: int) -> str:
+    if empty and read_before:
+        return (
+            f"fit: the iterator has no batch after the {read_before} that the run that is resumed had read; pass one "
+            "that begins where that of the run began, and has more batches"
+        )
     if empty:
         return "fit: the data has no batch; needs at least one (does drop_last leave out the only one?)"
     of_steps = "" if steps is None else f" of {steps}"

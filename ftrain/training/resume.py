@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import data as sources
 from ftrain import tree
@@ -18,12 +17,11 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
-from ftrain.data.stateful import has_position
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, require_choice, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
-from ftrain.training.iterate import Position, device_of_state
+from ftrain.training.iterate import Position, device_of_state, num_batches_of
 from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
@@ -73,7 +71,7 @@ class RunCheckpoints:
         self._step, self._is_first = step, is_first
         self._pipeline = pipeline_texts(step)
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
-        self._num_batches = _num_batches(data)
+        self._num_batches = num_batches_of(data)
         self._began: dict[str, Any] = {}
         self._saved: tuple[int, int, int] | None = None
 
@@ -267,17 +265,6 @@ def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
 def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
     """Return the shapes of the unsent compressed gradients, by path; () for an item without a shape."""
     return {path: tuple(getattr(item, "shape", ())) for path, item in items.items() if path[1:3] == ("slots", SLOT)}
-
-
-def _num_batches(data: Iterable[PyTree]) -> int | None:
-    """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
-    # Torch warns of a length of an iterable dataset, which is a guess.
-    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
-    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
-        return None
-    with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
-        return len(data)
-    return None
 
 
 def _refill(state: TrainState, loaded: TrainState) -> TrainState:

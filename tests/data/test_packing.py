@@ -84,6 +84,20 @@ def test_what_cannot_be_packed(documents, words):
         data.pack(documents, 2, rows=2)
 
 
+@pytest.mark.parametrize(
+    ("field", "length", "words"),
+    [
+        ("input_ids", 3, r"no 'tokens', but input_ids; pass field=, to a loader as collate=ft\.data\.packed\("),
+        ("tokens", 1, r"fill 4 rows of 4 tokens, and rows=1; .* lengths= are not those of the documents"),
+    ],
+)
+def test_a_loader_says_what_to_change_where_documents_cannot_be_packed(field, length, words):
+    documents = [{field: [1, 2, 3]}] * 8
+    with pytest.raises(DataError, match=words) as caught:
+        next(iter(data.loader(documents, 1, lengths=[length] * 8, pack=4)))
+    assert "ft.data.pad" not in str(caught.value)
+
+
 @pytest.mark.parametrize("options", [{"length": 0}, {"length": 4, "rows": 0}])
 def test_options_that_mean_nothing(options):
     with pytest.raises(OptionError, match=r"pack: .* is 0"):

@@ -262,6 +262,14 @@ def test_without_a_position_samples_are_read_again_and_this_is_said_once(num_wor
     assert rows(second) == passes[1]
 
 
+def test_a_dataset_that_had_no_position_when_it_was_saved():
+    first, second = made(Plain()), made(Keeps())
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="Keeps had no position when this one was saved, so 3 samples are read again"):
+        rows(second)
+
+
 def test_any_iterable_that_can_be_gone_through_again():
     class Twice:
         def __iter__(self):
@@ -321,7 +329,7 @@ def test_a_collation_that_fails():
     def collate(samples):
         raise ValueError("no")
 
-    needed = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; pass a function as collate="
+    needed = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; repair the samples"
     with pytest.raises(DataError, match=needed):
         list(made(Plain(), collate=collate))
 

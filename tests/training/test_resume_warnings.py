@@ -150,22 +150,34 @@ def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_
     assert int(state.step) == 8
 
 
-def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path):
-    run(tmp_path, 5, ft.optim.sgd(0.1))
-    with pytest.warns(UserWarning, match="the data has 4 batches, and the run that is resumed had read 5 in this pass"):
-        run(tmp_path, 6, ft.optim.sgd(0.1), data=[torch.ones(4, 2)] * 4)
+def batches(count, as_loader):
+    data = [torch.ones(4, 2)] * count
+    return DataLoader(data, batch_size=None) if as_loader else data
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path, as_loader):
+    run(tmp_path, 5, ft.optim.sgd(0.1), data=batches(8, as_loader))
+    with pytest.warns(UserWarning, match="has 4 batches, and the run that is resumed had read 5 in this") as caught:
+        run(tmp_path, 6, ft.optim.sgd(0.1), data=batches(4, as_loader))
+    assert len(caught) == 1
+
+
+def test_an_iterator_without_batches_after_those_that_were_read(tmp_path):
+    run(tmp_path, 5, ft.optim.sgd(0.1), data=iter(batches(8, False)))
+    with (
+        pytest.warns(UserWarning, match="5 batches are read again and skipped"),
+        pytest.raises(DataError, match="the iterator has no batch after the 5 that the run that is resumed had read"),
+    ):
+        run(tmp_path, 6, ft.optim.sgd(0.1), data=iter(batches(3, False)))
 
 
 @pytest.mark.parametrize("as_loader", [False, True])
 def test_data_with_another_number_of_batches_is_warned_of(tmp_path, as_loader):
-    def data(count):
-        batches = [torch.ones(4, 2)] * count
-        return DataLoader(batches, batch_size=None) if as_loader else batches
-
     def messages(steps, count):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run(tmp_path, steps, ft.optim.sgd(0.1), data=data(count))
+            run(tmp_path, steps, ft.optim.sgd(0.1), data=batches(count, as_loader))
         return [str(each.message) for each in caught if "no position to save" not in str(each.message)]
 
     assert messages(6, 8) == messages(7, 8) == []
