@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ftrain as ft
+from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.training.history import History
 
@@ -625,3 +626,13 @@ def test_a_checkout_that_is_not_installed_saves(tmp_path):
     command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout.strip()) == (0, ft.__version__), found.stderr
+
+
+@pytest.mark.parametrize("steps", [EVERY, EVERY + 1])
+def test_a_disk_that_is_full_at_the_end_loses_nothing(steps, tmp_path, monkeypatch):
+    step = make()
+    monkeypatch.setattr(files, "free", lambda path: 10)
+    with pytest.raises(CheckpointError, match="10 are free") as caught:
+        ft.fit(step, step.init(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path / "run", every=EVERY))
+    assert int(caught.value.result.state.step) == steps
+    assert len(caught.value.result.history["loss"]) == steps
