@@ -221,6 +221,14 @@ def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(t
         assert torch.equal(found.frozen["a"], state.params["a"])
         assert torch.equal(found.params["b"], state.params["b"])
         freezing(found, torch.ones(2))
+    ft.checkpoint.save(tmp_path / "b", {"state": freezing.init(params)})
+    said = (
+        r"a parameter that is None in it was frozen: to train it, load without like=.*\n  state\.params\.a: found None"
+    )
+    with pytest.raises(StructureError, match=said):
+        ft.checkpoint.load(
+            tmp_path / "b", like={"state": step.init(params)}, partial=True, rename={"state.opt_state": "unused"}
+        )
 
 
 @pytest.mark.parametrize("data", DATA)
