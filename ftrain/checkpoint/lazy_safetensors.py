@@ -19,15 +19,21 @@ from ftrain.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Hugging Face's names of the file that says which tensor is in which file, and of a single file."""
+FLOATS = "F64", "F32", "F16", "BF16"
+"""Codes of dtypes whose numbers are values. Numbers of another dtype may have to be multiplied by a scale."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open safetensors file, to be read to a device in a dtype. Default: as stored, to the CPU."""
+    """A tensor in an open safetensors file, to be read to a device in a dtype. Default: as stored, to the CPU.
+
+    `code` is the name that safetensors has for its dtype in the file.
+    """
 
     file: Any
     name: str
     shape: tuple[int, ...]
+    code: str
     dtype: torch.dtype | None = None
     device: torch.device = tree.HOST
 
@@ -81,7 +87,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     try:
         file: Any = safe_open(str(path), "pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
+        }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    return {name: StoredTensor(file, name, shape) for name, shape in shapes.items()}

@@ -21,6 +21,12 @@ CHANGED = (
     "with rename={its path: 'unused'}"
 )
 """What to do about a leaf of another shape or dtype."""
+OTHER_NAMES = "partial=True loads the leaves that it has, rename= maps names"
+FROZEN_THERE = (
+    "a parameter that is None in it was frozen: to train it, load without like=, put the state into the module, "
+    "ft.to_module(module, state), and begin with step.init()"
+)
+"""What to do about a parameter that a state of `like` trains and the saved one does not."""
 
 
 def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
@@ -56,7 +62,7 @@ def match_leaves(
     if partial:
         saved = _with_frozen(saved, wanted, by_name=by_name)
     containers_may_differ = partial or by_name
-    chosen, problems, has_changed, used = {}, list[str](), False, set()
+    chosen, problems, used, advice = {}, list[str](), set(), OTHER_NAMES
     for path, need in wanted.items():
         key = dotted(path) if by_name else path
         item = saved.get(key, need)
@@ -66,7 +72,8 @@ def match_leaves(
                 problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
         elif not _agree(item, need) and not (containers_may_differ and isinstance(need, Container)):
             problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
-            has_changed = has_changed or not isinstance(need, Container)
+            if not isinstance(need, Container):
+                advice = FROZEN_THERE if isinstance(item, Container) and item.kind == "None" else CHANGED
         elif not isinstance(need, Container):
             chosen[path] = item
     for key, item in saved.items():
@@ -74,7 +81,6 @@ def match_leaves(
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
         text = f"load: {where} does not have the structure of like ({len(problems)} differences; "
-        advice = CHANGED if has_changed else "partial=True loads the leaves that it has, rename= maps names"
         raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
     return chosen
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ftrain import backends, random, tree
-from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
+from ftrain.checkpoint.layout import CODES
+from ftrain.checkpoint.lazy_safetensors import FLOATS, StoredTensor, stored_tensors
 from ftrain.errors import StructureError, as_path, first_lines, listed, log_on_first_rank
 from ftrain.step.initialise import initialised
 from ftrain.step.state_checks import mismatches, require_params, select_trainable
@@ -156,14 +157,15 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
     for alias, tensor in saved.items():
         aliases[id(tensor)].append(alias)
     wanted = {name: tensor for name, tensor in named_tensors(module) if id(tensor) in aliases}
-    unused = dict.fromkeys(in_files)
+    unused, problems = dict.fromkeys(in_files), list[str]()
     for name, tensor in wanted.items():
         spellings = [each for each in _spellings(module, aliases[id(tensor)]) if each in in_files]
         if spellings:
             stored[name] = in_files[spellings[0]]
+            problems += _conflicts(name, tensor, [in_files[each] for each in dict.fromkeys(spellings)])
         for each in spellings:
             unused.pop(each, None)
-    if problems := mismatches(stored, wanted):
+    if problems := mismatches(stored, wanted) + problems:
         raise StructureError(
             f"{_misfit(f'{path} does not fit', module, problems)}\nThe file has {listed(list(in_files))}. Load the "
             "module from these files with the library that wrote them (from_pretrained), and call step.init() without "
@@ -178,6 +180,21 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
             listed([*unused]),
         )
     return {name: stored[name].like(tensor, device) for name, tensor in wanted.items()}
+
+
+def _conflicts(name: str, tensor: Tensor, spelled: Sequence[StoredTensor]) -> list[str]:
+    """Return messages of why tensors of a file are not the values of one tensor of a module."""
+    problems = [
+        f"{name}: found {each.code}, needs {tree.dtype_name(tensor.dtype)}; quantised values have no meaning without "
+        "their scales"
+        for each in spelled
+        if tensor.is_floating_point() and each.code not in (*FLOATS, CODES.get(tensor.dtype))
+    ]
+    first, *others = (each.like(tensor, tree.HOST) for each in spelled)
+    for other in others:
+        if not torch.equal(first.read(), other.read()):
+            problems.append(f"{name}: found {first.name} and {other.name} with different values, needs one tensor")
+    return problems
 
 
 def _misfit(what: str, module: nn.Module, problems: Sequence[str]) -> str:

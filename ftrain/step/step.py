@@ -198,7 +198,8 @@ class Step:
 
         Raises:
             StructureError: if there are no parameters, or one is not a floating-point tensor; if no method writes a
-                tensor on ``meta``; if a tensor of the module is missing in the files.
+                tensor on ``meta``; if a tensor of the module is missing in the files, quantised, or there twice
+                with different values.
             CheckpointError: if a file cannot be read.
             DeviceError: if the device is not available, or lacks something that a wrapper needs.
         """

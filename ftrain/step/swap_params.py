@@ -279,19 +279,23 @@ def is_donated(module: nn.Module) -> bool:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into those of a module with the same names; replace its meta tensors by copies.
+    """Copy tensors into those of a module with the same names; replace its meta tensors and quantised ones by copies.
 
     DTensors are gathered one after the other. Raises a LossError if the module is in a step of another thread.
     """
     require_no_other_thread(module)
-    empty = {}
+    copies = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):
-            if tensor.is_meta:
-                empty[name] = dtensor.whole(tensors[name]).detach().to(tensor.dtype, copy=True)
+            value = dtensor.whole(tensors[name]).detach()
+            if _torch.is_wrapper_subclass(value):
+                copies[name] = value.clone()
+            elif tensor.is_meta or _torch.is_wrapper_subclass(tensor):
+                device = value.device if tensor.is_meta else tensor.device
+                copies[name] = value.to(device, tensor.dtype, copy=True)
             else:
-                tensor.copy_(dtensor.whole(tensors[name]))
-    _replace(module, empty)
+                tensor.copy_(value)
+    _replace(module, copies)
     _donated.discard(module)
 
 

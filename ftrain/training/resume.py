@@ -207,6 +207,11 @@ class RunCheckpoints:
             with suppress(FtrainError):
                 self._checkpoints.wait()
 
+    def finish(self) -> None:
+        """Wait for a save in the background; raises its CheckpointError if it failed."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
     def needs(self, step: int, last: LastSteps) -> bool:
         """Return whether the state of a step is not saved, or was evaluated or adapted after it was saved."""
         return self._checkpoints is not None and self._saved != _done_at(step, last)

@@ -180,6 +180,7 @@ class Run:
                 self._last = self._last._replace(settled=self.step)
                 self._require_best()
         self._save()
+        self._checkpoints.finish()
         # A run may be shorter than `log_every`.
         self._warn_if_not_additive()
         self._votes.at_end(place=END_OF_RUN)

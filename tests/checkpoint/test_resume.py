@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ftrain as ft
+from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.training.history import History
 
@@ -220,6 +221,14 @@ def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(t
         assert torch.equal(found.frozen["a"], state.params["a"])
         assert torch.equal(found.params["b"], state.params["b"])
         freezing(found, torch.ones(2))
+    ft.checkpoint.save(tmp_path / "b", {"state": freezing.init(params)})
+    said = (
+        r"a parameter that is None in it was frozen: to train it, load without like=.*\n  state\.params\.a: found None"
+    )
+    with pytest.raises(StructureError, match=said):
+        ft.checkpoint.load(
+            tmp_path / "b", like={"state": step.init(params)}, partial=True, rename={"state.opt_state": "unused"}
+        )
 
 
 @pytest.mark.parametrize("data", DATA)
@@ -625,3 +634,13 @@ def test_a_checkout_that_is_not_installed_saves(tmp_path):
     command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout.strip()) == (0, ft.__version__), found.stderr
+
+
+@pytest.mark.parametrize("steps", [EVERY, EVERY + 1])
+def test_a_disk_that_is_full_at_the_end_loses_nothing(steps, tmp_path, monkeypatch):
+    step = make()
+    monkeypatch.setattr(files, "free", lambda path: 10)
+    with pytest.raises(CheckpointError, match="10 are free") as caught:
+        ft.fit(step, step.init(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path / "run", every=EVERY))
+    assert int(caught.value.result.state.step) == steps
+    assert len(caught.value.result.history["loss"]) == steps

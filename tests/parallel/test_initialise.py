@@ -199,3 +199,21 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
     file.write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read"):
         state_of(on_meta(Model), params=file)
+
+
+def test_values_of_a_file_that_are_not_those_of_one_tensor_are_errors(tmp_path):
+    model, file = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), tmp_path / "model.safetensors"
+    apart = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model[1].weight = model[0].weight
+    save_file(apart, file)
+    with pytest.raises(StructureError, match=r"0\.weight: found 0\.weight and 1\.weight with different values"):
+        state_of(model, params=file)
+    save_file({**apart, "1.weight": apart["0.weight"].clone()}, file)
+    assert torch.equal(state_of(model, params=file).params["0.weight"], apart["0.weight"])
+    for dtype, code in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        quantised = {"0.weight": torch.ones(3, 3).to(dtype), "0.bias": apart["0.bias"], "1.bias": apart["1.bias"]}
+        save_file({**quantised, "0.weight_scale": torch.ones(3)}, file)
+        with pytest.raises(StructureError, match=rf"0\.weight: found {code}, needs float32; quantised"):
+            state_of(model, params=file)
+    save_file({name: tensor.double() for name, tensor in apart.items() if name != "1.weight"}, file)
+    assert torch.equal(state_of(model, params=file).params["0.weight"], apart["0.weight"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
@@ -22,11 +21,11 @@ from ftrain.errors import CheckpointError, StructureError, as_path, first_lines,
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
-from ftrain.step.swap_params import slots_of
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.lora.lora import lora
 from ftrain.transforms.lora.merging import SLOT, adapters_of
 from ftrain.transforms.lora.modules import ModuleAdapters
+from ftrain.transforms.lora.whole_modules import buffers_of, first_names, whole_modules_of
 from ftrain.types import TrainState, replace
 
 FILES = "adapter_model.safetensors", "adapter_config.json"
@@ -67,9 +66,9 @@ def save(
     """Save the adapters of a state, and other trained parameters, in files that peft loads.
 
     ``PeftModel.from_pretrained(base, directory)`` then computes the same as the state. Other trained parameters become
-    peft's `modules_to_save`, and must be those of whole modules. For `load`, the metadata has fingerprints of the base,
-    and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The directory appears by one
-    rename, when everything is on the disk.
+    peft's `modules_to_save`, with the buffers beside them, and must be those of whole modules. For `load`, the metadata
+    has fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor.
+    The directory appears by one rename, when everything is on the disk.
 
     Every rank of a step with `sharded` must call it, also at level 0; the first rank writes. One rank alone can save a
     whole state (`ftrain.parallel.whole`) with the step without `sharded`.
@@ -79,7 +78,8 @@ def save(
         step: a step with `lora`, of a module.
         state: a state of that step, also one of `ftrain.averaged`.
         base_model: peft's ``base_model_name_or_path``. Default: the name of a model of transformers.
-        task_type: peft's ``task_type``, such as ``"CAUSAL_LM"``.
+        task_type: peft's ``task_type``, such as ``"CAUSAL_LM"``. With those of classification and of question answering
+            peft needs the head in the files, so it must be trained.
 
     Raises:
         ComposeError: when the step has no `lora`.
@@ -92,27 +92,28 @@ def save(
     trained = {name: leaf for name, leaf in state.params.items() if leaf is not None}
 
     def described() -> dict[str, Any]:
-        _warn_of_buffers(adapters.module, state)
-        others = trained.keys() - adapters.names
-        config = _peft_config(adapters, _whole_modules(adapters, others, {*state.params}))
+        whole_modules = whole_modules_of(adapters, trained.keys() - adapters.names, task_type)
+        _warn_of_buffers(adapters.module, state, whole_modules)
+        config = _peft_config(adapters, whole_modules)
         config["base_model_name_or_path"] = base_model or getattr(adapters.module, "name_or_path", None) or None
         return {**config, "task_type": task_type}
 
     ranks = _ranks_with("adapters.save", step, state)
     config = ranks.first(described)
-    tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in trained.items()}
+    beside = buffers_of(adapters.module, state, config["modules_to_save"] or ())
+    tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in {**trained, **beside}.items()}
     fingerprints = {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
     metadata = {FINGERPRINTS: json.dumps(fingerprints)}
     ranks.first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
 
 
-def _warn_of_buffers(module: nn.Module, state: TrainState) -> None:
+def _warn_of_buffers(module: nn.Module, state: TrainState, whole_modules: Iterable[str]) -> None:
     """Warn of buffers that training has changed, for which the files have no place."""
-    buffers = state.buffers if isinstance(state.buffers, Mapping) else {}
+    lost = (state.buffers or {}).keys() - buffers_of(module, state, whole_modules)
     changed = [
         name
         for name, buffer in module.named_buffers()
-        if name in buffers and not buffer.is_meta and not torch.equal(buffers[name].to(buffer), buffer)
+        if name in lost and not buffer.is_meta and not torch.equal(state.buffers[name].to(buffer), buffer)
     ]
     if changed:
         warn(
@@ -146,18 +147,22 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
     ranks = _ranks_with("adapters.load", step, state)
     content, named, bases = ranks.each(lambda: _read(path))
     params = state.params
-    problems = [
+    problems = _tied(named, bases, adapters.module)
+    problems += [
         f"{theirs}: found {content.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
         for theirs, ours in OPTIONS.items()
         if (content.config.get(theirs) or 0) != getattr(adapters.config, ours)
     ]
-    problems += _differences(named, {name: leaf for name, leaf in params.items() if leaf is not None})
+    buffers = {name: leaf for name, leaf in (state.buffers or {}).items() if name in named}
+    trained = {name: leaf for name, leaf in params.items() if leaf is not None}
+    problems += _differences(named, {**trained, **buffers})
     if not any_base:
         problems += _other_base(content.metadata, bases, adapters, state)
     ranks.together(lambda: _require_none(path, problems))
-    params = {
-        name: None if leaf is None else divided(named[name].to(leaf.dtype), like=leaf) for name, leaf in params.items()
-    }
+    loaded = {name: divided(named[name].to(leaf.dtype), like=leaf) for name, leaf in {**trained, **buffers}.items()}
+    params = {name: loaded.get(name) for name in params}
+    if buffers:
+        state = replace(state, buffers={name: loaded.get(name, leaf) for name, leaf in state.buffers.items()})
     return replace(state, params=params, opt_state=step.optimizer.init(params), slots=step.init_slots(params))
 
 
@@ -234,32 +239,6 @@ def _shortest(names: list[str], every: list[str]) -> list[str] | str:
     return "|".join(re.escape(name) for name in sorted(names))
 
 
-def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[str]) -> list[str]:
-    """Return the modules whose parameters are `others`; raise a StructureError if one is not trained as a whole."""
-    others, module = set(others), adapters.module
-    uses = Counter(slot.name for slot in slots_of(module))
-    owners = sorted({name.rpartition(".")[0] for name in others})
-    for owner in owners:
-        inside = {name for name in every - adapters.names if name.startswith(f"{owner}.")} if owner else set(others)
-        problem = ""
-        if not owner:
-            problem = "which are of no submodule"
-        elif inside - others:
-            problem = f"and {min(inside - others)} is frozen"
-        elif any(target.name == owner or target.name.startswith(f"{owner}.") for target in adapters.targets):
-            problem = "and have adapters too"
-        elif shared := [name for name in sorted(inside) if uses[name] > 1]:
-            problem = f"and {shared[0]} is tied to another module's"
-        elif also := [name for name, _ in module.named_modules() if name.endswith(owner) and name != owner]:
-            problem = f"and peft would take {also[0]} for it"
-        if problem:
-            raise StructureError(
-                f"adapters.save: parameters of {owner or 'the model'} train, {problem}; beside adapters peft saves "
-                "whole modules only (modules_to_save). Train the whole of it, or none, or use ft.checkpoint.save"
-            )
-    return owners
-
-
 def _wholes(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yield the frozen parameters with their names. Those that are divided over ranks are gathered one by one."""
     for name, leaf in (state.frozen or {}).items():
@@ -302,8 +281,9 @@ def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
 
 def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the trained tensors of a file by their names in ftrain, and the weights of the base that it has."""
+    # Peft takes them for the ends of names, also within a word.
     modules = [re.escape(name) for name in content.config.get("modules_to_save") or ()]
-    trained = re.compile(rf"(^|.*\.)(lora_|({'|'.join(modules) or '$'})\.)")
+    trained = re.compile(rf"(.*\.)?lora_|.*({'|'.join(modules) or '$'})\.")
     named, bases = {}, {}
     for key, tensor in content.tensors.items():
         if not key.startswith(PREFIX):
@@ -315,6 +295,24 @@ def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor
             # Peft saves embeddings that have adapters, or are tied to one.
             bases[name.replace(".base_layer.", ".")] = tensor
     return named, bases
+
+
+def _tied(named: dict[str, Tensor], bases: dict[str, Tensor], module: nn.Module) -> list[str]:
+    """Keep trained weights that are tied in a module under their first name; return messages of those that differ."""
+    problems, both = [], {**bases, **named}
+    for name, first in first_names(module).items():
+        if name != first and named.keys() & {name, first}:
+            values = [both[each] for each in (first, name) if each in both]
+            for each in (first, name):
+                named.pop(each, None)
+                bases.pop(each, None)
+            named[first] = values[0]
+            if len(values) < 2 or not torch.equal(*values):
+                problems.append(
+                    f"{name}: trained apart from {first}, to which it is tied in {type(module).__name__}; give it a "
+                    "weight of its own before ft.from_module"
+                )
+    return problems
 
 
 def _differences(named: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
@@ -336,9 +334,7 @@ def _other_base(
     metadata: Mapping[str, str], bases: Mapping[str, Tensor], adapters: ModuleAdapters, state: TrainState
 ) -> list[str]:
     """Return a message if the base of a file differs from that of a state, as far as the file tells."""
-    module = adapters.module
-    first_names = {id(tensor): name for name, tensor in module.named_parameters()}
-    aliases = {name: first_names[id(tensor)] for name, tensor in module.named_parameters(remove_duplicate=False)}
+    aliases = first_names(adapters.module)
     fingerprints, same, different = json.loads(metadata.get(FINGERPRINTS, "{}")), set[str](), list[str]()
     for name, whole in _wholes(state):
         same |= {each for each, theirs in bases.items() if aliases.get(each) == name and _is_same(whole, theirs)}

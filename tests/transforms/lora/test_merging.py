@@ -1,7 +1,10 @@
 """Merged weights compute what adapters do, and unmerging them gives the state back."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, StructureError
@@ -85,6 +88,22 @@ def test_a_module_that_was_donated_gets_the_merged_weights():
         assert float(loss(ft.to_module(model, ft.adapters.merge(step, state)).eval(), make_batch(9))) == pytest.approx(
             needed
         )
+
+
+def test_merged_weights_of_a_quantised_base():
+    quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
+    dense = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    model, batch = copy.deepcopy(dense), torch.randn(16, 32)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    step = step_of(model, ft.lora(4, targets=["2"]), criterion=lambda m, b: (m(b) - 1).square().mean())
+    state, _ = step(step.init(), batch)
+    merged, needed = ft.adapters.merge(step, state), ft.eval_step(step.loss)(state, batch)["loss"]
+    # The merged weight is dense, and the other one stays quantised, whatever the module had.
+    for module in (copy.deepcopy(model), dense):
+        ft.to_module(module, merged)
+        assert float((module(batch).detach() - 1).square().mean()) == pytest.approx(float(needed))
+        assert type(module[2].weight.data) is torch.Tensor
+        assert type(module[0].weight.data) is type(model[0].weight.data)
 
 
 def test_what_cannot_be_merged_or_unmerged():
