@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
+from ftrain.transforms.amp import wrapper
 from ftrain.transforms.amp.experts import with_narrow_experts
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -186,6 +187,12 @@ def seen_dtypes(layer, batch):
     loss = layer(batch).float().square().mean()
     del layer.experts._apply_gate
     return loss, {name: torch.tensor(float(narrow)) for name, narrow in seen.items()}
+
+
+def test_auto_is_bf16_for_experts_too(monkeypatch):
+    monkeypatch.setattr(wrapper, "auto_dtype", lambda backend: "bf16")
+    expected = gradients(Layer("Mixtral"), ft.with_amp("bf16"))
+    torch.testing.assert_close(gradients(Layer("Mixtral"), ft.with_amp("auto")), expected, rtol=0, atol=0)
 
 
 def test_without_experts_or_autocast_nothing_changes():
