@@ -186,7 +186,7 @@ def weigher(module: nn.Module) -> Weigh | None:
     base = getattr(module, "get_base_model", None)
     model: Any = base() if callable(base) else module
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "loss_type") or _is_replaced(model) or _adds_losses(config):
+    if config is None or not hasattr(model, "loss_type") or _is_replaced(model):
         return None
     rule = _rule(model, config)
     return None if rule is None else partial(rule, config)
@@ -205,12 +205,6 @@ def _is_replaced(model: Any) -> bool:
     """Whether the user replaced the loss function."""
     # Without a loss type, transformers warns when the function is read.
     return bool(model.loss_type) and model.loss_function.__module__.split(".")[0] != "transformers"
-
-
-def _adds_losses(config: Any) -> bool:
-    """Whether the model adds a loss of routers or of the size of the logits."""
-    parts = (config, getattr(config, "text_config", None))
-    return any(getattr(part, name, None) for part in parts for name in ("output_router_logits", "z_loss_coefficient"))
 
 
 def with_any_label(batch: Mapping[str, Any], weight: Tensor) -> Mapping[str, Any]:

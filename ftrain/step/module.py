@@ -39,6 +39,9 @@ Criterion: TypeAlias = Callable[..., Any]
 DIVISOR = "num_items_in_batch"
 """The key that the `Trainer` of transformers adds to a batch: the number of labels in all batches of an update."""
 
+OF_ROUTERS = "aux_loss", "z_loss"
+"""The ends of the names of the losses of routers among the outputs of a model of transformers."""
+
 
 def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     """Turn a module into a pure loss, whose parameters are a dict from their dotted names.
@@ -55,8 +58,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             with a dict of metrics. Default: ``model(**batch).loss``, as the models of transformers compute it, weighted
             by the number of labels that are not ignored, if the model declares what its loss is the mean of
             (`ftrain.step.hf_loss_weights.LOSS_TYPES`; an answer outside the text must have both positions outside).
-            Other losses (sums of several, those with the loss of a router, those of other modules) are plain numbers;
-            the logger ``ftrain`` says so.
+            The loss of a router, or of the size of the logits, on top of it has the same weight. Other losses (sums of
+            several, those of other modules) are plain numbers; the logger ``ftrain`` says so.
 
     Raises:
         LossError: when `module` is not a module, or is scripted or traced by `torch.jit`; when the criterion cannot be
@@ -214,7 +217,9 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _has_other_losses(outputs: Any) -> bool:
-    return isinstance(outputs, Mapping) and any("loss" in name and name != "loss" for name in outputs)
+    # Those of routers are no reason to weight the labels otherwise.
+    names = [name for name in outputs if "loss" in name] if isinstance(outputs, Mapping) else []
+    return any(name != "loss" and not name.endswith(OF_ROUTERS) for name in names)
 
 
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:

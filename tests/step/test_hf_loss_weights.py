@@ -318,23 +318,10 @@ def of_any_number():
     return ids(1).masked_fill(torch.arange(LENGTH) > torch.arange(ROWS)[:, None], -100)
 
 
-MIXTRAL = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
 PLAIN = {
     "two losses": (
         bert("BertForPreTraining"),
         lambda: text(labels=uneven(ids(1), 0), next_sentence_label=torch.tensor([0, 1, 1, 0])),
-    ),
-    "router": (
-        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL, output_router_logits=True)),
-        lambda: text(labels=ids(1)),
-    ),
-    "routers": (
-        lambda: transformers.SwitchTransformersForConditionalGeneration(
-            transformers.SwitchTransformersConfig(
-                **T5, num_experts=2, router_jitter_noise=0.0, output_router_logits=True
-            )
-        ),
-        lambda: text(labels=ids(1)),
     ),
     "sum": (lambda: wav2vec2(ctc_loss_reduction="sum"), MODELS["ForCTC"][1]),
     "replaced": (lambda: replaced(bert("BertForMaskedLM")()), lambda: text(labels=ids(1))),
@@ -377,7 +364,7 @@ def replaced(model):
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(name, caplog):
     build, batch = PLAIN[name]
-    model = make(build).float()  # The routers' products are in single precision.
+    model = make(build).float()
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch().items()}
     with caplog.at_level(logging.WARNING, "ftrain"):
         _, found = trained(model, batch, ft.accumulate(ROWS))
@@ -387,11 +374,37 @@ def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(n
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
     needed = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
     assert float(found["loss"]) == pytest.approx(needed, rel=1e-6)
-    if name == "router":
-        model.config.output_router_logits = False
-        with caplog.at_level(logging.WARNING, "ftrain"):
-            ft.from_module(model)
-        assert len(warnings_of(caplog)) == 1
+
+
+def mixtral():
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**LLAMA, **sizes, output_router_logits=True)
+    return transformers.MixtralForCausalLM(config)
+
+
+def switch():
+    sparse = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}
+    config = transformers.SwitchTransformersConfig(**{**T5, **sparse}, router_jitter_noise=0.0)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(("build", "first"), [(mixtral, 1), (switch, 0)])
+def test_the_loss_of_a_router_has_the_weight_of_the_labels_of_its_microbatch(build, first, caplog):
+    model = make(build).float()  # The routers' products are in single precision.
+    batch = text(labels=of_any_number(), output_router_logits=True)
+    batch["labels"][0] = ids(1, shape=(LENGTH,))
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        _, found = trained(model, batch, ft.accumulate(ROWS))
+    assert not warnings_of(caplog)
+    weights = (batch["labels"][:, first:] != -100).sum(1)
+    assert len(weights.unique()) > 2
+    outputs = []
+    for row in range(ROWS):
+        inputs = {key: value if value is True else value[row : row + 1] for key, value in batch.items()}
+        outputs.append(model.train()(**inputs))
+    assert all(float(sum(output[name] for name in output if "aux_loss" in name).detach()) > 0 for output in outputs)
+    losses = torch.stack([output.loss.detach() for output in outputs])
+    assert float(found["loss"]) == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
 
 
 NOTHING = {"labels": torch.full((2, LENGTH), -100)}

@@ -15,6 +15,7 @@ from ftrain.errors import DeviceError, OptionError, StructureError, require_swit
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
+from ftrain.transforms.amp.experts import with_narrow_experts
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
 from ftrain.transforms.amp.loss_scale import NAME, initial_slot, next_slot, reporting_scale, scale_of
 from ftrain.transforms.amp.overflow_counts import reporting_gradients, watched
@@ -94,7 +95,7 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        loss = in_float8(loss) if name == "fp8" else loss
+        loss = with_narrow_experts(in_float8(loss) if name == "fp8" else loss)
         fn, texts = autocast(loss.fn, DTYPES[narrow]), (*loss.wrapper_texts, text)
         cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
         return watched(cast, DTYPES[narrow]) if watch else cast
@@ -143,6 +144,7 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
         return chosen[device.type] if device.type in chosen else auto_dtype(backends.of(device))
 
     def wrap(loss: Loss) -> Loss:
+        loss = with_narrow_experts(loss)
         narrow = autocast(loss.fn, torch.bfloat16)
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
