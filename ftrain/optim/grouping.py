@@ -154,7 +154,7 @@ class Planner:
 def _require_alike(names: list[str], leaves: list[Tensor], grads: list[Tensor]) -> None:
     # Fused kernels read as many elements as the parameter has, beyond the end of a smaller gradient.
     for name, leaf, grad in zip(names, leaves, grads, strict=True):
-        if tree.describe(grad) != tree.describe(leaf):
+        if not isinstance(grad, Tensor) or (grad.shape, grad.dtype) != (leaf.shape, leaf.dtype):
             raise StructureError(
                 f"optimizer: the gradient of {name or 'params'} is {tree.describe(grad)}, needs the shape and dtype of "
                 f"the parameter, {tree.describe(leaf)}; correct the wrapper or the GradientTransform that returned it"
