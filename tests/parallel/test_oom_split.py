@@ -103,7 +103,6 @@ PLACES = {
 @pytest.mark.parametrize(
     ("level", "places"),
     [
-        (0, ["last collective", "last"]),
         (3, ["middle", "last collective"]),
         *(pytest.param(level, list(PLACES), marks=pytest.mark.exhaustive) for level in (0, 1, 2, 3)),
     ],
