@@ -142,7 +142,7 @@ def test_train_lm_prints_the_same_losses_on_ranks(
 
 
 def test_train_lm_lists_its_options(run_here, capsys) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         run_here("train_lm.py", "--help")
     printed = capsys.readouterr().out
     for option in (
