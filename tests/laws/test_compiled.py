@@ -28,7 +28,9 @@ def assert_same_state(found, needed, names, **tolerance):
         close_trees(getattr(found, part), getattr(needed, part), names, **tolerance)
 
 
-@pytest.mark.parametrize("names", [("clip", "ema"), *exhaustive([*ALONE, WIDE, STACKS[0]])], ids=label)
+# `test_families` compiles a stack of two each time, around modules whose kernels are the harder part.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [("clip", "ema"), *ALONE, WIDE, STACKS[0]], ids=label)
 def test_inductor_equals_eager(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
     compiled = ft.compiled(lowering="whole", donate=True)(step)
