@@ -188,8 +188,8 @@ TINY_LORA = (
 )
 
 
-def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path) -> None:
-    printed = run("finetune_lora.py", *TINY_LORA.split(), "--out", str(tmp_path))
+def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path, run_here) -> None:
+    printed = run_here("finetune_lora.py", *TINY_LORA.split(), "--out", str(tmp_path))
     share = re.search(r"trained parameters.* (\d+\.\d)%", printed)
     assert share, printed
     assert float(share[1]) < 15

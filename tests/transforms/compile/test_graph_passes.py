@@ -11,6 +11,7 @@ import ftrain as ft
 from ftrain.backends import onednn
 from ftrain.errors import BatchError
 from ftrain.transforms.compile import graph_passes
+from tests.exhaustive import exhaustive
 
 PRODUCT = "ftrain::onednn_product"
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -127,7 +128,7 @@ def test_products_of_a_list_are_taken_one_by_one(sizes):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("lowering", ["whole", "split"])
+@pytest.mark.parametrize("lowering", ["whole", *exhaustive(["split"])])
 def test_a_donated_buffer_that_gets_the_old_value_of_another(lowering, tmp_path):
     """Which the graph overwrites first. Torch's cache takes the second graph for the first."""
 
