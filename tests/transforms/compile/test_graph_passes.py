@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -143,6 +144,8 @@ def test_a_donated_buffer_that_gets_the_old_value_of_another(lowering, tmp_path)
             state, _ = step(state, batch)
         return state.buffers
 
+    # What Inductor compiles once to find out which vectors a CPU has would take ten seconds in each new directory.
+    pick_vec_isa()
     for delay in (True, False):
         compiled = ft.compiled(lowering=lowering, donate=True, cache_dir=tmp_path)
         torch.testing.assert_close(trained(delay, compiled), trained(delay), rtol=0, atol=0)
