@@ -8,6 +8,11 @@ def exhaustive(cases):
     return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
+def exhaustive_rows(rows):
+    """Mark each case, a value of each of several arguments, as more of what the other cases prove."""
+    return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
+
+
 def choose(cases, chosen):
     """Mark the cases that are not among the chosen ones.
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench import claims, field, rows, same, stats, updates
+from bench.__main__ import main
 from bench.cases import c9, c11
 from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
@@ -268,13 +269,21 @@ def test_a_report_of_no_rows_is_a_report(tmp_path):
 # The cases
 
 
-def bench(folder, *options):
+def smoke(folder, *cases):
+    return ["--smoke", "--no-peers", "--out", str(folder), "--case", *cases]
+
+
+def bench(folder, *cases):
     """Run the bench as its reader would, on one thread, and return its rows by question and variant."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "bench", "--smoke", "--no-peers", "--out", str(folder), *options]
+    command = [sys.executable, "-m", "bench", *smoke(folder, *cases)]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return read(folder)
+
+
+def read(folder):
     found = []
     for file in sorted(folder.glob("*.csv")):
         with file.open(encoding="utf-8") as lines:
@@ -283,7 +292,8 @@ def bench(folder, *options):
 
 
 def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
-    found = bench(tmp_path, "--case", "C1")
+    assert main(smoke(tmp_path, "C1")) == 0
+    found = read(tmp_path)
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
@@ -292,7 +302,7 @@ def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
-    found = bench(tmp_path, "--case", "C11")
+    found = bench(tmp_path, "C11")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     missing = {row["variant"] for row in found if row["metric"] == rows.MISSING}
     entrants = {*c11.PEERS, *map(c11.ours, (0, 1, 3)), c11.COMPILED}
@@ -303,7 +313,7 @@ def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
-    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12")
+    found = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
     assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKED} <= timed

@@ -6,7 +6,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,22 @@ from safetensors.torch import load_file
 
 import ftrain as ft
 from tests.exhaustive import exhaustive
+from tests.faults.forks import quiet_forks
+from tests.parallel.processes import started
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"step", "seconds", "loss", "bpb", "grad_norm", "lr"}
 TINY = "--steps 30 --batch 8 --length 32 --width 32 --lr 1e-2 --ema 0.8 --eval-batches 2 --sample 20 --seed 1"
 
 
-def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
+def run(name: str, *options: str) -> str:
     """Run an example as its reader would, and return what it printed; nothing may warn.
 
     On one thread: threads of several processes that wait for each other on the same cores take minutes for seconds.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / name), *options],
+        [sys.executable, str(ROOT / "examples" / name), *options],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -35,6 +36,19 @@ def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Runs an example in this process, which need not load torch again, and returns what it printed."""
+
+    def call(name: str, *options: str) -> str:
+        monkeypatch.syspath_prepend(str(ROOT / "examples"))
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
 
 
 def accuracy(printed: str) -> float:
@@ -57,8 +71,8 @@ def test_ctrl_c_ends_an_example_without_a_traceback(name, first, monkeypatch, tm
 
 
 @pytest.mark.parametrize(("name", "least"), [("digits.py", 98.5), ("pure.py", 94.0)])
-def test_classifiers_reach_their_accuracy(name: str, least: float) -> None:
-    assert accuracy(run(name)) >= least
+def test_classifiers_reach_their_accuracy(name: str, least: float, run_here) -> None:
+    assert accuracy(run_here(name)) >= least
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,12 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     assert re.search(r"<- with_amp\(auto\) \[auto: (bf16|float32) on \w+\]\n", printed)
 
 
+def training(tell, rank, options):
+    sys.argv = ["train_lm.py", *options]
+    runpy.run_path(str(ROOT / "examples" / "train_lm.py"), run_name="__main__")
+
+
+@quiet_forks
 @pytest.mark.parametrize(
     ("size", "steps", "options"),
     [
@@ -97,7 +117,9 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
         pytest.param(4, 30, "--replicate 4 --level 0", marks=pytest.mark.exhaustive),
     ],
 )
-def test_train_lm_prints_the_same_losses_on_ranks(tmp_path: Path, size: int, steps: int, options: str) -> None:
+def test_train_lm_prints_the_same_losses_on_ranks(
+    tmp_path: Path, size: int, steps: int, options: str, run_here
+) -> None:
     # Where "auto" is bfloat16, ranks round otherwise than one does.
     alone = [
         *TINY.split(),
@@ -111,9 +133,9 @@ def test_train_lm_prints_the_same_losses_on_ranks(tmp_path: Path, size: int, ste
         "--amp",
         "none",
     ]
-    run("train_lm.py", *alone, "--out", str(tmp_path / "alone"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    run("train_lm.py", *alone, *options.split(), "--out", str(tmp_path / "ranks"), launcher=launcher)
+    run_here("train_lm.py", *alone, "--out", str(tmp_path / "alone"))
+    with started(size, training, [*alone, *options.split(), "--out", str(tmp_path / "ranks")]) as ranks:
+        assert [rank.end() for rank in ranks] == [0] * size
     records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("ranks", "alone")]
     assert len(records[0]) == len(records[1]) == steps + 1
     for ours, theirs in zip(*(map(json.loads, lines) for lines in records), strict=True):
@@ -126,8 +148,10 @@ def test_train_lm_prints_the_same_losses_on_ranks(tmp_path: Path, size: int, ste
     assert all((found[name] - needed[name]).abs().max() < 1e-3 for name in needed)
 
 
-def test_train_lm_lists_its_options() -> None:
-    printed = run("train_lm.py", "--help")
+def test_train_lm_lists_its_options(run_here, capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run_here("train_lm.py", "--help")
+    printed = capsys.readouterr().out
     for option in (
         "--steps",
         "--batch",
@@ -142,9 +166,9 @@ def test_train_lm_lists_its_options() -> None:
         assert option in printed
 
 
-def test_ladder_prints_what_techniques_bring_and_draws_it(tmp_path: Path) -> None:
+def test_ladder_prints_what_techniques_bring_and_draws_it(tmp_path: Path, run_here) -> None:
     tiny = "--batch 4 --length 32 --width 32 --layers 2 --rounds 1 --share 1.2 --techniques batch\\ size remat() --out"
-    printed = run("ladder.py", *shlex.split(tiny), str(tmp_path))
+    printed = run_here("ladder.py", *shlex.split(tiny), str(tmp_path))
     for part in (
         "at the peak, predicted;",
         "tokens/s",
@@ -164,8 +188,8 @@ TINY_LORA = (
 )
 
 
-def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path) -> None:
-    printed = run("finetune_lora.py", *TINY_LORA.split(), "--out", str(tmp_path))
+def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path, run_here) -> None:
+    printed = run_here("finetune_lora.py", *TINY_LORA.split(), "--out", str(tmp_path))
     share = re.search(r"trained parameters.* (\d+\.\d)%", printed)
     assert share, printed
     assert float(share[1]) < 15
@@ -183,9 +207,9 @@ def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cell", ["| 70B | 8 |", *exhaustive(["| 7B | 8 |", "| 70B | 64 |", "| 8x22B | 1,024 |"])])
-def test_plans_are_those_of_the_documentation(cell: str) -> None:
+def test_plans_are_those_of_the_documentation(cell: str, run_here) -> None:
     model, gpus = (part.strip().replace(",", "") for part in cell.strip("| ").split("|"))
-    printed = run("plan.py", "--models", model, "--gpus", gpus)
+    printed = run_here("plan.py", "--models", model, "--gpus", gpus)
     page = (ROOT / "docs" / "parallel.md").read_text()
     found, documented = (next(line for line in text.splitlines() if line.startswith(cell)) for text in (printed, page))
     assert ("fit" in found) == ("fit" in documented)

@@ -1,5 +1,6 @@
 """Compilation changes nothing but rounding: with Inductor, in two pieces, over many steps, with stock dropout."""
 
+import functools
 import inspect
 import logging
 
@@ -12,7 +13,7 @@ from ftrain.transforms.compile import capture as capturing
 from tests.exhaustive import choose, exhaustive
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.registry import ALONE, STACKS, is_narrow
-from tests.laws.test_pipelines import assert_equal, build, close_trees, train
+from tests.laws.test_pipelines import assert_equal, blocks_for, build, close_trees, train
 
 WIDE = ("accumulate", "clip", "ema", "swa", "skip")
 """A stack that computes in float64, so that it is held to more digits than one in 16 bits."""
@@ -27,10 +28,11 @@ def assert_same_state(found, needed, names, **tolerance):
         close_trees(getattr(found, part), getattr(needed, part), names, **tolerance)
 
 
-@pytest.mark.parametrize("names", [("clip", "ema"), *exhaustive([*ALONE, WIDE, STACKS[0]])], ids=label)
+# `test_families` compiles a stack of two each time, around modules whose kernels are the harder part.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [("clip", "ema"), *ALONE, WIDE, STACKS[0]], ids=label)
 def test_inductor_equals_eager(names):
-    # Each kernel is compiled for seconds; `remat` needs repeated blocks.
-    _, step = build(names, p=0.0, blocks=2 if any("remat" in name for name in names) else 1)
+    _, step = build(names, p=0.0, blocks=blocks_for(names))
     compiled = ft.compiled(lowering="whole", donate=True)(step)
     found, metrics = train(compiled)
     needed, eager_metrics = train(step)
@@ -78,14 +80,14 @@ def test_inductor_donation_changes_no_bit():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("names", choose([*ALONE, *STACKS], [()]), ids=label)
 def test_split_equals_eager(names):
-    _, step = build(names, p=0.0)
+    _, step = build(names, p=0.0, blocks=blocks_for(names))
     found, _ = train(ft.compiled(lowering="split", backend="aot_eager", donate=True)(step))
     assert_same_state(found, train(step)[0], names)
 
 
 @pytest.mark.parametrize("names", choose(STACKS, [STACKS[1]]), ids=label)
 def test_functionalised_graph_equals_eager(names):
-    _, step = build(names, p=0.0)
+    _, step = build(names, p=0.0, blocks=blocks_for(names))
     found, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
     assert_same_state(found, train(step)[0], names)
 
@@ -106,47 +108,40 @@ def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
     assert rates == [schedule(k) for k in range(200)]
 
 
-def test_a_whole_graph_has_no_random_operation(monkeypatch):
+@functools.cache
+def graph_of(names):
+    """The graph of a step, which several tests look at."""
     seen = []
     capture = capturing.capture
-    monkeypatch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
-    _, step = build(("remat", "accumulate"))
-    step = ft.compiled(backend="eager")(step)
-    step(step.init(), make_batch(0))
-    targets = [node.target for node in seen[0].graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    step = ft.compiled(backend="eager")(build(names)[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+        step(step.init(), make_batch(0))
+    return seen[-1].graph
+
+
+@pytest.mark.parametrize("names", [("remat",), *exhaustive([("remat", "accumulate")])], ids=label)
+def test_a_whole_graph_has_no_random_operation(names):
+    targets = [node.target for node in graph_of(names).nodes if isinstance(node.target, torch._ops.OpOverload)]
     assert targets
     assert not [t for t in targets if torch.Tag.nondeterministic_seeded in t.tags]
 
 
-def test_remat_computes_the_blocks_again_in_the_graph(monkeypatch):
-    products = []
-    capture = capturing.capture
-
-    def counting(*args):
-        captured = capture(*args)
-        products.append(sum(node.target is torch.ops.aten.addmm.default for node in captured.graph.nodes))
-        return captured
-
-    monkeypatch.setattr(capturing, "capture", counting)
-    for names in ((), ("remat",), ("remat_dots",)):
-        step = ft.compiled(backend="eager")(build(names)[1])
-        step(step.init(), make_batch(0))
-    plain, full, dots = products
+def test_remat_computes_the_blocks_again_in_the_graph():
+    plain, full, dots = (
+        sum(node.target is torch.ops.aten.addmm.default for node in graph_of(names).nodes)
+        for names in ((), ("remat",), ("remat_dots",))
+    )
     assert full == plain + 4  # Two products in each of two blocks.
     assert dots == plain
 
 
 @pytest.mark.parametrize("names", [("remat",), *exhaustive([("remat", "accumulate")])], ids=label)
-def test_what_is_computed_again_waits_for_a_gradient(names, monkeypatch):
+def test_what_is_computed_again_waits_for_a_gradient(names):
     """Or a compiler would do it in the forward pass, and keep what it was not to keep."""
-    captured = []
-    capture = capturing.capture
-    monkeypatch.setattr(capturing, "capture", lambda *args: captured.append(capture(*args)) or captured[-1])
     product = torch.ops.aten.addmm.default
-    step = ft.compiled(backend="eager")(build(names)[1])
-    step(step.init(), make_batch(0))
     waiting, again = set(), 0
-    for node in captured[-1].graph.nodes:
+    for node in graph_of(names).nodes:
         if node.target is torch.ops.ftrain.after.default or waiting & {*node.all_input_nodes}:
             waiting.add(node)
             again += node.target is product
@@ -159,7 +154,7 @@ def test_auto_says_which_lowering_it_took(caplog):
         loss = token_loss(model, batch)[0]
         return loss if loss.total.item() > 0 else ft.Mean(-loss.total, loss.weight)
 
-    _, step = build((), p=0.0, criterion=branching)
+    _, step = build((), p=0.0, criterion=branching, blocks=1)
     chosen = ft.compiled(backend="aot_eager")(step)
     assert "compiled(auto)" in repr(chosen)
     with caplog.at_level(logging.WARNING, logger="ftrain"):
@@ -168,8 +163,8 @@ def test_auto_says_which_lowering_it_took(caplog):
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert "loss.total.item() > 0" in said
     assert_same_state(found, train(step)[0], ())
-    _, whole = build((), ft.compiled(backend="eager"))
-    train(whole)
+    _, whole = build((), ft.compiled(backend="eager"), blocks=1)
+    train(whole, 1)
     assert "compiled(whole)" in repr(whole)
 
 

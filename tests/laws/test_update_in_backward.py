@@ -236,8 +236,11 @@ def gpt(width=64, layers=6):
 @pytest.mark.parametrize(
     # Copies in bfloat16 are half as large as the gradients, and there when these are not yet.
     ("wrappers", "share"),
-    [((), 0.8), ((ft.with_amp("bf16"),), 0.4), ((ft.remat(), ft.ema()), 0.8)],
-    ids=["", "bf16", "remat"],
+    [
+        pytest.param((), 0.8, id=""),
+        pytest.param((ft.with_amp("bf16"),), 0.4, id="bf16"),
+        pytest.param((ft.remat(), ft.ema()), 0.8, id="remat", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_gradients_never_all_exist(wrappers, share):
     batch = torch.randint(128, (1, 8))

@@ -172,7 +172,9 @@ def test_what_a_rank_has_written_is_compared_with_what_is_on_the_disk(tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoints. going back to step 1:UserWarning")
-@pytest.mark.parametrize("file", ["params/model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["params/model.safetensors", pytest.param("state.safetensors", marks=pytest.mark.exhaustive)]
+)
 def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one_is_taken(file, tmp_path):
     def write(_):
         with Checkpoints(tmp_path, every=1) as checkpoints:

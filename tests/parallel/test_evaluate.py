@@ -13,6 +13,7 @@ import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
 from ftrain.parallel import rows
 from ftrain.parallel.not_gathered import NotGathered
+from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -44,7 +45,7 @@ def evaluated(size, level):
     return run(size, rank)
 
 
-@pytest.mark.parametrize(("size", "level"), [(2, 0), (2, 2), (3, 1), (4, 3), (16, 3)])
+@pytest.mark.parametrize(("size", "level"), [(2, 0), (2, 2), (3, 1), (4, 3), *exhaustive_rows([(16, 3)])])
 def test_an_evaluation_on_ranks_equals_one_rank(size, level):
     (reference,) = evaluated(1, 0)
     for results in evaluated(size, level):
@@ -235,7 +236,8 @@ def test_ranks_may_see_metrics_in_another_order_and_some_alone():
         assert many == pytest.approx(reference)
 
 
-def test_evaluate_within_fit_at_every_level():
+@pytest.mark.parametrize("levels", [(0, 3), *exhaustive([(1, 2)])], ids=str)
+def test_evaluate_within_fit_at_every_level(levels):
     def history(size, level):
         def rank(_):
             step = sharded_step(level)
@@ -248,7 +250,7 @@ def test_evaluate_within_fit_at_every_level():
 
     (reference,) = history(1, 0)
     assert len(reference) == 3
-    for level in range(4):
+    for level in levels:
         for found in history(3, level):
             assert found == pytest.approx(reference, rel=1e-12)
 

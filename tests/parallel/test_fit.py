@@ -9,6 +9,7 @@ import ftrain as ft
 from ftrain.errors import BatchError, RankError
 from ftrain.parallel.agreement import Agreement
 from ftrain.training.progress import Display, Throughput
+from tests.exhaustive import exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -249,7 +250,7 @@ def samples():
     return [{name: tensor[row] for name, tensor in batch.items()} for batch in models.batches(4) for row in range(12)]
 
 
-@pytest.mark.parametrize(("size", "level"), [(2, 0), (4, 3)])
+@pytest.mark.parametrize(("size", "level"), [(2, 3), *exhaustive_rows([(2, 0), (4, 3)])])
 def test_a_run_that_resumes_on_ranks_has_the_bits_of_one_that_was_not_interrupted(size, level, tmp_path):
     def fit(rank, directory, steps, **options):
         step = models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(), level))

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
+from tests.exhaustive import exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -88,8 +89,10 @@ def test_a_batch_of_microbatches_is_not_copied():
     run(1, rank)
 
 
-@pytest.mark.parametrize("criterion", [models.plain_loss, models.loss])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "criterion"),
+    [(1, models.plain_loss), (2, models.loss), *exhaustive_rows([(1, models.loss), (2, models.plain_loss)])],
+)
 def test_a_batch_is_split_down_to_single_examples(criterion, microbatches):
     """Also one of eleven examples, which two microbatches do not divide."""
 

@@ -59,13 +59,19 @@ def test_all_ranks_issue_the_same_collectives(shape, level, wrappers, length):
 @pytest.mark.parametrize(
     ("shape", "level", "optimizer"),
     [
-        ((1, 3), 1, script.optimizer),
-        ((2, 2), 3, script.optimizer),
-        ((1, 5), 2, lambda: ft.optim.lamb(0.01)),
-        ((2, 2), 1, lambda: ft.optim.adafactor(0.01)),
-        ((1, 3), 3, lambda: ft.optim.adamw_8bit(0.01, block=4, min_size=1)),
+        pytest.param((1, 3), 1, script.optimizer, id="partition"),
+        pytest.param((2, 2), 3, script.optimizer, id="hybrid-partition"),
+        # Each alone of what the partition has.
+        pytest.param((1, 5), 2, lambda: ft.optim.lamb(0.01), id="lamb", marks=pytest.mark.exhaustive),
+        pytest.param((2, 2), 1, lambda: ft.optim.adafactor(0.01), id="hybrid-adafactor", marks=pytest.mark.exhaustive),
+        pytest.param(
+            (1, 3),
+            3,
+            lambda: ft.optim.adamw_8bit(0.01, block=4, min_size=1),
+            id="adamw_8bit",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["partition", "hybrid-partition", "lamb", "hybrid-adafactor", "adamw_8bit"],
 )
 def test_all_ranks_issue_the_same_collectives_for_leaves_that_are_updated_whole(shape, level, optimizer):
     collectives = [each for each, _ in issued(*shape, level, optimizer=optimizer)]
@@ -101,15 +107,15 @@ def test_ranks_that_do_not_receive_what_others_send_are_seen():
         require_matched([of_ranks[0], [Collective(EXCHANGE, "shard", ((5, "float"), 1, 4, 2, 5))]], 1, 2)
 
 
-def captured(rank, shape, level, optimizer):
+def captured(rank, shape, level, optimizer, *wrappers):
     """Return what one rank of a mesh issues in a step of a compiled graph; the others do not exist."""
     size = shape[0] * shape[1]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         mesh = ft.parallel.mesh(replicate=shape[0])
         compiled = ft.compiled(lowering="whole", backend="eager")
-        wrappers = ft.accumulate(2), ft.sharded(mesh, level), compiled
-        step, batch = models.step_of(*wrappers, optimizer=optimizer()), next(models.batches(length=10))
+        step = models.step_of(*wrappers, ft.sharded(mesh, level), compiled, optimizer=optimizer())
+        batch = next(models.batches(length=10))
         state, _ = step(step.init(seed=0), batch)
         with Recorder(groups(mesh)) as recorder:
             step(state, batch)
@@ -119,15 +125,15 @@ def captured(rank, shape, level, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("shape", "level", "optimizer"),
+    ("shape", "level", "optimizer", "wrappers"),
     [
-        ((1, 3), 2, lambda: ft.optim.adamw(0.01)),
-        ((1, 2), 1, lambda: ft.optim.lamb(0.01)),
-        ((1, 2), 3, lambda: ft.optim.sgd(0.01)),
+        ((1, 3), 2, lambda: ft.optim.adamw(0.01), ()),
+        ((1, 2), 1, lambda: ft.optim.lamb(0.01), ()),
+        ((1, 2), 3, lambda: ft.optim.sgd(0.01), (ft.accumulate(2),)),
     ],
     ids=["uneven-rows", "whole-leaves", "blocks"],
 )
-def test_the_graphs_of_all_ranks_issue_the_same_collectives(shape, level, optimizer):
-    collectives = [captured(rank, shape, level, optimizer) for rank in range(shape[0] * shape[1])]
+def test_the_graphs_of_all_ranks_issue_the_same_collectives(shape, level, optimizer, wrappers):
+    collectives = [captured(rank, shape, level, optimizer, *wrappers) for rank in range(shape[0] * shape[1])]
     assert len(collectives[0]) >= 4
     require_matched(collectives, *shape)

@@ -13,6 +13,7 @@ import ftrain as ft
 from ftrain._torch import collectives
 from ftrain.errors import BatchError, LossError
 from ftrain.training.oom_retry import split_step
+from tests.exhaustive import exhaustive_rows
 from tests.laws import registry
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -54,21 +55,24 @@ def assert_wrappers_equal_one_rank(names, sizes_and_levels):
 
 @pytest.mark.parametrize("names", registry.ALONE, ids="+".join)
 def test_each_wrapper_on_ranks_equals_one(names):
-    assert_wrappers_equal_one_rank(names, [(2, 1), (3, 3)])
+    assert_wrappers_equal_one_rank(names, [(3, 3)])
 
 
-@pytest.mark.parametrize(
-    "names",
-    [*registry.STACKS, *(pytest.param(names, marks=pytest.mark.exhaustive) for names in registry.ALONE)],
-    ids="+".join,
-)
+@pytest.mark.parametrize("names", registry.STACKS, ids="+".join)
 def test_stacks_on_ranks_equal_one(names):
-    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 2), (4, 3)])
+    """Each stack on some numbers of ranks, and each of these with two stacks."""
+    some = [[(2, 0), (4, 3)], [(2, 1)], [(3, 2)]]
+    assert_wrappers_equal_one_rank(names, some[registry.STACKS.index(names) % 3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [*registry.ALONE, *registry.STACKS], ids="+".join)
+def test_wrappers_at_every_level_on_ranks_equal_one(names):
+    assert_wrappers_equal_one_rank(names, [(2, 0), (2, 1), (3, 2), (4, 3)])
 
 
 @pytest.mark.parametrize(
-    ("size", "levels"),
-    [(2, (0, 1, 2, 3)), (5, (0,)), (8, (2, 3)), pytest.param(16, (3,), marks=pytest.mark.exhaustive)],
+    ("size", "levels"), [(2, (0, 1, 2, 3)), (5, (0,)), (8, (3,)), *exhaustive_rows([(8, (2,)), (16, (3,))])]
 )
 def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
     def wrappers():
@@ -308,16 +312,24 @@ UNEVEN = [batch for length in (12, 7, 5, 2, 1, 12) for batch in models.batches(1
 
 
 @pytest.mark.parametrize(
-    ("size", "level", "outer"),
+    ("criterion", "size", "level", "outer"),
     [
-        (2, 0, []),
-        (3, 1, [ft.clip(0.05), ft.skip_nonfinite()]),
-        (2, 2, []),
-        (3, 3, [ft.ema(0.9)]),
-        (4, 3, [ft.sam(0.05)]),
+        (models.loss, 2, 0, []),
+        (plain_with_metrics, 3, 1, [ft.clip(0.05), ft.skip_nonfinite()]),
+        (models.loss, 2, 2, []),
+        (models.loss, 3, 3, [ft.ema(0.9)]),
+        (plain_with_metrics, 4, 3, [ft.sam(0.05)]),
+        *exhaustive_rows(
+            [
+                (plain_with_metrics, 2, 0, []),
+                (models.loss, 3, 1, [ft.clip(0.05), ft.skip_nonfinite()]),
+                (plain_with_metrics, 2, 2, []),
+                (plain_with_metrics, 3, 3, [ft.ema(0.9)]),
+                (models.loss, 4, 3, [ft.sam(0.05)]),
+            ]
+        ),
     ],
 )
-@pytest.mark.parametrize("criterion", [models.loss, plain_with_metrics])
 def test_unequal_microbatches_on_ranks_are_the_whole_batch_of_one(criterion, size, level, outer):
     """Dropout too, which a step on ranks draws by example."""
 
@@ -347,8 +359,10 @@ def test_a_wrapper_of_each_unequal_microbatch_runs_equally_often_on_all_ranks(si
         assert_same(run(ranks, lambda _: rank(ft.clip(1e6), ft.accumulate(4))), reference)
 
 
-@pytest.mark.parametrize(("microbatches", "pieces"), [(2, 2), (4, 3), (1, 5)])
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize(
+    ("level", "microbatches", "pieces"),
+    [(1, 2, 2), (3, 4, 3), (1, 1, 5), *exhaustive_rows([(3, 2, 2), (1, 4, 3), (3, 1, 5)])],
+)
 def test_a_split_for_memory_within_unequal_microbatches_on_ranks_is_the_whole_batch(microbatches, pieces, level):
     def rank(split):
         wrappers = [ft.accumulate(microbatches)] if split else []

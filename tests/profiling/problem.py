@@ -17,17 +17,17 @@ class Block(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
-def model(width=16, drop=0.0):
+def model(width=16, drop=0.0, blocks=2):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width, drop) for _ in range(3)))
+    return nn.Sequential(*(Block(width, drop) for _ in range(blocks)))
 
 
 def squares(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
-def make(*wrappers, optimizer=None, width=16, drop=0.0, criterion=squares):
-    loss = ft.from_module(model(width, drop), criterion)
+def make(*wrappers, optimizer=None, width=16, drop=0.0, blocks=2, criterion=squares):
+    loss = ft.from_module(model(width, drop, blocks), criterion)
     return ft.compose(ft.train_step(loss, optimizer or ft.optim.adamw(1e-3)), *wrappers)
 
 

@@ -274,8 +274,20 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
     assert (numbers["compiled"], numbers["measured_ratio"]) == (True, compiled.measured_ratio)
 
 
-@pytest.mark.parametrize("options", [{}, {"lowering": "split"}, {"lowering": "whole", "donate": True}], ids=str)
-@pytest.mark.parametrize(("model", "wrapper"), [("gpt", "bf16"), ("bert", "accumulate"), ("convnet", "remat")])
+OPTIONS = {}, {"lowering": "split"}, {"lowering": "whole", "donate": True}
+COMPILED = {("gpt", "bf16"): OPTIONS, ("bert", "accumulate"): OPTIONS[1:2], ("convnet", "remat"): OPTIONS[2:]}
+"""Each way to compile with one model, and each model with one way; the rest only `make test-all` runs."""
+
+
+@pytest.mark.parametrize(
+    ("model", "wrapper", "options"),
+    [
+        pytest.param(*names, options, marks=[] if options in every_time else pytest.mark.exhaustive)
+        for names, every_time in COMPILED.items()
+        for options in OPTIONS
+    ],
+    ids=str,
+)
 def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, wrapper, options, monkeypatch):
     step, batch = build(model, wrapper)
     compiled = ft.compiled(**options)(step)
@@ -606,8 +618,23 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("place", [type(None), list, dict], ids=["attribute", "list", "dict"])
-@pytest.mark.parametrize("run", RUNS)
+PLACES = {"attribute": type(None), "list": list, "dict": dict}
+
+
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        # Each place after one run, and each run with one place.
+        pytest.param(
+            run,
+            place,
+            id=f"{run}-{name}",
+            marks=[] if run == "predicted" or name == "list" else pytest.mark.exhaustive,
+        )
+        for run in RUNS
+        for name, place in PLACES.items()
+    ],
+)
 def test_no_tensor_without_values_stays_in_the_model(run, place):
     """It would be what the next run, a real one, computes with."""
     torch.manual_seed(0)

@@ -188,7 +188,7 @@ def test_a_technique_that_the_step_has_is_said_and_another_of_its_kind_takes_its
     for name in ("remat()", 'with_amp("bf16")'):
         assert found[name].note == "the step has it already"
     assert found["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
-    assert found['remat("dots")'].note == "remat(dots, blocks=3) in place of remat(blocks=3)"
+    assert found['remat("dots")'].note == "remat(dots, blocks=2) in place of remat(blocks=2)"
     assert found['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
     assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(found)
     assert found["accumulate(2)"].seconds
@@ -351,7 +351,7 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
     assert [line for line in text.splitlines() if len(line) > 100] == []
     assert (
         text.splitlines()[0]
-        == f"squares(Sequential), 3,216 parameters, 64 examples; {ft.backends.get('cpu').describe()}"
+        == f"squares(Sequential), 2,144 parameters, 64 examples; {ft.backends.get('cpu').describe()}"
     )
     for part in ("gradient checkpointing remat()", "x0.50", "ms/step", "examples/s", "KiB", "B/par", SMALLER):
         assert part in text

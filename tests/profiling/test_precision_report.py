@@ -12,6 +12,7 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, LossError, OptionError, StructureError
 from ftrain.training import progress
+from tests.exhaustive import choose
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.test_pipelines import train_on
@@ -302,6 +303,7 @@ WAYS = {
     "split": (ft.compiled(lowering="split", backend="aot_eager"),),
     "inductor": (ft.compiled(lowering="whole", donate=True),),
 }
+ways = pytest.mark.parametrize("way", choose(WAYS, ["eager", "whole", "split"]))
 
 
 @pytest.fixture(autouse=True)
@@ -313,7 +315,7 @@ def _precision_as_it_was():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_each_step_keeps_its_own_precision(way):
     # Inductor takes its time, and two steps that take turns show it as three do.
     names = ("medium", "high", "highest")[way == "inductor" :]
@@ -465,7 +467,7 @@ def cpu_with():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_tf32_holds_while_a_step_runs_however_it_does(way, cpu_with):
     cpu_with(tf32=lambda: ft.backends.device_module.float32_matmul_precision("high"))
     step, other = make(probing, ft.with_amp("tf32"), *WAYS[way]), make(probing, *WAYS[way])

@@ -109,7 +109,7 @@ def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed
     assert wrappers(timed(step, given, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
     # As it is given it is a candidate, whatever it computes.
     found = timed(
-        step, given, {"remat(blocks=3) grad value_and_grad <- accumulate(2)": 0.5}, memory=int(1.01 * peak(step, given))
+        step, given, {"remat(blocks=2) grad value_and_grad <- accumulate(2)": 0.5}, memory=int(1.01 * peak(step, given))
     )
     assert repr(found.step) == repr(step)
 
@@ -148,10 +148,25 @@ def weighed(model, batch):
     return ft.Mean(of_what_counts(model, batch) * batch["w"].sum(), batch["w"].sum())
 
 
+PIECES = {squares: 2, weighed: 2, summed: 1, of_what_counts: 1, comparing: 1}
+"""Loss -> into how many pieces its batch may be split."""
+
+
 @pytest.mark.parametrize(
-    ("criterion", "pieces"), [(squares, 2), (weighed, 2), (summed, 1), (of_what_counts, 1), (comparing, 1)]
+    ("wrappers", "criterion", "pieces"),
+    [
+        # Within autocast one loss of each kind.
+        pytest.param(
+            wrappers,
+            criterion,
+            pieces,
+            id=f"{name}-{criterion.__name__}-{pieces}",
+            marks=pytest.mark.exhaustive if wrappers and criterion not in (squares, of_what_counts) else [],
+        )
+        for name, wrappers in (("", ()), ("bf16", (ft.with_amp("bf16"),)))
+        for criterion, pieces in PIECES.items()
+    ],
 )
-@pytest.mark.parametrize("wrappers", [(), (ft.with_amp("bf16"),)], ids=["", "bf16"])
 def test_a_loss_that_pieces_would_change_stays_whole(timed, criterion, pieces, wrappers):
     step = make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=criterion, drop=0.1)
     given = {**batch(64, WIDTH), "w": torch.arange(64.0)}

@@ -136,12 +136,14 @@ def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        (ft.remat(blocks=["blocks.0", "blocks.1"]),),
-        (ft.donated(),),
-        (ft.compiled(lowering="whole", backend="aot_eager"),),
-        (ft.remat("dots", blocks=["blocks.0"]), ft.compiled(lowering="whole", backend="eager", donate=True)),
+        pytest.param((ft.remat(blocks=["blocks.0", "blocks.1"]),), id="remat"),
+        pytest.param((ft.donated(),), id="donated"),
+        pytest.param(
+            (ft.remat("dots", blocks=["blocks.0"]), ft.compiled(lowering="whole", backend="eager", donate=True)),
+            id="whole, remat, donated",
+        ),
+        pytest.param((ft.compiled(lowering="whole", backend="aot_eager"),), id="whole", marks=pytest.mark.exhaustive),
     ],
-    ids=["remat", "donated", "whole", "whole, remat, donated"],
 )
 def test_other_wrappers_change_nothing(more, emulated):
     batches = [data(), data()]

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 import ftrain as ft
 from ftrain import tree
@@ -38,6 +39,8 @@ def start(directory, tmp_path):
 
 
 def test_what_was_compiled_is_read_from_the_directory_that_was_given(tmp_path):
+    # What Inductor compiles once to find out which vectors a CPU has would take ten seconds in each new directory.
+    pick_vec_isa()
     seen = []
     for _ in range(2):
         torch.compiler.reset()

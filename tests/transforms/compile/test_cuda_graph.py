@@ -65,7 +65,7 @@ def loss(params, batch, *, rng):
 
 
 def make(**options):
-    options = {"donate": True, "backend": "aot_eager", **options}
+    options = {"donate": True, "backend": "eager", **options}
     return ft.compose(
         ft.train_step(loss, ft.optim.adamw(ft.schedules.linear(0.1, 0.01, 9))),
         ft.clip(1.0),

@@ -410,7 +410,9 @@ def test_within_and_around_what_torch_runs_again(blocks, each, every):
     assert all(map(torch.equal, ft.tree.leaves(found), ft.tree.leaves(expected)))
 
 
-@pytest.mark.parametrize("blocks", [[Own], [nn.Linear]], ids=["outer", "inner"])
+@pytest.mark.parametrize(
+    "blocks", [pytest.param([Own], id="outer"), pytest.param([nn.Linear], id="inner", marks=pytest.mark.exhaustive)]
+)
 def test_draws_that_torch_would_repeat_with_other_numbers_in_a_whole_graph_are_refused(blocks):
     whole = ft.compiled(lowering="whole", backend="eager")
     with pytest.raises(TraceError, match=r"recomputed by torch\.utils\.checkpoint"):
