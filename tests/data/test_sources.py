@@ -366,7 +366,7 @@ def test_arrays_are_taken_by_the_batch_as_sample_by_sample(num_workers):
         def __getitem__(self, index):
             return data.arrays(given)[index]
 
-    options = {"seed": 3, "drop_last": False, "num_workers": num_workers}
+    options = {"seed": 3, "drop_last": False, "num_workers": num_workers, "context": "fork"}
     whole, single = data.loader(data.arrays(given), 5, **options), data.loader(Each(), 5, **options)
     for _ in range(2):
         for one, other in zip(whole, single, strict=True):

@@ -103,7 +103,7 @@ def test_an_error_of_the_collation_names_the_samples(num_workers):
             raise ValueError("no such shape")
         return data.pad()(samples)
 
-    loader = made(Faulty(10), num_workers=num_workers, collate=collate)
+    loader = made(Faulty(10), num_workers=num_workers, collate=collate, context="fork")
     with pytest.raises(
         DataError, match=r"the batch of samples 4, 5 of epoch 0 cannot be collated: ValueError: no such"
     ):
@@ -131,7 +131,7 @@ def test_an_error_that_cannot_be_sent():
             raise OddError(1, 2)
 
     with pytest.raises(DataError, match=r"sample 0 of epoch 0 cannot be read: OddError: \(1, 2\)"):
-        taken(made(Dataset(4), num_workers=1))
+        taken(made(Dataset(4), num_workers=1, context="fork"))
 
 
 # A worker that is killed while it hands over a tensor leaves torch's half of the socket open.
@@ -204,18 +204,18 @@ def test_shared_memory_that_is_full():
             )
 
     with pytest.raises(DataError, match=r"No space left on device.*--shm-size"):
-        taken(made(Dataset(4), num_workers=1))
+        taken(made(Dataset(4), num_workers=1, context="fork"))
 
 
 def test_a_worker_that_hangs(quick_end):
     # Long enough for a worker to start on a busy machine.
-    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3)
+    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3, context="fork")
     with pytest.raises(DataError, match=r"hung for longer than timeout=3 seconds.*samples 4, 5 of epoch 0"):
         list(loader)
 
 
 def test_a_worker_that_hangs_over_a_pass_that_was_left(quick_end):
-    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3)
+    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3, context="fork")
     next(iter(loader))
     with pytest.raises(DataError, match="hung for longer"):
         list(loader)
