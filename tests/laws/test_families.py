@@ -93,6 +93,23 @@ def test_modules_whose_kernels_differ_from_what_was_captured(name, backend):
     assert_trains_alike(PLAIN[name](), torch.randn(4, 5, 8), squares, backend=backend)
 
 
+@torch.library.custom_op("ftrain_tests::by_columns", mutates_args=())
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    """The double, in memory column by column; its fake tensor says row by row."""
+    return (2 * x).mT.contiguous().mT
+
+
+by_columns.register_fake(torch.empty_like)
+by_columns.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+def test_a_kernel_with_another_layout_than_its_fake_tensor_is_reshaped_and_not_viewed():
+    def criterion(model, x):
+        return by_columns(model(x)).reshape(-1)[:7].square().mean()
+
+    assert_trains_alike(nn.Linear(8, 4), torch.randn(5, 8), criterion, backend="eager")
+
+
 def determinants(matrices, x):
     # Their sum lies in memory as its first part when it runs eagerly, and as its second where Inductor fuses it.
     first, second = (each[0].mT + each[1] * x.mean() for each in matrices)

@@ -84,6 +84,19 @@ def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
         assert_same(trained(size, level, wrappers), reference)
 
 
+def test_a_rank_without_examples_does_not_count_the_one_that_it_computes_on():
+    def loss(params, batch):
+        return ft.Mean((params["w"] * batch["x"] * batch["weight"]).sum(), batch["weight"].sum())
+
+    def rank(_):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), ft.sharded(ft.parallel.mesh()))
+        batch = {"x": torch.tensor([1.0, 2.0]), "weight": torch.tensor([1.0, 3.0])}
+        state, metrics = step(step.init({"w": torch.ones(())}), batch)
+        return float(metrics["loss"]), float(ft.parallel.whole(state).params["w"])
+
+    assert run(3, rank) == [(1.75, -0.75)] * 3
+
+
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(level, accumulates):
