@@ -14,9 +14,12 @@ hypothesis.settings.load_profile("ftrain")
 
 
 def pytest_collection_finish():
-    """Leave out what is imported and collected by now whenever garbage is looked for: it stays until the end."""
+    """Leave out what is imported by now whenever garbage is looked for, and let forked processes run autograd."""
     gc.collect()
     gc.freeze()
+    # Before the first fake tensor: a torch made for CUDA takes that for a device, for which its first backward pass
+    # would start a thread, and then no forked process can run one.
+    torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)

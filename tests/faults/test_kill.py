@@ -102,7 +102,7 @@ LATEST = 8
 DATA = {
     "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
     "loader": lambda: ft.data.loader(samples(), BATCH, seed=5),
-    "workers": lambda: ft.data.loader(samples(), BATCH, seed=5, num_workers=2),
+    "workers": lambda: ft.data.loader(samples(), BATCH, seed=5, num_workers=2, context="fork"),
 }
 
 
