@@ -133,8 +133,7 @@ def iterate(
             epoch += 1
         index, batches, resumed = 0, data, False
         if empty_passes > 1 or (steps is not None and isinstance(data, Iterator) and epochs is None):
-            read_before = position.batch if position is not None and isinstance(data, Iterator) else 0
-            raise DataError(_data_ended(count, steps, empty=count == first, read_before=read_before))
+            raise DataError(_data_ended(count, steps, data, position, empty=count == first))
     return epoch if last_epoch is not None and epoch >= last_epoch else None
 
 
@@ -234,11 +233,13 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
         )
 
 
-def _data_ended(count: int, steps: int | None, *, empty: bool, read_before: int) -> str:
-    if empty and read_before:
+def _data_ended(
+    count: int, steps: int | None, data: Iterable[PyTree], position: Position | None, *, empty: bool
+) -> str:
+    if empty and position is not None and position.batch and isinstance(data, Iterator):
         return (
-            f"fit: the iterator has no batch after the {read_before} that the run that is resumed had read; pass one "
-            "that begins where that of the run began, and has more batches"
+            f"fit: the iterator has no batch after the {position.batch} that the run that is resumed had read; pass "
+            "one that begins where that of the run began, and has more batches"
         )
     if empty:
         return "fit: the data has no batch; needs at least one (does drop_last leave out the only one?)"
