@@ -1,4 +1,4 @@
-"""Products of experts in the dtype of autocast."""
+"""Mixture-of-experts layers of transformers: their matrix products in the dtype of autocast."""
 
 from __future__ import annotations
 
