@@ -22,8 +22,10 @@ from ftrain.checkpoint.directory_lock import (
     require_locked_by,
     system_errors,
 )
+from ftrain.checkpoint.frozen_files import FrozenFiles
 from ftrain.checkpoint.heartbeats import SILENCE
 from ftrain.checkpoint.manifest import Manifest, environment
+from ftrain.checkpoint.model_files import frozen_numbers
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import LoadedCheckpoint, load_checkpoint, read_manifest
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
@@ -114,6 +116,7 @@ class Checkpoints:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._buffers: Sequence[Tensor] = ()
+        self._frozen_files = FrozenFiles()
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
@@ -130,7 +133,7 @@ class Checkpoints:
                 f"Checkpoints: {self.directory} is open already; fit(checkpoints=) opens it itself, so call it outside "
                 "of `with checkpoints:`, and give a run within a run a directory of its own"
             )
-        self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
+        self._ranks, self._saving, self._frozen_files = Ranks("Checkpoints"), Ranks("Checkpoints.save"), FrozenFiles()
         try:
             self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
@@ -242,7 +245,8 @@ class Checkpoints:
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
             self._run = self._run or uuid.uuid4().hex
             draft = Manifest(step, self._run, numbers, environment(device), flat.treedef)
-            content = local_tree(flat, ranks.rank)
+            content = local_tree(flat, ranks.rank, frozen_numbers(flat))
+            content = self._frozen_files.without_written(content, ranks)
             if self.async_:
                 content = copied_to_host(content, self._buffers)
                 self._buffers = [*content.locals.values()]
@@ -348,12 +352,16 @@ class Checkpoints:
         with ranks.all_or_none():
             if not ranks.is_first:
                 help_write(self.directory, content, ranks)
+                self._frozen_files.remember(content, self.directory, None)
                 return
             if first is not None:
                 first()
             path = self._step_path(step)
             with system_errors(self.directory):
-                write_or_replace(path, step, lambda new: write_verified(new, content, draft, self.texts, ranks))
+                written = write_or_replace(
+                    path, step, lambda new: write_verified(new, content, draft, self.texts, ranks)
+                )
+            self._frozen_files.remember(content, path, written)
             try:
                 self._rotate(step)
             except OSError as error:

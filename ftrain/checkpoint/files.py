@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -189,6 +190,22 @@ def sync_directory(path: Path) -> None:
 def rename(old: Path, new: Path) -> None:
     """Rename a directory to a name that is not in use, except for an empty directory, which no checkpoint is."""
     os.rename(old, new)
+
+
+def link(path: Path, new: Path) -> None:
+    """Give a file a second name, under which it stays when the first one is removed."""
+    os.link(path, new)
+
+
+def can_link(path: Path) -> bool:
+    """Whether a file exists, and its file system gives it a second name."""
+    probe = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        os.link(path, probe)
+    except OSError:
+        return False
+    os.unlink(probe)
+    return True
 
 
 def hold(path: Path) -> int:

@@ -23,8 +23,8 @@ def current_path(path: Path) -> Path:
     return new if files.exists(new) and not files.exists(path) else path
 
 
-def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -> None:
-    """Write the checkpoint of a step with `write`, which also verifies it.
+def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -> Manifest:
+    """Write the checkpoint of a step with `write`, which also verifies it, and return its manifest.
 
     An existing one that is damaged or of another step is renamed. One of the same run is replaced, unless its content
     is the same; at each moment the old or the new one exists. Raises a CheckpointError when one of another run with
@@ -35,13 +35,12 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
     if existing is None:
         if files.exists(path):
             files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-        write(path)
-        return
+        return write(path)
     new = _replacement_path(path)
     written = write(new)
     if _content(written) != _content(existing) and written.run == existing.run:
         finish_replacement(path, step)
-        return
+        return written
     # Writing the new one synced the directory, and so the name of the old one, which a failed save may not have synced.
     discard(new)
     if _content(written) != _content(existing):
@@ -49,6 +48,7 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
             f"Checkpoints.save: {path} is of another run, {existing.run}, and differs from what is to be saved; resume "
             "from it (latest() loads it), or use another directory"
         )
+    return existing
 
 
 def finish_replacement(path: Path, step: int) -> None:

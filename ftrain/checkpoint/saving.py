@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ from ftrain._torch import on_meta
 from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
-from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
+from ftrain.checkpoint.layout import TensorInfo, chunks, layout
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
-from ftrain.checkpoint.treedef import Container, FlatTree, dotted, flatten
+from ftrain.checkpoint.model_files import frozen_numbers, indices, tensor_entries
+from ftrain.checkpoint.treedef import FlatTree, flatten
 from ftrain.errors import CheckpointError, OptionError, StructureError
-from ftrain.tree import HOST, dtype_name
-from ftrain.types import PyTree, TrainState, tree_tag
+from ftrain.tree import HOST
+from ftrain.types import PyTree
 
-STATE = "state.safetensors"
-MODEL_FIELDS = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 MAX_ATTEMPTS = 100
 """Number of attempts to make a temporary directory before another process removes it."""
@@ -38,6 +37,13 @@ MIN_BYTES_FOR_THREAD = 2**16
 """Number of bytes below which hashing in another thread takes longer than hashing in this one."""
 MANIFEST_BYTES = 4096
 """Number of bytes of a manifest per tensor, at most, to check the free space."""
+
+
+class Written(NamedTuple):
+    """Where the frozen parameters are on the disk already, and the sha256 of each by its number."""
+
+    directory: Path
+    digests: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -48,29 +54,49 @@ class LocalTree:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
         blocks: the blocks of each divided tensor, by the number of the tensor and the rank that writes them.
         locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
+        frozen: the numbers of the frozen parameters, which have a file of their own; empty if they have none.
+        written: what an earlier checkpoint has in such a file, and this one shares.
     """
 
     flat: FlatTree
     blocks: Mapping[int, Mapping[int, Block]]
     locals: Mapping[int, Tensor]
+    frozen: frozenset[int] = frozenset()
+    written: Written | None = None
 
     @functools.cached_property
     def entries(self) -> list[TensorEntry]:
         """Its tensors as in the manifest, without digests; made in the thread that writes."""
-        return _entries(self.flat)
+        return tensor_entries(self.flat, self.frozen)
+
+    @property
+    def indices(self) -> dict[str, str]:
+        """The texts of the indices of models with two files, by name."""
+        return indices(self.entries) if self.frozen else {}
+
+    @property
+    def frozen_files(self) -> set[str]:
+        """The files of the frozen parameters."""
+        return {self.entries[number].file for number in self.frozen}
+
+    @property
+    def to_write(self) -> list[int]:
+        """The numbers of the tensors that are not written yet."""
+        numbers = range(len(self.flat.leaves))
+        return [number for number in numbers if self.written is None or number not in self.frozen]
 
 
 WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
-"""``(directory, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
+"""``(directory, tree) -> digests``: write the tensors ``tree.to_write``, and return the sha256 of each."""
 
 
-def local_tree(flat: FlatTree, rank: int) -> LocalTree:
-    """Return what a rank writes of a flattened tree."""
+def local_tree(flat: FlatTree, rank: int, frozen: frozenset[int] = frozenset()) -> LocalTree:
+    """Return what a rank writes of a flattened tree; the tensors with the numbers `frozen` get files of their own."""
     values = dict(enumerate(leaf.value for leaf in flat.leaves))
     blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
     locals_ = {number: local_part(value) for number, value in values.items() if rank in blocks.get(number, {0})}
     leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
-    return LocalTree(flat._replace(leaves=leaves), blocks, locals_)
+    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, frozen)
 
 
 def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
@@ -94,11 +120,11 @@ def _memory_format(tensor: Tensor) -> tuple[Any, ...]:
 
 def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
     """Write the tensors on one rank, and return the sha256 of each."""
-    digests: dict[tuple[str, str], str] = {}
-    for file in sorted({entry.file for entry in tree.entries}):
-        tensors = [(entry.info, tree.locals[number]) for number, entry in enumerate(tree.entries) if entry.file == file]
+    entries, digests = {number: tree.entries[number] for number in tree.to_write}, dict[tuple[str, str], str]()
+    for file in sorted({entry.file for entry in entries.values()}):
+        tensors = [(entry.info, tree.locals[number]) for number, entry in entries.items() if entry.file == file]
         digests.update({(file, key): value for key, value in write_tensors(directory / file, tensors).items()})
-    return [digests[entry.file, entry.key] for entry in tree.entries]
+    return [digests[entry.file, entry.key] for entry in entries.values()]
 
 
 def write(
@@ -108,15 +134,25 @@ def write(
 
     `write_leaves` may write the tensors on many ranks.
     """
-    _require_free_names(texts, tree.entries)
-    with new_directory(path, [entry.info for entry in tree.entries]) as temporary:
+    _require_free_names(texts, tree)
+    texts = {**texts, **tree.indices}
+    with new_directory(path, [tree.entries[number].info for number in tree.to_write]) as temporary:
         folders = _make_folders(temporary, [*texts, *(entry.file for entry in tree.entries)])
-        digests = write_leaves(temporary, tree)
-        pairs = zip(tree.entries, digests, strict=True)
-        tensors = tuple(dataclasses.replace(entry, sha256=digest) for entry, digest in pairs)
+        digests = _link_written(temporary, tree)
+        digests.update(zip(tree.to_write, write_leaves(temporary, tree), strict=True))
+        tensors = tuple(dataclasses.replace(entry, sha256=digests[number]) for number, entry in enumerate(tree.entries))
         manifest = dataclasses.replace(draft, tensors=tensors, files=_write_texts(temporary, texts))
         _write_manifest(temporary, folders, manifest)
     return manifest
+
+
+def _link_written(directory: Path, tree: LocalTree) -> dict[int, str]:
+    """Give the files that are written already a name in a new checkpoint; return the sha256 of each tensor in them."""
+    if tree.written is None:
+        return {}
+    for file in sorted(tree.frozen_files):
+        files.link(tree.written.directory / file, directory / file)
+    return {**tree.written.digests}
 
 
 def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, str]:
@@ -137,49 +173,21 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
     Raises a CheckpointError for a tree that cannot be saved, and an OptionError for `texts` that cannot.
     """
-    _require_free_names(texts, _entries(flatten(tree)))
+    flat = flatten(tree)
+    _require_free_names(texts, local_tree(flat, 0, frozen_numbers(flat)))
 
 
-def _require_free_names(texts: Mapping[str, str], entries: Sequence[TensorEntry]) -> None:
+def _require_free_names(texts: Mapping[str, str], tree: LocalTree) -> None:
+    names = {NAME, *tree.indices, *(entry.file for entry in tree.entries)}
     for name in texts:
         is_name = isinstance(name, str) and FILE_NAME.fullmatch(name)
-        if not is_name or name == NAME or name in {entry.file for entry in entries}:
+        if not is_name or name in names:
             raise OptionError(
                 f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
             )
         text: Any = texts[name]
         if not isinstance(text, str):
             raise OptionError(f"save: texts[{name!r}] is a {type(text).__name__}; needs a str, such as json.dumps(...)")
-
-
-def _entries(flat: FlatTree) -> list[TensorEntry]:
-    """Choose a file and a name in it for each tensor."""
-    state_paths = [path for path, item in flat.items_by_path().items() if item == Container(tree_tag(TrainState))]
-    used: set[tuple[str, str]] = set()
-    entries = []
-    for leaf in flat.leaves:
-        file, name = _file_and_key(leaf.path, state_paths)
-        key, number = name, 0
-        # Different paths may have the same text, and safetensors reserves one name.
-        while (file, key) in used or key == "__metadata__":
-            number += 1
-            key = f"{name}#{number}"
-        used.add((file, key))
-        dtype, shape = dtype_name(leaf.value.dtype), tuple(leaf.value.shape)
-        entries.append(TensorEntry(dotted(leaf.path), dtype, shape, file, key, "", strides(on_meta(leaf.value))))
-    return entries
-
-
-def _file_and_key(path: tuple[Any, ...], state_paths: Sequence[tuple[Any, ...]]) -> tuple[str, str]:
-    """Return the file of a leaf and its name there: a model has a file of its own, with the names of its module."""
-    above = [state_path for state_path in state_paths if path[: len(state_path)] == state_path]
-    state_path = max(above, key=len, default=path)
-    within = path[len(state_path) :]
-    if len(within) < 2 or within[0] not in MODEL_FIELDS:
-        return STATE, dotted(path)
-    name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
-    file = f"params/{name}.safetensors"
-    return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
 
 
 def temporary_path(path: Path) -> Path:

@@ -22,7 +22,7 @@ from ftrain.checkpoint.blocks import Block, contiguous_rows, has_many_ranks, run
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest, TensorEntry, environment
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.reading import verify
+from ftrain.checkpoint.reading import verify_files
 from ftrain.checkpoint.saving import LocalTree, local_tree, texts_by_name, write
 from ftrain.checkpoint.treedef import Json, flatten
 from ftrain.errors import CheckpointError, OptionError, as_path
@@ -105,7 +105,8 @@ def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[
     """Write and verify a checkpoint as a new directory, on the first rank; the others call `help_write`."""
     if ranks.size == 1:
         write(path, tree, draft, texts)
-        return verify(path)
+        # What it shares with an earlier checkpoint was verified when that one was written.
+        return verify_files(path, but=tree.frozen_files if tree.written else ())
 
     def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
         return _write_and_verify(path.parent, directory.name, _make_files(directory, tree), tree, ranks)
@@ -146,15 +147,16 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
 def _make_files(directory: Path, tree: LocalTree) -> list[Json]:
     """Make the files with their headers and sizes; return for each tensor what the other ranks need to know."""
     offsets: dict[tuple[str, str], int] = {}
-    for file in sorted({entry.file for entry in tree.entries}):
-        plan = layout([entry.info for entry in tree.entries if entry.file == file])
+    entries = {number: tree.entries[number] for number in tree.to_write}
+    for file in sorted({entry.file for entry in entries.values()}):
+        plan = layout([entry.info for entry in entries.values() if entry.file == file])
         with files.created(directory / file) as descriptor:
             files.write(descriptor, plan.header)
             files.resize(descriptor, plan.size)
         offsets.update({(file, key): offset for key, offset in plan.offsets.items()})
     return [
         [*_signature(entry), entry.file, offsets[entry.file, entry.key], number in tree.blocks]
-        for number, entry in enumerate(tree.entries)
+        for number, entry in entries.items()
     ]
 
 
@@ -164,11 +166,12 @@ def _signature(entry: TensorEntry) -> list[Json]:
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
     """Yield the tensors of the first rank's tree; this rank must have the divided ones in the same order."""
-    divided = iter(sorted(tree.blocks))
-    for number, (*signature, file, offset, is_divided) in enumerate(tensors):
+    divided = iter([number for number in tree.to_write if number in tree.blocks])
+    numbers = tree.to_write if ranks.is_first else [-1] * len(tensors)
+    for number, (*signature, file, offset, is_divided) in zip(numbers, tensors, strict=True):
         path, dtype, shape = signature
         blocks: Mapping[int, Block] = {0: Block((0,) * len(shape), tuple(shape))}
-        local = tree.locals.get(number) if ranks.is_first else None
+        local = tree.locals.get(number)
         if is_divided:
             mine = next(divided, -1)
             if mine < 0 or _signature(tree.entries[mine]) != signature:

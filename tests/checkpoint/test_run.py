@@ -14,7 +14,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import files
 from ftrain.checkpoint import saving_on_ranks as saving_runs
-from ftrain.checkpoint.saving import STATE
+from ftrain.checkpoint.model_files import STATE
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 

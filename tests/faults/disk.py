@@ -17,7 +17,7 @@ from pathlib import Path
 from ftrain.checkpoint import files
 
 READING = {"listdir", "stat", "lstat", "fstat", "preadv", "pread", "statvfs"}
-WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "lseek"}
+WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "link", "unlink", "rmdir", "ftruncate", "lseek"}
 CALLS = READING | WRITING
 ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath", "register_at_fork"}
 """What else `files` asks of `os`, where an error is an answer."""
@@ -235,6 +235,11 @@ class Recorded(Calls):
         if directory != there:
             raise NotImplementedError("renames are within one directory")
         self._enter(directory, {after: self._entries[directory][before], before: None})
+
+    def _link(self, function, path, new):
+        function(path, new)
+        directory, name = self._place(new)
+        self._enter(directory, {name: self._node(path)})
 
     def _unlink(self, function, path):
         function(path)

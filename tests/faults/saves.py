@@ -1,6 +1,7 @@
 """Small trees, one for each step, and what must be found of them after a fault."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from tests.faults.problem import make, params
 FAST = Path("/dev/shm")
 TEXTS = {"params/config.json": '{"layers": 1}', "notes/of/run.txt": "ten characters or more, so that half is not all"}
 STATE = make().init(params())
+FROZEN = {"base": torch.arange(5.0)}
 
 
-def tree(step):
-    """What is saved as the checkpoint of a step: in two files of tensors, and in the manifest."""
+def tree(step, frozen=None):
+    """What is saved as the checkpoint of a step: in two files of tensors, and in the manifest; in three if frozen."""
     generator = torch.Generator().manual_seed(step)
     state = ft.tree.map(lambda leaf: leaf if leaf.dtype == torch.int64 else leaf * step, STATE)
+    state = replace(state, frozen=frozen)
     return {
         "state": state,
         "run": {"number": torch.tensor(step), "noise": torch.rand(5, generator=generator), "at": step},
@@ -41,9 +44,11 @@ EXPECTED = {}
 
 def is_tree(step, found):
     """Whether a tree is that of a step, to the bit."""
-    if step not in EXPECTED:
-        EXPECTED[step] = bits(tree(step))
-    return bits(found) == EXPECTED[step]
+    frozen = FROZEN if found["state"].frozen else None
+    key = step, frozen is None
+    if key not in EXPECTED:
+        EXPECTED[key] = bits(tree(step, frozen))
+    return bits(found) == EXPECTED[key]
 
 
 def checkpoints(directory, **options):

@@ -9,7 +9,9 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
+import torch
 
+import ftrain as ft
 from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
@@ -17,6 +19,7 @@ from tests.exhaustive import choose
 from tests.faults.disk import Disk, PowerCut, Recorded, frozen, laid_out, through
 from tests.faults.figures import tally, times
 from tests.faults.saves import (
+    FROZEN,
     TEXTS,
     checkpoints,
     fast,
@@ -81,6 +84,15 @@ def check_alone(root, saved, begun, pinned):
             assert is_tree(step, load(path))
 
 
+def shared(disk, root, **options):
+    """A run whose checkpoints share a file of frozen parameters, but for the last one, which has another copy."""
+    with checkpoints(root / "runs" / "a", **options) as writing:
+        for step in (1, 2, 3, 4):
+            disk.say("begun", step)
+            writing.save(step, tree(step, FROZEN if step < 4 else ft.tree.map(torch.clone, FROZEN)), wait=True)
+            disk.say("saved", step)
+
+
 def refused(disk, root):
     """A save whose name cannot be synced, nor taken back, and which therefore fails; tried again, it is there."""
     with checkpoints(root / "runs" / "a") as writing:
@@ -143,9 +155,12 @@ STORIES = {
     "save": (alone, check_alone, {}),
     "refused": (refused, check_run, {}),
     "replaced": (replaced, check_replaced, {}),
+    "frozen": (shared, check_run, {}),
     "history": (with_history, check_run, {}),
 }
-stories = pytest.mark.parametrize("story", choose(list(STORIES), ["run", "async", "save", "replaced", "history"]))
+stories = pytest.mark.parametrize(
+    "story", choose(list(STORIES), ["run", "async", "save", "replaced", "frozen", "history"])
+)
 
 
 def recorded(root, story, **how):
@@ -217,6 +232,9 @@ def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
 # Which function of `files`, called from where, for what.
 SYNCS = {
     "model": ("run", "created < write_tensors", "model.safetensors"),
+    "trained": ("frozen", "created < write_tensors", "model-trained.safetensors"),
+    "frozen": ("frozen", "created < write_tensors", "model-frozen.safetensors"),
+    "index": ("frozen", "created < _write_texts", "model.safetensors.index.json"),
     "state": ("run", "created < write_tensors", "state.safetensors"),
     "text": ("run", "created < _write_texts", "config.json"),
     "text_below": ("run", "created < _write_texts", "run.txt"),

@@ -68,12 +68,13 @@ def batches(count=3, length=12, seed=3):
         yield {"x": draw(length, 5), "y": draw(length, 3), "weight": weight}
 
 
-def step_of(*wrappers, criterion=loss, optimizer=None, **options):
+def step_of(*wrappers, criterion=loss, optimizer=None, trainable=None, **options):
     with _seeding:  # Ranks are threads, and torch's generator is one.
         torch.manual_seed(1)
         module = Model(**options).double()
     optimizer = optimizer or ft.optim.adamw(1e-2, weight_decay=0.1)
-    return ft.compose(ft.train_step(ft.from_module(module, criterion), optimizer), *wrappers)
+    step = ft.train_step(ft.from_module(module, criterion), optimizer, trainable=trainable)
+    return ft.compose(step, *wrappers)
 
 
 def train(step, data=None, state=None):

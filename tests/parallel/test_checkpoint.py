@@ -92,6 +92,32 @@ def test_a_run_is_saved_and_goes_on_with_other_ranks(tmp_path):
     assert int(state.step) == 3
 
 
+@pytest.mark.parametrize(("level", "mesh"), [(3, {"replicate": 2}), (0, {})])
+def test_ranks_write_frozen_parameters_once_until_one_of_them_changes_on_any_rank(level, mesh, tmp_path):
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(**mesh), level), trainable=["head.*", "blocks.0.*"])
+        state = step.init(seed=5)
+        with Checkpoints(tmp_path, every=1, keep=9) as checkpoints:
+            for batch in models.batches():
+                state, _ = step(state, batch)
+                checkpoints.save(int(state.step), {"state": state})
+            if level or not number:
+                # The last rank has the last rows. At level 0, the first rank writes for all.
+                changed = state.frozen["inner.weight"]
+                (changed.to_local() if level else changed)[-1:] += number in (0, 3)
+            checkpoints.save(4, at_step(state, 4))
+            checkpoints.wait()
+            return ft.parallel.whole(state)
+
+    state = run(4, rank)[0]
+    checkpoints = Checkpoints(tmp_path, every=1)
+    numbers = [(checkpoints.path(at) / "params/model-frozen.safetensors").stat().st_ino for at in (1, 2, 3, 4)]
+    assert numbers[0] == numbers[1] == numbers[2] != numbers[3]
+    for at in (1, 2, 3, 4):
+        ft.checkpoint.verify(checkpoints.path(at))
+    assert_bits(ft.checkpoint.load(checkpoints.path(4))["state"], at_step(state, 4)["state"])
+
+
 def at_step(state, step):
     return {"state": replace(state, step=torch.tensor(step))}
 
