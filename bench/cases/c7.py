@@ -1,4 +1,7 @@
-"""Saving and loading 1 GB, what an asynchronous save holds up, and what a synchronous one takes in memory."""
+"""Saving and loading 1 GB, what an asynchronous save holds up, and what a synchronous one takes in memory.
+
+And what a save of a run takes of which 1 GB is frozen.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bench.memory import most_within
 from bench.rows import RATIO, TIME, Row, measured
 from bench.saving import OURS, UNSYNCED, WAYS, State, remove, state_of
 from bench.settings import Settings
 from bench.stats import pairwise
 from ftrain.checkpoint import Checkpoints
+from ftrain.types import TrainState
 
 SAVE, LOAD, ASYNC = "C7 save, 1 GB", "C7 load, 1 GB", "C7 asynchronous save, 1 GB"
+TUNED = "C7 save of what is trained beside 1 GB that is frozen"
+LATER, ALONE, WHOLE = "a later save of a run", "torch.save of what is trained", "torch.save of all"
 ROUNDS = 5
 
 
@@ -27,7 +35,7 @@ def run(settings: Settings) -> list[Row]:
     rounds = 1 if settings.smoke else ROUNDS
     with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as scratch:
         rows = _raced(state, size, Path(scratch), rounds)
-        return rows + _asynchronous(state, Path(scratch), rounds)
+        return rows + _asynchronous(state, Path(scratch), rounds) + _fine_tuned(state, Path(scratch), rounds)
 
 
 def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
@@ -74,6 +82,30 @@ def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
     ]
     ratio = pairwise(blocked[1:], copied[1:])
     return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, sure=True)]
+
+
+def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
+    """Save a run whose base is frozen again and again, beside the files that hold what is trained alone."""
+    trained = {name: torch.randn(8, leaf.shape[-1]) for name, leaf in frozen.items()}
+    moments = {name: [torch.zeros_like(leaf), torch.zeros_like(leaf)] for name, leaf in trained.items()}
+    state = TrainState(torch.tensor(1), trained, frozen, {}, moments, {}, torch.tensor([0, 0]))
+    times: dict[str, list[float]] = {LATER: [], ALONE: [], WHOLE: []}
+    with Checkpoints(folder / "tuned", every=1, keep=1, async_=False) as checkpoints:
+        first = timed(lambda: checkpoints.save(0, {"state": state}))
+        for step in range(1, rounds + 1):
+            times[LATER].append(timed(partial(checkpoints.save, step, {"state": state})))
+            for name, content in ((ALONE, (trained, moments)), (WHOLE, (trained, moments, frozen))):
+                times[name].append(timed(partial(torch.save, content, folder / "tuned.pt")))
+                remove(folder / "tuned.pt")
+    rows = [measured(TUNED, name, TIME, "us", [1e6 * value for value in values]) for name, values in times.items()]
+    rows.append(measured(TUNED, "the first save of a run", TIME, "us", [1e6 * first]))
+    return [
+        *rows,
+        *(
+            measured(TUNED, LATER, f"{RATIO}{name}", "", pairwise(times[LATER], times[name]), sure=True)
+            for name in (ALONE, WHOLE)
+        ),
+    ]
 
 
 def timed(function: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
-from ftrain.checkpoint.treedef import Container, class_name, dotted, printable
+from ftrain.checkpoint.treedef import Container, class_name, dotted, parts_of, printable
 from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
@@ -121,8 +121,18 @@ def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: b
     accessors, leaves, spec = optree.tree_flatten_with_accessor(like, namespace=NAMESPACE)
     paths = [tuple(entry.entry for entry in accessor) for accessor in accessors]
     return trees.unflatten(
-        spec, [_to_device_of(values.get(path, leaf), leaf, on_host) for path, leaf in zip(paths, leaves, strict=True)]
+        spec, [_fill_leaf(leaf, path, values, on_host=on_host) for path, leaf in zip(paths, leaves, strict=True)]
     )
+
+
+def _fill_leaf(leaf: Any, path: tuple[Any, ...], values: Mapping[tuple[Any, ...], Any], *, on_host: bool) -> Any:
+    """Return the new value of a leaf; a tensor that is made of others is made again of new ones."""
+    parts = parts_of(leaf) if isinstance(leaf, Tensor) else {}
+    if not parts:
+        return _to_device_of(values.get(path, leaf), leaf, on_host)
+    new = {name: _fill_leaf(part, (*path, name), values, on_host=on_host) for name, part in parts.items()}
+    _, context = leaf.__tensor_flatten__()
+    return type(leaf).__tensor_unflatten__(new, context, leaf.shape, leaf.stride())
 
 
 def _to_device_of(value: Any, leaf: Any, on_host: bool) -> Any:

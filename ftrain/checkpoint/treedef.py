@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ftrain._torch import is_wrapper_subclass
 from ftrain._torch.dtensor import is_dtensor, local_part
 from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
@@ -24,6 +25,8 @@ CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": t
 KEYS = str, int, bool
 NAMED_TUPLE = "namedtuple "
 """Begins the tag of a named tuple; no tag of a class in `TREE_CLASSES` has a space."""
+WRAPPER = "tensor "
+"""Begins the tag of a tensor that is made of others, such as a quantised weight of torchao: their container."""
 OTHER_CLASS = "class "
 """Begins the tag of another class that optree takes for a container, such as a dataclass of `optree.dataclasses`."""
 MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
@@ -81,6 +84,9 @@ class _Flattener:
         if tree is None:
             return None
         if isinstance(tree, Tensor):
+            parts = parts_of(tree)
+            if parts:
+                return self.container(path, f"{WRAPPER}{type(tree).__name__}", list(parts), list(parts.values()))
             return {"tensor": self.number(path, tree)}
         if type(tree) in (dict, OrderedDict):
             # In the order of insertion; optree would sort the keys.
@@ -141,6 +147,14 @@ class _Flattener:
             return None
 
 
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of which a tensor is made, such as values and scales of a quantised one; {} for others."""
+    if not is_wrapper_subclass(tensor) or is_dtensor(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names}
+
+
 def _why_not_savable(tensor: Tensor) -> str:
     """Return why a tensor cannot be saved; "" if it can."""
     if is_dtensor(tensor):
@@ -161,7 +175,8 @@ def _why_not_savable(tensor: Tensor) -> str:
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
     """Make a tree from its structure as JSON, which `items_by_path` accepts, and its tensors.
 
-    Raises a CheckpointError for containers that need ``like=``: named tuples, and classes that are not ftrain's own.
+    Raises a CheckpointError for containers that need ``like=``: named tuples, quantised tensors, and classes that are
+    not ftrain's own.
     """
     if treedef is None:
         return None

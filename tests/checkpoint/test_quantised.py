@@ -1,0 +1,66 @@
+"""Checkpoints of runs on a base that torchao has quantised: its weights are tensors that are made of others."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import CheckpointError, StructureError
+from tests.checkpoint.test_checkpoint import same_trees
+
+quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
+
+
+def pipeline(quantise=quantization.Int8WeightOnlyConfig):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.Dropout(0.1), nn.Linear(16, 8))
+    if quantise is not None:
+        quantization.quantize_(model, quantise())
+    loss = ft.from_module(model, lambda model, batch: ft.losses.mse(model(batch["x"]), batch["y"]))
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(0.01), trainable=[]), ft.lora(2, targets=["*"]))
+
+
+def fitted(directory, steps):
+    generator = torch.Generator().manual_seed(1)
+    rows = {"x": torch.randn(24, 32, generator=generator), "y": torch.randn(24, 8, generator=generator)}
+    step, data = pipeline(), ft.data.loader(ft.data.arrays(rows), 8, seed=0)
+    return ft.fit(step, step.init(seed=3), data, steps=steps, checkpoints=ft.Checkpoints(directory, every=2))
+
+
+def bits(state):
+    """The state with the parts of its quantised weights in place of these."""
+    frozen = {name: leaf for name, leaf in state.frozen.items() if leaf is not None}
+    parts = {name: [getattr(leaf, part) for part in names_of(leaf)] for name, leaf in frozen.items()}
+    return state.params, parts, state.opt_state, state.rng
+
+
+def names_of(leaf):
+    return leaf.__tensor_flatten__()[0] if hasattr(leaf, "__tensor_flatten__") else ["data"]
+
+
+def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(tmp_path):
+    state, history = fitted(tmp_path / "whole", 7)
+    fitted(tmp_path / "parts", 3)
+    resumed, resumed_history = fitted(tmp_path / "parts", 7)
+    assert type(resumed.frozen["0.weight"]) is type(state.frozen["0.weight"])
+    assert same_trees(bits(resumed), bits(state))
+    assert resumed_history["loss"] == history["loss"]
+
+
+def test_they_are_loaded_with_a_template_of_the_same_class(tmp_path):
+    state = pipeline().init(seed=3)
+    ft.checkpoint.save(tmp_path / "a", state)
+    ft.checkpoint.verify(tmp_path / "a")
+    loaded = ft.checkpoint.load(tmp_path / "a", like=pipeline().init(seed=4))
+    assert same_trees(bits(loaded), bits(state))
+    batch = {"x": torch.randn(4, 32), "y": torch.randn(4, 8)}
+    assert same_trees(pipeline()(loaded, batch)[1], pipeline()(state, batch)[1])
+    with pytest.raises(
+        CheckpointError, match="the tree holds a tensor Int8Tensor, which can only be loaded with like="
+    ):
+        ft.checkpoint.load(tmp_path / "a")
+    other = pipeline(quantization.Float8WeightOnlyConfig).init(seed=3)
+    with pytest.raises(StructureError, match=r"frozen\.0\.weight: found tensor Int8Tensor, needs tensor Float8Tensor"):
+        ft.checkpoint.load(tmp_path / "a", like=other)
+    with pytest.raises(StructureError, match=r"frozen\.0\.weight: found tensor Int8Tensor, needs float32.*"):
+        ft.checkpoint.load(tmp_path / "a", like=pipeline(None).init(seed=3))
