@@ -69,8 +69,8 @@ class Checkpoints:
             checkpoints.save(100, {"state": state})
 
     `save` copies the state and returns; a thread writes the copy, one at a time, and the next `check`, `save` or `wait`
-    raises its errors. Each checkpoint is verified before older ones are removed. Frozen parameters are written once: later
-    checkpoints share that file by a hard link.
+    raises its errors. Each checkpoint is verified before older ones are removed. Frozen parameters are written once:
+    later checkpoints share their file by a hard link.
 
     Args:
         directory: directory of the run; created if it is missing.
