@@ -56,6 +56,8 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     If that fails, `rehearse` runs the function without recording, so that an error of its own is raised as it is. Else
     it raises a TraceError, which names the line that reads a value.
     """
+    if kinds := sorted({type(each).__name__ for each in inputs if _torch.is_wrapper_subclass(each)}):
+        raise TraceError(f"there are tensors that are made of others, such as quantised weights: {', '.join(kinds)}")
     # Imported here: it registers operations, which takes as long as importing many files.
     from ftrain.transforms.compile.graph_fixes import fix_graph
 

@@ -1,11 +1,11 @@
-"""Checkpoints of runs on a base that torchao has quantised: its weights are tensors that are made of others."""
+"""Runs on a base that torchao has quantised: its weights are tensors that are made of others."""
 
 import pytest
 import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import CheckpointError, StructureError, TraceError
 from tests.checkpoint.test_checkpoint import same_trees
 
 quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
@@ -64,3 +64,14 @@ def test_they_are_loaded_with_a_template_of_the_same_class(tmp_path):
         ft.checkpoint.load(tmp_path / "a", like=other)
     with pytest.raises(StructureError, match=r"frozen\.0\.weight: found tensor Int8Tensor, needs float32.*"):
         ft.checkpoint.load(tmp_path / "a", like=pipeline(None).init(seed=3))
+
+
+def test_a_step_with_them_can_be_compiled_in_parts_alone():
+    batch = {"x": torch.randn(4, 32), "y": torch.randn(4, 8)}
+    with pytest.raises(TraceError, match=r"tensors that are made of others, such as quantised weights: Int8Tensor"):
+        ft.compose(pipeline(), ft.compiled(lowering="whole", backend="eager"))(pipeline().init(seed=3), batch)
+    split, metrics = ft.compose(pipeline(), ft.compiled(lowering="split", backend="aot_eager"))(pipeline().init(seed=3), batch)
+    state, expected = pipeline()(pipeline().init(seed=3), batch)
+    assert type(split.frozen["0.weight"]) is type(state.frozen["0.weight"])
+    torch.testing.assert_close(metrics["loss"], expected["loss"])
+    torch.testing.assert_close(split.params, state.params)
