@@ -68,9 +68,11 @@ def test_they_are_loaded_with_a_template_of_the_same_class(tmp_path):
 
 def test_a_step_with_them_can_be_compiled_in_parts_alone():
     batch = {"x": torch.randn(4, 32), "y": torch.randn(4, 8)}
-    with pytest.raises(TraceError, match=r"tensors that are made of others, such as quantised weights: Int8Tensor"):
+    with pytest.raises(TraceError, match=r"tensors that are made of others, .* are read: Int8Tensor"):
         ft.compose(pipeline(), ft.compiled(lowering="whole", backend="eager"))(pipeline().init(seed=3), batch)
-    split, metrics = ft.compose(pipeline(), ft.compiled(lowering="split", backend="aot_eager"))(pipeline().init(seed=3), batch)
+    split, metrics = ft.compose(pipeline(), ft.compiled(lowering="split", backend="aot_eager"))(
+        pipeline().init(seed=3), batch
+    )
     state, expected = pipeline()(pipeline().init(seed=3), batch)
     assert type(split.frozen["0.weight"]) is type(state.frozen["0.weight"])
     torch.testing.assert_close(metrics["loss"], expected["loss"])
