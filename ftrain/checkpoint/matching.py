@@ -11,9 +11,10 @@ from torch import Tensor
 from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
-from ftrain.checkpoint.treedef import Container, class_name, dotted, parts_of, printable
+from ftrain.checkpoint.treedef import Container, class_name, dotted, printable
 from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
 from ftrain.tree import dtype_name
+from ftrain.tree.wrapped_tensors import parts_of, with_parts
 from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
 
 CHANGED = (
@@ -131,8 +132,7 @@ def _fill_leaf(leaf: Any, path: tuple[Any, ...], values: Mapping[tuple[Any, ...]
     if not parts:
         return _to_device_of(values.get(path, leaf), leaf, on_host)
     new = {name: _fill_leaf(part, (*path, name), values, on_host=on_host) for name, part in parts.items()}
-    _, context = leaf.__tensor_flatten__()
-    return type(leaf).__tensor_unflatten__(new, context, leaf.shape, leaf.stride())
+    return with_parts(leaf, new)
 
 
 def _to_device_of(value: Any, leaf: Any, on_host: bool) -> Any:

@@ -10,12 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain._torch import is_wrapper_subclass
 from ftrain._torch.dtensor import is_dtensor, local_part
 from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import MAX_LINES, CheckpointError, StructureError, first_lines
 from ftrain.tree import dtype_name
+from ftrain.tree.wrapped_tensors import parts_of
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, tree_tag
 
 Json: TypeAlias = Any
@@ -145,14 +145,6 @@ class _Flattener:
                 "complex, str or bytes"
             )
             return None
-
-
-def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of which a tensor is made, such as values and scales of a quantised one; {} for others."""
-    if not is_wrapper_subclass(tensor) or is_dtensor(tensor):
-        return {}
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return {name: getattr(tensor, name) for name in names}
 
 
 def _why_not_savable(tensor: Tensor) -> str:

@@ -43,6 +43,7 @@ from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.microbatch import with_fewest_examples
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, extend_scope, wrapper
 from ftrain.tree import sharding
+from ftrain.tree.wrapped_tensors import of_plain_tensors, plain_tensors
 from ftrain.types import (
     Loss,
     LossOutput,
@@ -215,9 +216,10 @@ class _RankStep:
                 if tensors and not _torch.is_fake(tensors[0]):
                     parts = {"params": params, "frozen": frozen, "buffers": buffers}
                     require_same_tensors(self._all, parts, tensors[0].device)
+                plain = [each for tensor in tensors for each in plain_tensors(tensor)]
                 # Copies: parts of one flat buffer would keep all of it.
-                copies = iter([copy.clone() for copy in broadcast_all(self._all, tensors)])
-            leaves = [next(copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
+                copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
+            leaves = [of_plain_tensors(leaf, copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         params, frozen, buffers = tree.unflatten(spec, leaves)
         if self._level:
             params = divide(params, self._mesh, self._shard.rank)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
-from ftrain._torch import dtensor
+from ftrain._torch import dtensor, is_wrapper_subclass
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.compression.memory_slot import carried
@@ -40,13 +40,14 @@ current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     """Return a tree of DTensors over a mesh, of which this rank keeps only copies of its blocks.
 
-    The tree is of whole tensors, or tensors in files; those without an axis stay whole, on every rank. `rank` is the
-    place of this rank on the axis ``shard``.
+    The tree is of whole tensors, or tensors in files. Those without an axis stay whole, on every rank, and so do those
+    that are made of others, such as quantised weights. `rank` is the place of this rank on the axis ``shard``.
     """
     size = mesh.size(1)
 
-    def block(leaf: Tensor) -> Tensor:
-        return block_of(leaf, Part.of(leaf.shape, size), mesh, rank) if leaf.ndim else leaf
+    def block(leaf: Tensor | StoredTensor) -> Tensor | StoredTensor:
+        stays_whole = not leaf.ndim or (isinstance(leaf, Tensor) and is_wrapper_subclass(leaf))
+        return leaf if stays_whole else block_of(leaf, Part.of(leaf.shape, size), mesh, rank)
 
     return tree.map(block, params)
 

@@ -53,7 +53,7 @@ def replay(
         start, position = _beginning(state, checkpoints, at)
     else:
         start, position = checkpoint.parts["state"], Position(**checkpoint.run["position"])
-    records, replayed = _records(checkpoints, checkpoint), list[dict[str, Any]]()
+    records, replayed = _records(checkpoints, checkpoint, state), list[dict[str, Any]]()
     step_at, count = _original_steps(step, records), position.step
     compared = {"loss", *(step.optimizer.schedules if isinstance(step, Step) else ())}
 
@@ -75,9 +75,9 @@ def replay(
     raise CheckpointError(f"replay: the run began at step {position.step}; needs at= after it, found at={at}")
 
 
-def _records(checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None) -> History:
+def _records(checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None, state: Any) -> History:
     if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
-        checkpoint = checkpoints.latest()
+        checkpoint = checkpoints.latest({"state": state})
     return history_of(checkpoint) if checkpoint is not None else History()
 
 

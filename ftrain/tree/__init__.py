@@ -139,13 +139,16 @@ def clone(tree: PyTree) -> PyTree:
 def take(tree: PyTree) -> PyTree:
     """Return a tree of detached tensors, none of which share memory with each other.
 
-    A tensor is copied only if it shares its storage with an earlier one, or is a view of part of its storage.
+    A tensor is copied only if it shares its storage with an earlier one, is a view of part of its storage, or is made
+    of other tensors, as a quantised weight is.
     """
     seen: set[int] = set()
 
     def detach(leaf: Any) -> Any:
         if not is_tensor(leaf):
             return leaf
+        if _torch.is_wrapper_subclass(leaf):
+            return leaf.detach().clone()
         storage = leaf.untyped_storage()
         is_sole_user = storage.data_ptr() not in seen and storage.nbytes() == leaf.numel() * leaf.element_size()
         seen.add(storage.data_ptr())

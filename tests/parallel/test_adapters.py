@@ -140,3 +140,36 @@ def test_a_divided_base_that_differs_is_refused_on_every_rank(tmp_path):
             ft.adapters.load(tmp_path / "adapter", step, other)
 
     run(2, rank)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_quantised_base_is_whole_on_every_rank_and_trains_and_resumes_as_on_one(level, tmp_path):
+    quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
+    batches = [{name: leaf.float() for name, leaf in batch.items()} for batch in models.batches(4)]
+
+    def train(level, first, last):
+        def rank(_):
+            with models._seeding:
+                torch.manual_seed(1)
+                module = models.Model()
+                module.head = torch.nn.Linear(6, 3)
+                quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
+            step = ft.train_step(ft.from_module(module, models.loss), ft.optim.adamw(0.01))
+            step = ft.compose(step, ft.lora(2, 5, targets=TARGETS), ft.sharded(ft.parallel.mesh(), level))
+            state = step.init(seed=5)
+            with ft.Checkpoints(tmp_path, every=1, keep=9) as checkpoints:
+                if first:
+                    state = checkpoints.latest({"state": state}, before=first).parts["state"]
+                for batch in batches[first:last]:
+                    state, _ = step(state, batch)
+                    if not first:
+                        checkpoints.save(int(state.step), {"state": state})
+            assert "Int8Tensor" in {type(leaf).__name__ for leaf in ft.tree.leaves(state.frozen)}
+            return ft.parallel.whole(state).params
+
+        return rank
+
+    saved = run(2, train(level, 0, 4))[0]
+    resumed = run(1, train(level, 2, 4))[0]
+    torch.testing.assert_close(resumed, saved, rtol=1e-4, atol=1e-6)
+    assert all(bool(leaf.any()) for leaf in ft.tree.leaves(resumed))  # B begins with zeros.

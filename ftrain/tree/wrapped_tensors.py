@@ -1,0 +1,45 @@
+"""Tensors that are made of others, such as quantised weights: the tensors in them, and one made of other ones.
+
+Their classes are those with ``__tensor_flatten__`` and ``__tensor_unflatten__``. A DTensor is none here: what it holds
+is a part of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ftrain._torch import is_wrapper_subclass
+from ftrain._torch.dtensor import is_dtensor
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of which a tensor is made, such as values and scales, by name; {} for a plain one."""
+    if not is_wrapper_subclass(tensor) or is_dtensor(tensor):
+        return {}
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def with_parts(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor like one of `parts_of` that is made of other parts."""
+    wrapper: Any = tensor
+    _, context = wrapper.__tensor_flatten__()
+    return type(wrapper).__tensor_unflatten__(dict(parts), context, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which a tensor is made; a plain one is its only one."""
+    parts = parts_of(tensor)
+    return [plain for part in parts.values() for plain in plain_tensors(part)] if parts else [tensor]
+
+
+def of_plain_tensors(tensor: Tensor, plain: Iterator[Tensor]) -> Tensor:
+    """Return a tensor like this one, made of the next ones of `plain`, in the order of `plain_tensors`."""
+    parts = parts_of(tensor)
+    if not parts:
+        return next(plain)
+    return with_parts(tensor, {name: of_plain_tensors(part, plain) for name, part in parts.items()})
