@@ -24,6 +24,13 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
+def context_of(tensor: Tensor) -> tuple[str, str]:
+    """Return the class of a tensor that is made of others, and what it knows beside them, such as a block size."""
+    wrapper: Any = tensor
+    _, context = wrapper.__tensor_flatten__()
+    return type(tensor).__qualname__, repr(context)
+
+
 def with_parts(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor like one of `parts_of` that is made of other parts."""
     wrapper: Any = tensor

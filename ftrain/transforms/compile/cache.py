@@ -21,6 +21,7 @@ from ftrain.transforms.compile.constants import MISSING, Constants, changed
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
+from ftrain.tree.wrapped_tensors import context_of, of_plain_tensors, parts_of, plain_tensors
 from ftrain.types import PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
@@ -91,7 +92,8 @@ def _static(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         if _is_ragged(leaf):
             return leaf.layout, leaf.dtype, leaf.device, leaf.ndim
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+        metadata = leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+        return (*metadata, *context_of(leaf)) if _is_wrapped(leaf) else metadata
     if holds_tensor(leaf):
         raise BatchError(
             f"compiled: the batch holds a {type(leaf).__name__} with tensors in it, which would be constants of the "
@@ -111,6 +113,11 @@ def _static(leaf: Any) -> Hashable:
 def _is_ragged(leaf: Tensor) -> bool:
     """Whether a tensor is nested, or sparse and compressed: it has no strides."""
     return leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo)
+
+
+def _is_wrapped(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that is made of others, which are the inputs of a graph in its place."""
+    return type(leaf) is not Tensor and isinstance(leaf, Tensor) and bool(parts_of(leaf))
 
 
 def _require_strided(arguments: PyTree) -> None:
@@ -223,9 +230,14 @@ class Graph:
         self.constants: Mapping[str, str] = {}
         self._ignored: set[str] = set()
         leaves, spec = tree.flatten(arguments)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._others = [(index, _static(leaf)) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        self._others = [
+            (index, _static(leaf))
+            for index, leaf in enumerate(leaves)
+            if not isinstance(leaf, Tensor) or _is_wrapped(leaf)
+        ]
         self._tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._unwraps = any(map(_is_wrapped, leaves))
+        tensors = self._tensors(leaves)
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
@@ -235,7 +247,7 @@ class Graph:
     def compile(self, compile_: Compile, arguments: tuple[PyTree, ...]) -> None:
         """Compile it for tensors like these."""
         leaves = tree.leaves(arguments)
-        carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
+        carried = sum(len(plain_tensors(leaf)) for leaf in leaves[: self._size] if isinstance(leaf, Tensor))
         with attempted():
             self._compiled = compile_(self.captured, self._tensors(leaves), carried)
         self._run = self._compiled if self._donate else self._first_run
@@ -256,7 +268,7 @@ class Graph:
         def flat(*inputs: Tensor) -> list[Tensor]:
             tensors = iter(inputs)
             carry, *rest = tree.unflatten(
-                spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                spec, [of_plain_tensors(leaf, tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             )
             new, extra = function(carry, *rest)
             (old_leaves, old_spec), (new_leaves, self._spec) = tree.flatten(carry), tree.flatten(new)
@@ -300,7 +312,10 @@ class Graph:
         return leaves if self._is_like(*self._tensors(leaves)) else None
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
-        return [leaves[index] for index in self._tensor_indices] if self._others else leaves
+        if not self._others:
+            return leaves
+        tensors = [leaves[index] for index in self._tensor_indices]
+        return [each for tensor in tensors for each in plain_tensors(tensor)] if self._unwraps else tensors
 
     def __call__(self, carry: PyTree, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments, of which `carry` is the first."""

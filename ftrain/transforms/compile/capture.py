@@ -69,7 +69,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
             # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
             fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
             with mode:
-                graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes), inputs))
+                graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
         _require_traceable_collectives(graph)
         if _host_draws() != host_draws:
             raise TraceError(
@@ -123,13 +123,9 @@ def _require_traceable_collectives(graph: fx.GraphModule) -> None:
         )
 
 
-def _require_real(captured: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
     constants = [getattr(captured, str(node.target)) for node in captured.graph.nodes if node.op == "get_attr"]
     if any(_torch.is_fake(constant) for constant in constants):
-        if kinds := sorted({type(each).__name__ for each in inputs if _torch.is_wrapper_subclass(each)}):
-            raise TraceError(
-                f"tensors that are made of others, such as quantised weights, are read: {', '.join(kinds)}"
-            )
         raise TraceError(
             "a tensor that was created while another graph was captured is used again; do not keep tensors of a "
             "forward pass in caches or closures, or create them before the first step"
