@@ -21,6 +21,7 @@ from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import DeviceError, OptionError, require_positive_number, warn
 from ftrain.parallel.process_group import at_exit, join
 from ftrain.parallel.rank_watch import watch
+from ftrain.tree.wrapped_tensors import plain_tensors
 from ftrain.types import PyTree
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -223,7 +224,8 @@ def require_ranks(mesh: DeviceMesh, tensors: PyTree) -> None:
     """Check that ranks exist where tensors have values. Raises an OptionError if the mesh is planned."""
     if not isinstance(mesh, PlannedMesh):
         return
-    if any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in tree.leaves(tensors)):
+    leaves = [leaf for leaf in tree.leaves(tensors) if isinstance(leaf, Tensor)]
+    if not all(_torch.is_fake(plain) for leaf in leaves for plain in plain_tensors(leaf)):
         sizes = f"replicate={mesh.size(0)}, shard={mesh.size(1)}"
         raise OptionError(
             f"sharded: the {mesh.size():,} ranks of this step are planned, and do not exist; start as many with "

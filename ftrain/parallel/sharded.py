@@ -210,13 +210,12 @@ class _RankStep:
         leaves = [self._on_device(leaf) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         if self._all.size > 1:
             # Tensors in a file are the same on all ranks.
-            tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
+            plain = [each for leaf in leaves if tree.is_tensor(leaf) for each in plain_tensors(leaf)]
             with self._watch:
                 self._watch.tell_place("in step.init")
-                if tensors and not _torch.is_fake(tensors[0]):
+                if plain and not _torch.is_fake(plain[0]):
                     parts = {"params": params, "frozen": frozen, "buffers": buffers}
-                    require_same_tensors(self._all, parts, tensors[0].device)
-                plain = [each for tensor in tensors for each in plain_tensors(tensor)]
+                    require_same_tensors(self._all, parts, plain[0].device)
                 # Copies: parts of one flat buffer would keep all of it.
                 copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
             leaves = [of_plain_tensors(leaf, copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]

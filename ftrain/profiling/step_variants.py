@@ -16,6 +16,7 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.accumulate import NAME as ACCUMULATE
 from ftrain.transforms.accumulate import accumulate
+from ftrain.tree.wrapped_tensors import plain_tensors
 from ftrain.types import PyTree
 
 _BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
@@ -120,7 +121,7 @@ def length_of(batch: PyTree) -> int:
 
 def nbytes(values: PyTree) -> int:
     """Return the bytes of the tensors of a tree."""
-    return sum(map(_nbytes, filter(tree.is_tensor, tree.leaves(values))))
+    return sum(_nbytes(each) for leaf in tree.leaves(values) if tree.is_tensor(leaf) for each in plain_tensors(leaf))
 
 
 def _nbytes(leaf: torch.Tensor) -> int:

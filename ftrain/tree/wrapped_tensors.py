@@ -1,12 +1,12 @@
 """Tensors that are made of others, such as quantised weights: the tensors in them, and one made of other ones.
 
-Their classes are those with ``__tensor_flatten__`` and ``__tensor_unflatten__``. A DTensor is none here: what it holds
-is a part of a tensor.
+Their classes are those with ``__tensor_flatten__`` and ``__tensor_unflatten__``. Two are none here: a DTensor, which
+holds a part of a tensor, and a nested tensor, whose shape says how its parts are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from ftrain._torch.dtensor import is_dtensor
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors of which a tensor is made, such as values and scales, by name; {} for a plain one."""
-    if not is_wrapper_subclass(tensor) or is_dtensor(tensor):
+    if not is_wrapper_subclass(tensor) or is_dtensor(tensor) or tensor.is_nested:
         return {}
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
@@ -36,6 +36,11 @@ def with_parts(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     wrapper: Any = tensor
     _, context = wrapper.__tensor_flatten__()
     return type(wrapper).__tensor_unflatten__(dict(parts), context, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
+
+
+def map_plain(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return ``function(tensor)``, or for a tensor that is made of others, one that is made of `function` of each."""
+    return of_plain_tensors(tensor, map(function, plain_tensors(tensor)))
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

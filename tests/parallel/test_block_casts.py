@@ -126,5 +126,5 @@ def test_narrow_copies_of_one_block_are_held_at_a_time():
         return ft.anatomy(step, None, torch.randn(4, width), mesh=(1, 4), level=3)
 
     wide, narrow = planned(), planned(ft.with_amp("bf16"))
-    assert 0 < narrow.most["low-precision copies"] <= block_bytes / 2 * 1.1  # And not of 16 blocks.
+    assert 0 < narrow.most["copies in another dtype"] <= block_bytes / 2 * 1.1  # And not of 16 blocks.
     assert narrow.peak <= wide.peak + block_bytes

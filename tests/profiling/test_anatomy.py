@@ -543,7 +543,7 @@ def test_the_table_and_the_picture(tmp_path):
     for part in (
         "MiB at the peak, predicted;",
         "measured (",
-        "  low-precision copies",
+        "  copies in another dtype",
         "    blocks.1",
         "bytes per parameter:",
         "FLOP/step",

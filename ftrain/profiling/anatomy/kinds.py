@@ -8,7 +8,7 @@ KINDS = (
     "parameters",
     "frozen parameters",
     "gathered parameters",
-    "low-precision copies",
+    "copies in another dtype",
     "optimizer state",
     "gradients",
     "activations",
@@ -19,7 +19,7 @@ KINDS = (
 )
 PARAMETERS, FROZEN, GATHERED, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 COPIED = PARAMETERS, FROZEN, GATHERED, COPIES
-"""The kinds whose casts are low-precision copies."""
+"""The kinds whose casts are copies in another dtype."""
 
 
 def classify(recorder: AllocationRecorder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ftrain import tree
@@ -14,6 +15,7 @@ from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
 from ftrain.step.step import Step
+from ftrain.tree.wrapped_tensors import map_plain
 from ftrain.types import TrainState, replace
 
 
@@ -100,7 +102,7 @@ def planned_state(step: Step, state: TrainState) -> TrainState:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = state.params, state.frozen, state.buffers
     # The shape of a DTensor is that of the whole tensor.
-    params, frozen, buffers = tree.map(lambda leaf: fake_like(mode, leaf, tree.HOST), parts)
+    params, frozen, buffers = tree.map(partial(map_plain, lambda plain: fake_like(mode, plain, tree.HOST)), parts)
     with mode:
         for each in step.wrappers:
             if each.step and each.step.distribute:

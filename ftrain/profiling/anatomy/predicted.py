@@ -21,6 +21,7 @@ from ftrain.profiling.step_variants import nbytes, remove_wrapper
 from ftrain.step.core import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
+from ftrain.tree.wrapped_tensors import map_plain, plain_tensors
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, TrainState, UpdateFn, replace
 
 
@@ -157,7 +158,7 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
     if dtensor.is_dtensor(leaf):
         return dtensor.with_local_part(leaf, fake_like(mode, dtensor.local_part(leaf), tree.HOST))
     # On the CPU: the size of a tensor does not depend on the device.
-    return fake_like(mode, leaf, tree.HOST) if isinstance(leaf, Tensor) else leaf
+    return map_plain(lambda plain: fake_like(mode, plain, tree.HOST), leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_offloaded(state: TrainState) -> list[bool]:
@@ -178,5 +179,6 @@ def _materialized(leaf: Any) -> Any:
 
 
 def _tensors(node: PyTree) -> list[Any]:
-    """Return the tensors of a tree; for DTensors, their local tensors."""
-    return [dtensor.local_part(leaf) for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
+    """Return the tensors of a tree; for DTensors their local tensors, and for quantised weights those in them."""
+    leaves = [dtensor.local_part(leaf) for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
+    return [plain for leaf in leaves for plain in plain_tensors(leaf)]

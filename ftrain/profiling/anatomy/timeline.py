@@ -120,6 +120,9 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].device  # A shortcut for half of all calls.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A quantised weight: its class runs operations on the tensors in it, and these are recorded.
+            return NotImplemented
         kwargs = kwargs or {}
         name, phase = func.overloadpacket.__name__, self._phase()
         is_collective = func.namespace == "_c10d_functional"

@@ -25,6 +25,7 @@ from ftrain.step.blocks import is_unrecorded
 from ftrain.step.core import assemble
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
+from ftrain.tree.wrapped_tensors import map_plain
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, replace
 
 _aten = torch.ops.aten
@@ -57,9 +58,12 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
 
     run = assemble(step, around_loss=recording, around_update=lambda update: skipped)
     with uninterrupted():
+
+        def fake(plain: Tensor) -> Tensor:
+            return fake_like(mode, plain, tree.HOST if plain.is_meta else None)
+
         state, batch, key = tree.map(
-            lambda leaf: fake_like(mode, leaf, tree.HOST if leaf.is_meta else None) if tree.is_tensor(leaf) else leaf,
-            (state, batch, key),
+            lambda leaf: map_plain(fake, leaf) if tree.is_tensor(leaf) else leaf, (state, batch, key)
         )
         with fake_run("hints", step, mode):
             run(state, batch, {}, key)

@@ -101,3 +101,15 @@ def test_a_run_is_replayed_and_a_state_may_take_the_weights_of_its_module(tmp_pa
     start = pipeline().init(seed=3, donate=True)
     before, batch = ft.replay(pipeline(), start, rows(), ft.Checkpoints(tmp_path, every=2), at=4)
     assert float(pipeline()(before, batch)[1]["loss"]) == history["loss"][3]
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "planned ranks"])
+def test_the_memory_of_a_step_is_predicted_with_the_bytes_of_its_quantised_weights(mesh):
+    step, batch = pipeline(), {"x": torch.randn(8, 32), "y": torch.randn(8, 8)}
+    state = step.init()
+    weights = [leaf for leaf in ft.tree.leaves(state.frozen) if names_of(leaf) != ["data"]]
+    stored = sum(getattr(leaf, name).nbytes for leaf in weights for name in names_of(leaf))
+    biases = sum(leaf.nbytes for leaf in ft.tree.leaves(state.frozen) if leaf.ndim == 1)
+    predicted = ft.anatomy(step, state, batch, mesh=mesh)
+    # Quantised weights are whole on every rank, and the others divided over two.
+    assert predicted.most["frozen parameters"] == stored + (biases if mesh is None else biases // 2)
