@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftrain import _torch, random
+from ftrain import _torch, random, tree
 from ftrain.errors import OptionError
 from ftrain.step.swap_params import Slot, slots_of
 from ftrain.transforms.lora.config import Config
@@ -86,7 +86,7 @@ class Target:
 def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     """Return the modules to adapt: those of a supported class whose names match a pattern.
 
-    Raises an OptionError for a pattern that matches none; the message lists similar names.
+    Raises an OptionError for a pattern that matches none, with similar names, and for a weight of integers.
     """
     parts = dict(module.named_modules())
     # Torch's attention reads the weights of its output layer without calling it.
@@ -101,6 +101,8 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
                 f"adapter; {SUPPORTED} can, by their weights: {near(pattern, list(adaptable)) or 'there are none'}"
             )
         chosen.update(matches)
+    for name in chosen:
+        _require_numbers(name, _torch.parameters_of(adaptable[name])["weight"])
     slots = slots_of(module)
     weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
     holders = defaultdict[int, list[str]](list)
@@ -114,6 +116,14 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
             tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != _weight_of(name))
             targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to))
     return targets
+
+
+def _require_numbers(name: str, weight: Tensor) -> None:
+    if not (weight.is_floating_point() or weight.is_complex()):
+        raise OptionError(
+            f"lora: the weight of {name or 'the module'} is {tree.describe(weight)}, bits that its class alone can read, "
+            "as those of bitsandbytes; quantise the base with torchao instead (torchao.quantization.quantize_)"
+        )
 
 
 def _is_adaptable(part: nn.Module) -> bool:

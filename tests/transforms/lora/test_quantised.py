@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import CheckpointError, OptionError, StructureError
 from tests.checkpoint.test_checkpoint import same_trees
 
 quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
@@ -101,6 +101,14 @@ def test_a_run_is_replayed_and_a_state_may_take_the_weights_of_its_module(tmp_pa
     start = pipeline().init(seed=3, donate=True)
     before, batch = ft.replay(pipeline(), start, rows(), ft.Checkpoints(tmp_path, every=2), at=4)
     assert float(pipeline()(before, batch)[1]["loss"]) == history["loss"][3]
+
+
+def test_a_weight_of_packed_bits_is_refused_with_a_way_to_quantise():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+    step = ft.train_step(ft.from_module(model, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
+    with pytest.raises(OptionError, match=r"the weight of 1 is uint8\[4, 1\], bits .* with torchao instead"):
+        ft.compose(step, ft.lora(2, targets=["*"]))
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "planned ranks"])
