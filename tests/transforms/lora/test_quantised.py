@@ -107,7 +107,7 @@ def test_a_weight_of_packed_bits_is_refused_with_a_way_to_quantise():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[1].weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
     step = ft.train_step(ft.from_module(model, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
-    with pytest.raises(OptionError, match=r"the weight of 1 is uint8\[4, 1\], bits .* with torchao instead"):
+    with pytest.raises(OptionError, match=r"the weight of 1 is uint8\[4, 1\], bits that .* with torchao instead"):
         ft.compose(step, ft.lora(2, targets=["*"]))
 
 
