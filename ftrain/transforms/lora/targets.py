@@ -118,8 +118,8 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     return targets
 
 
-def _require_numbers(name: str, weight: Tensor) -> None:
-    if not (weight.is_floating_point() or weight.is_complex()):
+def _require_numbers(name: str, weight: Tensor | None) -> None:
+    if weight is not None and not (weight.is_floating_point() or weight.is_complex()):
         raise OptionError(
             f"lora: the weight of {name or 'the module'} is {tree.describe(weight)}, bits that its class alone can "
             "read, as those of bitsandbytes; quantise the base with torchao instead: torchao.quantization.quantize_"
