@@ -29,17 +29,17 @@ class FrozenFiles:
     def __init__(self) -> None:
         self._written: Written | None = None
         self._files: set[str] = set()
-        self._prints: list[Any] = []
-        self._new_prints: list[Any] = []
+        self._fingerprints: list[Any] = []
+        self._new_fingerprints: list[Any] = []
 
     def without_written(self, tree: LocalTree, ranks: Ranks) -> LocalTree:
         """Return a tree that shares these files if no frozen parameter has changed on any rank; else the same tree."""
         if not tree.frozen:
             return tree
-        self._new_prints = _prints(tree)
+        self._new_fingerprints = _fingerprints(tree)
 
         def can_share() -> bool:
-            is_unchanged = self._new_prints == self._prints
+            is_unchanged = self._new_fingerprints == self._fingerprints
             return is_unchanged and (not ranks.is_first or self._are_there())
 
         if not all(ranks.together(can_share)):
@@ -53,13 +53,13 @@ class FrozenFiles:
 
     def remember(self, tree: LocalTree, path: Path, manifest: Manifest | None) -> None:
         """Keep in mind that a tree was written as a checkpoint; only the first rank has its manifest."""
-        self._prints = self._new_prints
+        self._fingerprints = self._new_fingerprints
         if manifest is not None:
             self._written = Written(path, {number: manifest.tensors[number].sha256 for number in tree.frozen})
             self._files = {manifest.tensors[number].file for number in tree.frozen}
 
 
-def _prints(tree: LocalTree) -> list[Any]:
+def _fingerprints(tree: LocalTree) -> list[Any]:
     """Return what tells whether the frozen parameters of this rank are those of an earlier call; waits for the device.
 
     The sums find what the counts of writes do not have: those through ``.data`` or NumPy.

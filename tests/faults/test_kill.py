@@ -22,7 +22,7 @@ import ftrain as ft
 from ftrain.checkpoint import Checkpoints, load, save
 from tests.faults.figures import tally, times
 from tests.faults.forks import Child, quiet_forks
-from tests.faults.saves import bits, checkpoints, fast, newest, require_whole, temporary, tree
+from tests.faults.saves import FROZEN, bits, checkpoints, fast, newest, require_whole, temporary, tree
 
 __all__ = ["fast"]
 
@@ -39,7 +39,8 @@ def saving(tell, directory, first, options):
         tell(["saved", first - 1])
         for step in range(first, first + BLOCK):
             tell(["begun", step])
-            writing.save(step, tree(step))
+            # Some have frozen parameters, whose file the next ones share.
+            writing.save(step, tree(step, FROZEN if step % BLOCK else None))
             # In the background, saving the next one waits for it.
             tell(["saved", step - writing.async_])
         writing.wait()
