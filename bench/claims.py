@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import field
-from bench.cases import c5, c6, c9, c10, c11, c12
+from bench.cases import c5, c6, c9, c10, c11, c12, c13
 from bench.rows import ADDED, MEMORY, RATIO, TIME, WITHIN, Row
 from bench.tasks import Entrant
 
@@ -255,6 +255,14 @@ ON_ONE_DEVICE = (
         0.85,
         ratios(c12.OURS_COMPILED.name, [c12.HAND_COMPILED.name], ("C12",)),
         EVALUATION_TRIED,
+    ),
+    Claim("adapters, eager / peft", "", 1.00, 0.95, ratios(c13.ADAPTED.name, [field.PEFT.name], ("C13",))),
+    Claim(
+        "adapters, compiled / peft and torch.compile(loss)",
+        "",
+        1.00,
+        0.95,
+        ratios(c13.ADAPTED_COMPILED.name, [field.PEFT_COMPILED.name], ("C13",)),
     ),
     Claim("techniques that spend less memory: time / by hand", "", 1.03, 1.00, _by_hand(), TECHNIQUES_TRIED),
     Claim("techniques that spend less memory: peak memory / by hand", "", 1.02, 1.00, _by_hand(f"{MEMORY}, ")),

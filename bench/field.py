@@ -75,9 +75,12 @@ OPTIMIZERS = {
 }
 """Libraries of optimizers, by their modules."""
 
+PEFT = Entrant("peft, eager", "peer", "bench.peers.peft_loop:make", needs=("peft",))
+PEFT_COMPILED = Entrant("peft, torch.compile(loss)", "peer", "bench.peers.peft_loop:make", best=True, needs=("peft",))
+
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
-PEERS = {entrant.name for entrant in (*TRAINERS, ACCELERATE_FUSED, *JAX, *OPTIMIZERS.values())}
+PEERS = {each.name for each in (*TRAINERS, ACCELERATE_FUSED, *JAX, *OPTIMIZERS.values(), PEFT, PEFT_COMPILED)}
 
 
 def few(settings: Settings) -> tuple[Entrant, ...]:

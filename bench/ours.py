@@ -14,6 +14,8 @@ from bench.problems import criterion
 from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
+RANK = 8
+"""Of adapters."""
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
     'with_amp("auto")': ft.with_amp,
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
@@ -64,18 +66,19 @@ def rematerialised(task: Task) -> Run:
 
 
 def adapted(task: Task) -> Run:
-    """The donated eager step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
-    return stateful(_composed(task, lora(), ft.donated()), task)
+    """The step of `adapted_step`; compiled at its best."""
+    return stateful(adapted_step(task), task)
 
 
-def lora() -> Any:
-    """Adapters of rank 8."""
-    return ft.lora(8, targets=["blocks.*"])
+def adapted_step(task: Task) -> ft.Step:
+    """The donated step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
+    donating = compiling(task, donate=True) if task.best else ft.donated()
+    return _composed(task, ft.lora(RANK, targets=["blocks.*"]), donating)
 
 
 def trainable(task: Task) -> float:
     """The share of the parameters that trains with these adapters, themselves among all, in percent."""
-    state = _composed(task, lora()).init(device=task.device)
+    state = adapted_step(task).init(device=task.device)
     trained, frozen = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
     return 100 * trained / (trained + frozen)
 

@@ -1,4 +1,4 @@
-"""The update alone: every optimizer beside torch's, eager and compiled, and the state it holds; LoRA's, too.
+"""The update alone: every optimizer beside torch's, eager and compiled, and the state it holds.
 
 Gradients are at hand and stay the same while an update is timed. Models hold about a million numbers in all, so that a
 pass over them takes about a millisecond, in 10 leaves (five layers of a weight and a bias), 148 (as GPT-2 has them) or
@@ -13,8 +13,7 @@ of torch a constant. What torch does not have is timed beside the library that d
 from __future__ import annotations
 
 from bench import field, updates
-from bench.ours import trainable
-from bench.race import memory_rows, race
+from bench.race import race
 from bench.rows import RATIO, TIME, Row, measured
 from bench.settings import Settings
 from bench.stats import pairwise
@@ -22,9 +21,6 @@ from bench.tasks import Entrant
 from bench.timing import interleaved, racer
 from bench.updates import KINDS
 
-LORA = "C8 LoRA of rank 8, GPT 6x384"
-WHOLE = Entrant("all parameters", "ours", "bench.ours:eager")
-ADAPTED = Entrant("adapters", "ours", "bench.ours:adapted")
 STATE = "C8 state, GPT of 25M parameters"
 COUNTS = (10, 148, 1_000)
 CHECKED = 8
@@ -43,7 +39,7 @@ def run(settings: Settings) -> list[Row]:
             # Graphs of 148 leaves take half a minute to compile, and of a thousand some minutes.
             if settings.full or (name in MANY and count == 10):
                 rows += _race(f"{question}, compiled", name, count, settings, _compiled(name))
-    return rows + _scale(settings) + _states(settings) + _adapters(settings)
+    return rows + _scale(settings) + _states(settings)
 
 
 def title(name: str, count: int) -> str:
@@ -94,11 +90,3 @@ def _states(settings: Settings) -> list[Row]:
     task = settings.task("update 25M")
     sizes = {name: updates.state_bytes(task.with_options(optimizer=name)) for name in KINDS}
     return [measured(STATE, name, "state a parameter", "bytes", [size]) for name, size in sizes.items()]
-
-
-def _adapters(settings: Settings) -> list[Row]:
-    """What of a model trains with adapters, and the memory of training it so and whole."""
-    task = settings.task("gpt384")
-    share = measured(LORA, ADAPTED.name, "trainable share", "%", [trainable(task)])
-    entrants = [ADAPTED] if settings.smoke else [WHOLE, ADAPTED]
-    return [share, *memory_rows(LORA, task, entrants, settings)]
