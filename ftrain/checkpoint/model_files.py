@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence, Set
-from pathlib import Path
 from typing import Any
 
 from ftrain._torch import on_meta
@@ -58,7 +57,7 @@ def tensor_entries(flat: FlatTree, frozen: Set[int]) -> list[TensorEntry]:
 
 def _paths_of_states(flat: FlatTree) -> list[tuple[Any, ...]]:
     state = Container(tree_tag(TrainState))
-    return [path for path, item in flat.items_by_path().items() if item == state]
+    return [path for path, item in flat.items_by_path().items() if type(item) is Container and item == state]
 
 
 def _within_state(path: tuple[Any, ...], states: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -89,5 +88,5 @@ def indices(entries: Sequence[TensorEntry]) -> dict[str, str]:
     for entry in entries:
         if entry.file != STATE:
             model = entry.file.removesuffix(".safetensors").removesuffix(FROZEN).removesuffix(TRAINED)
-            places.setdefault(f"{model}.safetensors.index.json", {})[entry.key] = Path(entry.file).name
+            places.setdefault(f"{model}.safetensors.index.json", {})[entry.key] = entry.file.rpartition("/")[2]
     return {name: json.dumps({"metadata": {}, "weight_map": of_key}, indent=1) for name, of_key in places.items()}

@@ -69,7 +69,7 @@ class LocalTree:
         """Its tensors as in the manifest, without digests; made in the thread that writes."""
         return tensor_entries(self.flat, self.frozen)
 
-    @property
+    @functools.cached_property
     def indices(self) -> dict[str, str]:
         """The texts of the indices of models with two files, by name."""
         return indices(self.entries) if self.frozen else {}
@@ -137,7 +137,7 @@ def write(
     _require_free_names(texts, tree)
     texts = {**texts, **tree.indices}
     with new_directory(path, [tree.entries[number].info for number in tree.to_write]) as temporary:
-        folders = _make_folders(temporary, [*texts, *(entry.file for entry in tree.entries)])
+        folders = _make_folders(temporary, {*texts, *(entry.file for entry in tree.entries)})
         digests = _link_written(temporary, tree)
         digests.update(zip(tree.to_write, write_leaves(temporary, tree), strict=True))
         tensors = tuple(dataclasses.replace(entry, sha256=digests[number]) for number, entry in enumerate(tree.entries))
