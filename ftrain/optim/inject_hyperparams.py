@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_range
+from ftrain.optim.lookahead import NAME as LOOKAHEAD
 from ftrain.optim.partial_update import require_optimizer, wrap_split
+from ftrain.optim.partition import SEPARATOR
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
@@ -92,12 +94,12 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         raise OptionError(f"adjust: factors is {factors!r}; needs name -> factor, as {{'lr': 0.1}}")
     old = _factors(state.opt_state)
     changed = dict(old)
+    # That of `lookahead` says in which steps it is due, and is no number to multiply.
+    known = [name for name in old if name.rpartition(SEPARATOR)[2] != LOOKAHEAD]
     for pattern, factor in factors.items():
-        names = [name for name in changed if fnmatchcase(name, pattern)]
+        names = [name for name in known if fnmatchcase(name, pattern)]
         if not names:
-            raise OptionError(
-                f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
-            )
+            raise OptionError(f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, known)}")
         require_range("adjust", f"the factor of {pattern}", factor, 0.0)
         new = torch.tensor(float(factor), dtype=torch.float64, device=tree.HOST)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)

@@ -269,6 +269,20 @@ def test_adjust_is_pure_and_by_pattern():
     assert step(changed, torch.ones((), dtype=F64))[1]["a/lr"] == 0.05
 
 
+@pytest.mark.parametrize("name", ["lookahead", "all/lookahead"])
+def test_a_pattern_of_adjust_leaves_out_when_lookahead_is_due(name):
+    optimizer = optim.lookahead(optim.sgd(0.1), 2)
+    if "/" in name:
+        optimizer = optim.partition({"all": optimizer}, lambda name, leaf: "all")
+    step = ft.train_step(quadratic, optim.adjustable(optimizer))
+    state = optim.adjust(step.init(make_params()), {"*": 0.0})
+    for due in (0.0, 1.0):
+        state, metrics = step(state, torch.ones((), dtype=F64))
+        assert (metrics[name], metrics[name.replace("lookahead", "lr")]) == (due, 0.0)
+    with pytest.raises(OptionError, match=r"no scheduled value is called '.*lookahead'; there are (all/)?lr$"):
+        optim.adjust(state, {name: 0.0})
+
+
 def test_what_adjust_refuses():
     plain, step = (ft.train_step(quadratic, each) for each in (optim.sgd(0.1), optim.adjustable(optim.sgd(0.1))))
     state = step.init(make_params())
