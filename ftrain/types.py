@@ -6,6 +6,7 @@ and the step itself (a `Core` on tensors, called by a `Runner`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -179,6 +180,10 @@ class TrainState:
         leaves = optree.tree_leaves(self.params, namespace=NAMESPACE)
         count = sum(leaf.numel() for leaf in leaves)
         return f"TrainState(step={int(self.step)}, params={count:,} in {len(leaves)} leaves, slots={list(self.slots)})"
+
+    def __copy__(self) -> TrainState:
+        # Deep: the tensors of a state are overwritten when it is donated.
+        return copy.deepcopy(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this only when the attribute is missing, so it costs nothing for a state that was not donated.
