@@ -111,7 +111,7 @@ class Mean:
     gradient is 0. (A loss that divides by its weight still has NaN in the gradient: mask before dividing.)
 
     Args:
-        total: 0-d tensor, the weighted sum.
+        total: 0-d tensor, the weighted sum, and no mean.
         weight: 0-d tensor, the sum of the weights (such as the number of tokens or examples); not differentiated.
         plain: whether the loss returned one number without a weight. An evaluation then weights it by the length of
             the batch.

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_range
-from ftrain.optim.lookahead import NAME as LOOKAHEAD
 from ftrain.optim.partial_update import require_optimizer, wrap_split
-from ftrain.optim.partition import SEPARATOR
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
 FACTORS, STATE = "factors", "state"
+
+FLAGS = "lookahead", "*/lookahead"
+"""Patterns of the scheduled values that say in which steps something is due, and are no numbers to multiply."""
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
@@ -94,8 +95,7 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         raise OptionError(f"adjust: factors is {factors!r}; needs name -> factor, as {{'lr': 0.1}}")
     old = _factors(state.opt_state)
     changed = dict(old)
-    # That of `lookahead` says in which steps it is due, and is no number to multiply.
-    known = [name for name in old if name.rpartition(SEPARATOR)[2] != LOOKAHEAD]
+    known = [name for name in old if not any(fnmatchcase(name, flag) for flag in FLAGS)]
     for pattern, factor in factors.items():
         names = [name for name in known if fnmatchcase(name, pattern)]
         if not names:

@@ -52,9 +52,10 @@ def test_a_rate_above_zero_or_zero_on_purpose_says_nothing(caplog, optimizer, st
     assert not logged(caplog, optimizer, steps, **options)
 
 
-def test_a_function_is_not_read_ahead(caplog):
+@pytest.mark.parametrize("within", [lambda own: own, lambda own: schedules.scale(own, 0.5)], ids=["alone", "scaled"])
+def test_a_function_is_not_read_ahead(caplog, within):
     read = []
-    assert not logged(caplog, ft.optim.sgd(lambda step: read.append(step) or 0.1 * (step < 3)), 20)
+    assert not logged(caplog, ft.optim.sgd(within(lambda step: read.append(step) or 0.1 * (step < 3))), 20)
     assert read == [0, *range(20)]
 
 

@@ -72,8 +72,13 @@ def decaying(mask):
             {"optimizer": ft.optim.sgd(lambda k: 0.2 / (k + 1))},
             "- lr of step 2 was 0.05 + its schedule gives 0.1",
         ),
+        (
+            {"optimizer": ft.optim.sgd(ft.schedules.chain([lambda k: 0.1 / (k + 1), 1.0], [9]))},
+            {"optimizer": ft.optim.sgd(ft.schedules.chain([lambda k: 0.2 / (k + 1), 1.0], [9]))},
+            "- lr of step 2 was 0.05 + its schedule gives 0.1",
+        ),
     ],
-    ids=["loss", "decay mask", "rate that is a function"],
+    ids=["loss", "decay mask", "rate that is a function", "function in a chain"],
 )
 def test_what_has_changed_is_named(tmp_path, first, second, changes):
     options = {"optimizer": ft.optim.sgd(0.1)}
