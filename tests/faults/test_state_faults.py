@@ -55,6 +55,21 @@ def test_a_state_with_another_shape():
         step(state, batch())
 
 
+@pytest.mark.parametrize(
+    "wrappers", [[], [ft.donated()], [ft.update_in_backward()]], ids=["plain", "donated", "in_backward"]
+)
+@pytest.mark.parametrize(
+    "optimizer", [MOMENTUM, ft.optim.adam(0.1), ft.optim.adafactor(0.1)], ids=lambda each: each.name
+)
+def test_a_parameter_of_another_shape_in_a_state_that_a_step_returned(optimizer, wrappers):
+    """Fused kernels of torch would write beyond the end of the moments."""
+    step = make(squares, *wrappers, optimizer=optimizer)
+    state, _ = step(step.init(params()), batch())
+    state.params["w"] = torch.ones(5)
+    with failing(StructureError, "the parameter w is float32[5], and its state is float32[3]", "step.init(params)"):
+        step(state, {"x": torch.ones(4, 5), "y": torch.zeros(4)})
+
+
 def test_a_state_of_an_equal_step_is_welcome():
     state, _ = make()(make().init(params()), batch())
     needed, _ = make()(make().init(params()), batch())
