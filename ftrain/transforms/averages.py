@@ -112,7 +112,8 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
         kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
 
     Raises:
-        StructureError: when the state has no such average, or both and `kind` is None, or is not a state.
+        StructureError: when the state has no such average, one of other parameters, or both and `kind` is None, or is
+            not a state.
     """
     require_state("averaged", state)
     kinds = [name for name in (EMA, SWA) if name in state.slots]
@@ -123,4 +124,9 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
         raise StructureError("averaged: the state holds two averages; choose one: averaged(state, 'ema')")
     name = kind or kinds[0]
     averages = state.slots[name]["params"] if name == SWA else state.slots[name]
+    if tree.leaf_names(averages) != tree.leaf_names(state.params):
+        raise StructureError(
+            "averaged: the state has averages of other parameters than it trains; if its adapters were merged, average "
+            "first: ft.adapters.merge(step, ft.averaged(state))"
+        )
     return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))
