@@ -257,6 +257,18 @@ def test_factors_multiply_the_schedule_and_change_without_a_recompile():
     assert_close(state.params, params)
 
 
+@pytest.mark.parametrize(
+    "wrappers", [[], [ft.donated()], [ft.compiled(backend="aot_eager", lowering="whole")]], ids=str
+)
+def test_a_transformation_that_writes_to_its_gradient(wrappers):
+    """Here both parameters have one gradient."""
+    double = optim.GradientTransform(lambda grad, leaf, value, key: grad.mul_(2), ["a"], "double")
+    step = ft.train_step(lambda p, batch: ((p["a"] + p["b"]) * batch).sum(), optim.chain(double, optim.sgd(0.1)))
+    step = ft.compose(step, *wrappers)
+    with pytest.raises(ComposeError, match=r"chain: double writes to its gradient, .* return another tensor"):
+        step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+
+
 def test_adjust_is_pure_and_by_pattern():
     parts = {"a": optim.sgd(0.1), "b": optim.adamw(0.1)}
     optimizer = optim.adjustable(optim.partition(parts, {"a": ["conv", "out"]}))
