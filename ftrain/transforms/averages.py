@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_positive, require_range, whole_number
+from ftrain.step.derived import derived
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
@@ -107,6 +108,8 @@ def _wide_copy(params: PyTree) -> PyTree:
 def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> TrainState:
     """Return the state with the averaged parameters in place of the trained ones, to evaluate or save.
 
+    It shares memory with the state, and is consumed with it: keep a copy (`ftrain.tree.clone`) of the best average.
+
     Args:
         state: state of a step with `ema` or `swa`.
         kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
@@ -129,4 +132,4 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
             "averaged: the state has averages of other parameters than it trains; if its adapters were merged, average "
             "first: ft.adapters.merge(step, ft.averaged(state))"
         )
-    return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))
+    return derived(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))

@@ -123,6 +123,32 @@ def test_a_consumed_state_has_no_other_attributes_either():
         _ = state.weights
 
 
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("name", DONATED)
+def test_an_average_that_is_kept_over_a_donated_step(name, kind):
+    step = make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind], DONATED[name])
+    state, _ = step(step.init(params()), batch())
+    average, copied = ft.averaged(state), ft.tree.clone(ft.averaged(state))
+    kept = ft.tree.clone(copied)
+    state, _ = step(state, batch())
+    with failing(ConsumedError, "TrainState.params", "one whose memory it shares", "ft.tree.clone"):
+        ft.evaluate(ft.eval_step(squares), average, [batch()])
+    assert_bitwise(copied, kept)
+    average = ft.averaged(state)
+    make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind])(state, batch())
+    assert average.params is not None  # This step does not donate.
+
+
+def test_a_merged_state_and_the_average_of_one_are_consumed_with_the_one_that_they_share():
+    step = make(lambda params, x: (x @ params["w"]).mean(), ft.lora(1, targets=["w"]), ft.ema(0.5), ft.donated())
+    state = step.init({"w": torch.ones(3, 2)})
+    merged = [ft.adapters.merge(step, state), ft.adapters.merge(step, ft.averaged(state))]
+    step(state, torch.ones(4, 3))
+    for each in merged:
+        with failing(ConsumedError, "TrainState.params", "ft.tree.clone"):
+            _ = each.params
+
+
 def intact(state, kept):
     """Whether a state is as it was, bit by bit; one that says that it was donated is neither changed nor a surprise."""
     try:
