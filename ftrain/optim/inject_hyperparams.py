@@ -12,8 +12,9 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
+from ftrain.tree.derived import derived
 from ftrain.tree.name_patterns import near
-from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
+from ftrain.types import Hyper, Optimizer, PyTree, TrainState
 
 FACTORS, STATE = "factors", "state"
 
@@ -105,4 +106,4 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
     if all(changed[name] is factor for name, factor in old.items()):
         return state
-    return replace(state, opt_state={**state.opt_state, FACTORS: changed})
+    return derived(state, opt_state={**state.opt_state, FACTORS: changed})

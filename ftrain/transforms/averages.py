@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_positive, require_range, whole_number
-from ftrain.step.derived import derived
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
+from ftrain.tree.derived import derived
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 EMA, SWA = "ema", "swa"

@@ -139,6 +139,18 @@ def test_an_average_that_is_kept_over_a_donated_step(name, kind):
     assert average.params is not None  # This step does not donate.
 
 
+def test_an_adjusted_state_is_consumed_with_the_old_one_and_not_the_other_way_round():
+    step = make(squares, ft.donated(), optimizer=ft.optim.adjustable(SGD))
+    state = step.init(params())
+    low, high = (ft.optim.adjust(state, {"lr": factor}) for factor in (0.1, 2.0))
+    kept = ft.tree.clone(high)
+    step(low, batch())
+    assert_bitwise(high, kept)
+    step(state, batch())
+    with failing(ConsumedError, "TrainState.params", "one whose memory it shares"):
+        _ = high.params
+
+
 def test_a_merged_state_and_the_average_of_one_are_consumed_with_the_one_that_they_share():
     step = make(lambda params, x: (x @ params["w"]).mean(), ft.lora(1, targets=["w"]), ft.ema(0.5), ft.donated())
     state = step.init({"w": torch.ones(3, 2)})

@@ -11,12 +11,12 @@ from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, StructureError
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import require_to_gather
-from ftrain.step.derived import derived
 from ftrain.step.step import Step
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.targets import Target
 from ftrain.transforms.lora.trees import ADAPTERS, BASE, TreeAdapters
 from ftrain.transforms.lora.weights import adapted, norms
+from ftrain.tree.derived import derived
 from ftrain.types import TrainState
 
 SLOT = "lora"
