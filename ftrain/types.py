@@ -6,12 +6,14 @@ and the step itself (a `Core` on tensors, called by a `Runner`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import optree
 from torch import Tensor, nn
@@ -49,8 +51,7 @@ TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
 def tree_tag(kind: type) -> str:
     """Return the tag of a registered class, which stands for it in checkpoints.
 
-    For a class of ftrain it is the name alone, so that the class can move to another module. For a class of a user it
-    includes the module, so that the tags of two classes of one name differ.
+    That of a class of ftrain is without its module, which may change; two classes of users may have one name.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return kind.__name__
@@ -110,7 +111,7 @@ class Mean:
     gradient is 0. (A loss that divides by its weight still has NaN in the gradient: mask before dividing.)
 
     Args:
-        total: 0-d tensor, the weighted sum.
+        total: 0-d tensor, the weighted sum, and no mean.
         weight: 0-d tensor, the sum of the weights (such as the number of tokens or examples); not differentiated.
         plain: whether the loss returned one number without a weight. An evaluation then weights it by the length of
             the batch.
@@ -180,28 +181,33 @@ class TrainState:
         count = sum(leaf.numel() for leaf in leaves)
         return f"TrainState(step={int(self.step)}, params={count:,} in {len(leaves)} leaves, slots={list(self.slots)})"
 
+    def __copy__(self) -> TrainState:
+        return copy.deepcopy(self)  # The tensors of a state are overwritten when it is donated.
+
     def __getattr__(self, name: str) -> NoReturn:
         # Python calls this only when the attribute is missing, so it costs nothing for a state that was not donated.
-        if name in _STATE_FIELDS:
+        if name in type(self).__dataclass_fields__:
             raise ConsumedError(
-                f"TrainState.{name}: this state was donated to a step, which has reused its memory. "
-                "Use the state that the step returned, keep a copy with ft.tree.clone(state) before the "
+                f"TrainState.{name}: this state, or one whose memory it shares, was donated to a step, which has "
+                "reused it. Use the state that the step returned, keep a copy with ft.tree.clone(state) before the "
                 "call, or do not donate."
             )
         raise AttributeError(f"'TrainState' object has no attribute {name!r}")
 
 
-_STATE_FIELDS = frozenset(each.name for each in dataclasses.fields(TrainState))
+DERIVED: WeakKeyDictionary[TrainState, WeakSet[TrainState]] = WeakKeyDictionary()
+"""State -> the states that share tensors with it, and are consumed with it."""
 
 
 def consume(state: TrainState) -> None:
     """Mark a state as donated: any later access to its fields raises `ConsumedError`."""
+    for each in DERIVED.pop(state, ()):
+        consume(each)
     vars(state).clear()
 
 
 def mark_donatable(state: TrainState) -> TrainState:
-    """Mark a state as the only owner of its tensors, so that they can be donated without a copy; return it."""
-    # By identity: copying the state copies the mark as well.
+    """Mark a state, by identity, as the only owner of its tensors, which are then donated without a copy; return it."""
     vars(state)["_owner"] = id(state)
     return state
 

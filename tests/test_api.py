@@ -239,6 +239,7 @@ INNER = {
     "types": [
         "Adapters",
         "Core",
+        "DERIVED",
         "GradFn",
         "Gradients",
         "Hyper",

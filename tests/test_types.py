@@ -197,8 +197,8 @@ def test_copies_are_states_that_train_on(way, stepped):
     assert equal(step(copied, BATCH)[0], step(state, BATCH)[0])
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "clone"])
-def test_deep_copies_survive_donation(way):
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "clone"])
+def test_copies_survive_donation(way):
     state = make_state()
     wanted = tree.clone(state)
     copied = COPIES[way](state)

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import random, tree
+from ftrain import _torch, random, tree
 from ftrain.errors import ComposeError, require_range
 from ftrain.optim.partial_update import require_optimizer, require_splittable
 from ftrain.optim.schedules.call import describe
@@ -27,8 +27,8 @@ class GradientTransform:
     """A pure function of a gradient, to use in `chain`.
 
     Args:
-        apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
-            the key is None unless `needs_rng` is true.
+        apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf, which it must not write to; the value is
+            the scheduled one, and the key is None unless `needs_rng` is true.
         select: mask of the leaves that it applies to, a function or patterns.
         text: its text in the text of the optimizer.
         schedules: name -> schedule of the value; at most one.
@@ -126,7 +126,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         parts: results of `centralize`, `sign`, `noise` and `project`, or other `GradientTransform`; last, an optimizer.
 
     Raises:
-        ComposeError: a part is something else, or two parts have a scheduled value of the same name.
+        ComposeError: a part is something else, or two parts have a scheduled value of the same name; at an update, a
+            transformation writes to its gradient.
         OptionError: at `init`, a pattern matches no parameter.
 
     >>> import ftrain as ft
@@ -213,7 +214,13 @@ def _applied(
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
             for i in indices:
                 leaf_key = random.fold_in(key, random_indices[i]) if key is not None else None
-                gradients[i] = transform.apply(gradients[i], leaves[i], value, leaf_key)
+                gradient, version = gradients[i], _torch.version_of(gradients[i])
+                gradients[i] = transform.apply(gradient, leaves[i], value, leaf_key)
+                if _torch.version_of(gradient) != version:
+                    raise ComposeError(
+                        f"chain: {transform.text} writes to its gradient, which may be that of another parameter too; "
+                        "return another tensor, as gradient * 2 in place of gradient.mul_(2)"
+                    )
         return tree.unflatten(spec, gradients)
 
     return apply

@@ -116,7 +116,8 @@ def leafwise(
         require_range(name, "lr", lr, 0.0)
     weight_decay = require_range(name, "weight_decay", weight_decay, 0.0)
     names = storage.names if storage else [*state]
-    planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike)
+    begins = [] if storage else [*state.values()]
+    planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike, begins)
     plans = StructureCache(planner.plan)
     # float32, as torch's fused kernels need.
     count = {COUNT: torch.zeros((), dtype=torch.float32, device=tree.HOST)} if constants else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain._torch import is_fake
 from ftrain.errors import StructureError
 from ftrain.optim.partial_update import by_size
@@ -83,6 +83,7 @@ class Planner:
         half: whether the fused kernels are correct in 16 bits.
         align: lay leaves out as vectors, cut at multiples of this many elements; no vectors if it is 0.
         alike: group leaves of one shape.
+        begins: the functions ``leaf -> initial value`` of the moments, whose shapes are then checked.
         offsets: of all leaves by name, if plans are for some of them; then `size` and `fusible` are those of all, too.
     """
 
@@ -90,6 +91,7 @@ class Planner:
     half: bool = True
     align: int = 0
     alike: bool = False
+    begins: Sequence[Callable[[Tensor], Tensor]] = ()
     offsets: Mapping[str, int] | None = None
     size: int = 0
     fusible: bool = True
@@ -106,6 +108,8 @@ class Planner:
         spec, (leaves, grads, *moments) = common_spec(specs), columns
         names = tree.leaf_names(tree.unflatten(spec, leaves))
         _require_alike(names, leaves, grads)
+        for begin, column in zip(self.begins, moments, strict=False):
+            _require_moments(names, leaves, column, begin)
         fusible = self.fusible and self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = self._groups(names, leaves)
@@ -159,6 +163,22 @@ def _require_alike(names: list[str], leaves: list[Tensor], grads: list[Tensor]) 
                 f"optimizer: the gradient of {name or 'params'} is {tree.describe(grad)}, needs the shape and dtype of "
                 f"the parameter, {tree.describe(leaf)}; correct the wrapper or the GradientTransform that returned it"
             )
+
+
+def _require_moments(
+    names: list[str], leaves: list[Tensor], moments: list[Tensor], begin: Callable[[Tensor], Tensor]
+) -> None:
+    # Fused kernels write beyond the end of a smaller one. A step does not check a state again that it has returned.
+    for name, leaf, moment in zip(names, leaves, moments, strict=True):
+        if moment.shape == leaf.shape:
+            continue
+        with _torch.without_modes():
+            if moment.shape != begin(_torch.on_meta(leaf)).shape:
+                raise StructureError(
+                    f"optimizer: the parameter {name or 'params'} is {tree.describe(leaf)}, and its state is "
+                    f"{tree.describe(moment)}, of another parameter; for other parameters make another state, with "
+                    "step.init(params)"
+                )
 
 
 def _offsets(groups: list[Group], leaves: list[Tensor]) -> tuple[list[int], int]:

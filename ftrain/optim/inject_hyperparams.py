@@ -12,10 +12,14 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_range
 from ftrain.optim.partial_update import require_optimizer, wrap_split
+from ftrain.tree.derived import derived
 from ftrain.tree.name_patterns import near
-from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
+from ftrain.types import Hyper, Optimizer, PyTree, TrainState
 
 FACTORS, STATE = "factors", "state"
+
+FLAGS = "lookahead", "*/lookahead"
+"""Patterns of the scheduled values that say in which steps something is due, and are no numbers to multiply."""
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
@@ -92,15 +96,14 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         raise OptionError(f"adjust: factors is {factors!r}; needs name -> factor, as {{'lr': 0.1}}")
     old = _factors(state.opt_state)
     changed = dict(old)
+    known = [name for name in old if not any(fnmatchcase(name, flag) for flag in FLAGS)]
     for pattern, factor in factors.items():
-        names = [name for name in changed if fnmatchcase(name, pattern)]
+        names = [name for name in known if fnmatchcase(name, pattern)]
         if not names:
-            raise OptionError(
-                f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
-            )
+            raise OptionError(f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, known)}")
         require_range("adjust", f"the factor of {pattern}", factor, 0.0)
         new = torch.tensor(float(factor), dtype=torch.float64, device=tree.HOST)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
     if all(changed[name] is factor for name, factor in old.items()):
         return state
-    return replace(state, opt_state={**state.opt_state, FACTORS: changed})
+    return derived(state, opt_state={**state.opt_state, FACTORS: changed})

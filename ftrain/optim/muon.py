@@ -11,6 +11,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_choice, require_positive, require_switches
 from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.schedules.checks import number
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
 
@@ -142,10 +143,8 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _require_choices(ns_coefficients: tuple[float, ...], adjust_lr_fn: str) -> None:
-    if (
-        not isinstance(ns_coefficients, Sequence)
-        or len(ns_coefficients) != 3
-        or not all(isinstance(each, int | float) for each in ns_coefficients)
-    ):
+    if not isinstance(ns_coefficients, Sequence) or len(ns_coefficients) != 3:
         raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
+    for index, each in enumerate(ns_coefficients):
+        number("muon", f"ns_coefficients[{index}]", each)
     require_choice("muon", "adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))

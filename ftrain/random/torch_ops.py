@@ -45,6 +45,11 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch prepare the branches of `torch.cond` while a graph is captured, as it does without a mode."""
+        return _torch.is_capturing()
+
     def __init__(self, key: Tensor, *, on_host: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if _torch.is_batched(key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -55,9 +56,16 @@ def assemble(
     grad = _grad(step, around_loss, around_grad, report_finite=bool(on_finite_check))
     update = around_update(_update(step, on_finite_check))
     text = step.base.text
+    # A `torch.autograd.Function` may return a parameter as the gradient of another one. Looked for in the first step.
+    returns_params: bool | None = None
 
     def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
+        nonlocal returns_params
         gradients = grad(state, batch, rng)
+        if donate and returns_params is not False:
+            own = copy_shared(gradients.grads, state.params)
+            returns_params = any(map(operator.is_not, tree.leaves(own), tree.leaves(gradients.grads)))
+            gradients = replace(gradients, grads=own)
         # The loss, a metric or a buffer may be a parameter itself, which a donated update overwrites.
         loss = gradients.loss.value
         metrics = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
 from ftrain.checkpoint.layout import as_bytes
-from ftrain.errors import LossError, add_note
+from ftrain.errors import LossError, TraceError, add_note
 from ftrain.step.batch_notes import batch_notes
 from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.outside_params import OutsideParams
@@ -110,6 +110,11 @@ class Forward:
             self._is_checked = True
         elif self._outside.suspects:
             self._outside.check_again(mean.total, leaves)
+        if inputs is not None and inputs.sets_data:
+            raise TraceError(
+                f"{self._name}: replaces the data of a tensor (x.data = y), which a graph does not see; assign a "
+                "buffer itself (self.b = y), or write into it (self.b.copy_(y))"
+            )
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
             # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.

@@ -48,11 +48,11 @@ def require_params(params: PyTree) -> None:
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}, whose tensors are not found: "
                 f"{OPEN_OBJECT}"
             )
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.itemsize < 2:
             raise StructureError(
-                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
-                "(convert it, a complex one by torch.view_as_real and in the loss by torch.view_as_complex, freeze it "
-                "with trainable=, or pass it as a buffer or in the batch)"
+                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor of at "
+                "least 16 bits (convert it, a complex one by torch.view_as_real and in the loss by "
+                "torch.view_as_complex, freeze it with trainable=, or pass it as a buffer or in the batch)"
             )
 
 

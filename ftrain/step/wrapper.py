@@ -169,7 +169,7 @@ class Wrapper:
             of the factory that `wrapper` decorates; else None, which means unknown.
 
     Raises:
-        ComposeError: when `loss`, `grad`, `update` or `step` is not its record, but a function, for example.
+        ComposeError: when `loss`, `grad`, `update`, `step` or `slot` is not its record, but a function, for example.
     """
 
     name: str
@@ -189,12 +189,11 @@ class Wrapper:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.text or self.name)
-        for arrow, kind in ARROWS.items():
-            record = getattr(self, arrow)
+        for part, kind in {**ARROWS, "slot": SlotSpec}.items():
+            record = getattr(self, part)
             if record is not None and not isinstance(record, kind):
                 raise ComposeError(
-                    f"Wrapper: {arrow} of {self.name} is a {type(record).__name__}; needs "
-                    f"{arrow}=ft.{kind.__name__}(...)"
+                    f"Wrapper: {part} of {self.name} is a {type(record).__name__}; needs {part}=ft.{kind.__name__}(...)"
                 )
 
     def __repr__(self) -> str:

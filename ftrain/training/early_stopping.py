@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
-from ftrain.errors import ComposeError, OptionError, require_choice, require_positive, warn_of_mode
+from ftrain.errors import ComposeError, OptionError, require_choice, require_positive, require_range, warn_of_mode
 from ftrain.optim import adjust
 from ftrain.optim.schedules.plateau import Plateau
 from ftrain.training.history import History, column
@@ -51,14 +51,15 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
         name: the metric, as the history has it, such as ``"eval_loss"``.
         count: number of evaluations without an improvement.
         mode: ``"min"`` when less is better, ``"max"`` when more is.
-        min_delta: a smaller improvement does not count.
+        min_delta: a smaller improvement does not count; at least 0.
 
     Raises:
-        OptionError: for a count that is not positive, or another mode; from `fit`, when there is no such metric, or it
-            is no number.
+        OptionError: for a count that is not positive, a negative `min_delta`, or another mode; from `fit`, when there
+            is no such metric, or it is no number.
     """
     require_positive("patience", "count", count)
     require_choice("patience", "mode", mode, ("min", "max"))
+    require_range("patience", "min_delta", min_delta, 0.0)
     warn_of_mode("patience", name, mode)
     sign = 1.0 if mode == "min" else -1.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrain.errors import log_on_first_rank
-from ftrain.optim.schedules.call import Call, describe
+from ftrain.optim.schedules.call import describe, is_told_by_text
 from ftrain.step.step import Step
 
 MIN_STEPS = 10
@@ -19,11 +19,11 @@ SAMPLES = 32
 def log_ended_schedules(step: Any, first: int, total: int | None) -> None:
     """Log if all learning rates are 0 at the end of a run, which has made `first` of its `total` steps.
 
-    A schedule that is a function is not read ahead: it need not have a value for each step.
+    A schedule that is a function, or has one in it, is not read ahead: it need not have a value for each step.
     """
     rates = step.optimizer.schedules if isinstance(step, Step) else {}
     rates = {name: rate for name, rate in rates.items() if name.endswith("lr")}
-    if not rates or not total or first >= total or not all(isinstance(rate, Call) for rate in rates.values()):
+    if not rates or not total or first >= total or not all(map(is_told_by_text, rates.values())):
         return
     tail = total - max(MIN_STEPS, total // 10)
     ends = [_first_zero(rate, max(first, tail), total) for rate in rates.values()]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ftrain import data as sources
 from ftrain import tree
@@ -26,6 +26,9 @@ from ftrain.errors import (
 from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
+
+SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+"""Samplers of torch whose order goes on from pass to pass with their generator."""
 
 
 class Position(NamedTuple):
@@ -174,6 +177,12 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
         warn(
             f"fit: the data has {num_batches} batches, and the run that is resumed had read {position.batch} in this "
             "pass; it continues with the next pass. Pass the same data for the same run"
+        )
+    elif position.epoch and isinstance(data, DataLoader) and isinstance(data.sampler, SHUFFLING):
+        warn(
+            f"fit: a DataLoader that shuffles saves no position, and the run that is resumed had made {position.epoch} "
+            "passes over it: the next batches are not those of a run that was not interrupted, and may be those of the "
+            "first passes again (ft.data.loader(dataset, batch_size, seed=0) saves its position)"
         )
     elif position.batch and not isinstance(data, Sequence):
         has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"

@@ -52,8 +52,8 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
                 "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "
                 "weight is their number (use a learning rate for the mean), of a mean over tokens the number of "
-                "tokens. A loss that compares the examples of a batch cannot be split without changing it; ft.remat() "
-                "saves memory with the whole batch. Ranks need not split it: ignore this if the loss gathers the "
-                "features of all ranks, as in docs/parallel.md"
+                "tokens; the total is a sum too: a mean times the weight. A loss that compares the examples of a batch "
+                "cannot be split without changing it; ft.remat() saves memory with the whole batch. Ranks need not "
+                "split it: ignore this if the loss gathers the features of all ranks, as in docs/parallel.md"
             )
             return

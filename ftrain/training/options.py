@@ -28,6 +28,7 @@ from ftrain.training.ended_schedules import log_ended_schedules
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.progress import Count
+from ftrain.transforms.averages import SWA
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,12 @@ class Options:
     def log_limits(self, step: Any, done_steps: int, done_epochs: int, total: int | None) -> None:
         """Log that no step follows, if a run has made as many steps or passes as these arguments say.
 
-        Or that steps have a rate of 0, if it is known how many there are in total, and `stop` does not end the run.
+        If it is known how many steps there are in total: also that some have a rate of 0, unless `stop` ends the run,
+        or that `swa` does not average before the end.
         """
         if self.stop is None:
             log_ended_schedules(step, done_steps, total)
+        _log_if_never_averaged(step, total)
         epochs = 1 if self.steps is None and self.epochs is None else self.epochs
         for name, limit, done in (("steps", self.steps, done_steps), ("epochs", epochs, done_epochs)):
             if limit is not None and done >= limit:
@@ -156,6 +159,17 @@ class Options:
                 f"evaluations are of steps that are not saved and cannot become the best by {best!r}. Evaluate at "
                 "steps that are saved, or save more often"
             )
+
+
+def _log_if_never_averaged(step: Any, total: int | None) -> None:
+    """Log that a run ends before the first average of `swa`, whose numbers count updates and not passes."""
+    options = next((w.options for w in step.wrappers if w.name == SWA), None) if isinstance(step, Step) else None
+    if options and total and total < options["start"] + options["every"]:
+        log_on_first_rank(
+            "fit: swa(%d, %d) averages first after %d updates, and the run ends at step %d: ft.averaged(state) will be "
+            "the parameters of the last step",
+            *(options["start"], options["every"], options["start"] + options["every"], total),
+        )
 
 
 def _warn_if_one_of_many(step: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftrain.checkpoint.reading import LoadedCheckpoint
 from ftrain.errors import warn
-from ftrain.optim.schedules.call import Call
+from ftrain.optim.schedules.call import is_told_by_text
 from ftrain.parallel.same_step import ADDRESS, option_texts
 from ftrain.step.step import Step
 
@@ -69,7 +69,7 @@ def _changed_rates(step: Any, history: Sequence[Mapping[str, Any]]) -> list[str]
     changes = []
     for name, schedule in step.optimizer.schedules.items():
         record = next((each for each in reversed(history) if name in each), None)
-        if isinstance(schedule, Call) or record is None:
+        if is_told_by_text(schedule) or record is None:
             continue
         try:
             value = float(schedule(record["step"] - 1))

@@ -11,6 +11,7 @@ from ftrain import tree
 from ftrain.errors import StructureError, require_positive, require_range, whole_number
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
+from ftrain.tree.derived import derived
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 EMA, SWA = "ema", "swa"
@@ -107,12 +108,15 @@ def _wide_copy(params: PyTree) -> PyTree:
 def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> TrainState:
     """Return the state with the averaged parameters in place of the trained ones, to evaluate or save.
 
+    It shares memory with the state, and is consumed with it: keep a copy (`ftrain.tree.clone`) of the best average.
+
     Args:
         state: state of a step with `ema` or `swa`.
         kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
 
     Raises:
-        StructureError: when the state has no such average, or both and `kind` is None, or is not a state.
+        StructureError: when the state has no such average, one of other parameters, or both and `kind` is None, or is
+            not a state.
     """
     require_state("averaged", state)
     kinds = [name for name in (EMA, SWA) if name in state.slots]
@@ -123,4 +127,9 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
         raise StructureError("averaged: the state holds two averages; choose one: averaged(state, 'ema')")
     name = kind or kinds[0]
     averages = state.slots[name]["params"] if name == SWA else state.slots[name]
-    return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))
+    if tree.leaf_names(averages) != tree.leaf_names(state.params):
+        raise StructureError(
+            "averaged: the state has averages of other parameters than it trains; if its adapters were merged, average "
+            "first: ft.adapters.merge(step, ft.averaged(state))"
+        )
+    return derived(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))

@@ -146,8 +146,6 @@ def test_a_check_of_values_is_made_in_each_step(donate):
 
 @pytest.mark.parametrize("of_params", [False, True], ids=["of the batch", "of parameters"])
 def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_params):
-    """Torch captures the gradient of branches that return tuples alone."""
-
     def loss(params, batch, condition=torch.cond):
         operand = params["w"] if of_params else batch["y"]
         (chosen,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (operand,))
@@ -164,6 +162,81 @@ def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_para
         torch.testing.assert_close(state.params, needed.params)
         found, wanted = (each(state, given)["loss"] for each in (evaluation, ft.eval_step(by_hand)))
         torch.testing.assert_close(found.value, wanted.value)
+
+
+class Conditional(nn.Module):
+    """A layer whose branches use its parameters without getting them as operands."""
+
+    def __init__(self, branch, as_tuple=False):
+        super().__init__()
+        self.linear, self.branch, self.as_tuple = nn.Linear(3, 1), branch, as_tuple
+
+    def forward(self, x):
+        def wrap(result):
+            return (result,) if self.as_tuple else result
+
+        chosen = torch.cond(
+            x.sum() > 0, lambda x: wrap(self.branch(self.linear(x))), lambda x: wrap(2 * self.linear(x)), (x,)
+        )
+        return chosen[0] if self.as_tuple else chosen
+
+
+def of_module(module):
+    torch.manual_seed(0)
+    nn.init.normal_(module.linear.weight)
+    return ft.from_module(module, lambda model, batch: (model(batch["x"])[:, 0] - batch["y"]).square().mean())
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_branches_of_a_condition_may_use_parameters_and_run_eagerly_afterwards(backend, as_tuple):
+    loss = of_module(Conditional(torch.sin, as_tuple))
+    whole, eager = make(loss, ft.compiled(backend=backend, lowering="whole")), make(loss)
+    state, needed = whole.init(), eager.init()
+    for sign in (1, -1, 1):
+        given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
+        (state, metrics), (needed, needed_metrics) = whole(state, given), eager(needed, given)
+        torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
+    torch.testing.assert_close(state.params, needed.params)
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_a_branch_that_draws_is_no_part_of_a_graph_which_would_not_draw_from_the_key(as_tuple, caplog):
+    loss = of_module(Conditional(nn.Dropout(), as_tuple))
+    given = {"x": regression_batch(64)["x"] + 1, "y": torch.ones(64)}
+    whole = make(loss, ft.compiled(backend="aot_eager", lowering="whole"))
+    with pytest.raises(TraceError, match="draws random numbers"):
+        whole(whole.init(), given)
+    step, eager = make(loss, ft.compiled(backend="aot_eager")), make(loss)
+    before = torch.get_rng_state()
+    torch.testing.assert_close(step(step.init(), given)[1], eager(eager.init(), given)[1])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.data = self.calls + 1
+        return self.linear(x) + self.calls
+
+
+def test_data_that_a_loss_replaces_is_no_part_of_a_graph_which_would_keep_the_old_values():
+    loss, given = of_module(Counting()), regression_batch()
+    whole = make(loss, ft.compiled(backend="aot_eager", lowering="whole"))
+    with pytest.raises(TraceError, match=r"replaces the data of a tensor \(x\.data = y\)"):
+        whole(whole.init(), given)
+    step, eager = make(loss, ft.compiled(backend="aot_eager")), make(loss)
+    state, needed = step.init(), eager.init()
+    for _ in range(2):
+        state, needed = step(state, given)[0], eager(needed, given)[0]
+    torch.testing.assert_close((state.params, state.buffers), (needed.params, needed.buffers))
+    assert float(state.buffers["calls"]) == 2
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])

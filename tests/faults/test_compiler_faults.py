@@ -20,6 +20,7 @@ FAILURES = {
     "ftrain_broken": RuntimeError("the linker is gone\nand more"),
     "ftrain_full": torch.OutOfMemoryError("out of memory"),
     "ftrain_stopped": KeyboardInterrupt(),
+    "ftrain_wordy": RuntimeError("a " * 5000 + "missing bracket"),
     "ftrain_headers": CppCompileError(["g++"], "a.cpp:1:1: note\n a.cpp:1:10: fatal error: Python.h: No such file\n"),
 }
 
@@ -94,6 +95,13 @@ def test_what_the_compiler_cannot_do_in_parts_either_runs_eagerly(donate, caplog
     assert "runs eagerly" in lines[1]
     assert "the linker is gone" in lines[1]
     assert "lowering='split' raises the whole error" in lines[1]
+
+
+def test_a_reason_that_is_a_page_long_is_in_the_log_alone(caplog):
+    step, lines = compiled_and_eager(caplog, backend="ftrain_wordy")
+    assert "RuntimeError: a a a a" in repr(step)
+    assert len(repr(step)) < 1000
+    assert "missing bracket" in lines[-1]
 
 
 def test_a_compiler_for_changing_shapes_that_fails(caplog):

@@ -242,6 +242,12 @@ RETURNS_NOTHING = {
 }
 
 
+@pytest.mark.parametrize(("part", "kind"), [("grad", "OnGrad"), ("slot", "SlotSpec")])
+def test_a_part_of_a_wrapper_that_is_a_function_and_no_record(part, kind):
+    with failing(ComposeError, f"Wrapper: {part} of own is a function; needs {part}=ft.{kind}(...)"):
+        ft.Wrapper("own", **{part: lambda params: {}})
+
+
 @pytest.mark.parametrize("said", RETURNS_NOTHING)
 @pytest.mark.parametrize("outer", [(), (ft.clip(1.0), ft.ema(0.9)), (ft.accumulate(2),)])
 def test_a_wrapper_of_ones_own_that_returns_nothing(said, outer):

@@ -100,3 +100,48 @@ def by_adjoint(model, batch):
 def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_takes_parts_of_it(more):
     needed = trained(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
     torch.testing.assert_close(trained(by_adjoint, ft.update_in_backward(), *more), needed, rtol=1e-12, atol=1e-12)
+
+
+class Product(torch.autograd.Function):
+    """The sum of the products of two tensors, each of which is the gradient of the other one."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        a, b = ctx.saved_tensors
+        return (b, a) if cotangent == 1 else (b * cotangent, a * cotangent)
+
+
+OPTIMIZERS = {
+    "sgd": ft.optim.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": ft.optim.adamw(0.1),
+    "adafactor": ft.optim.adafactor(0.1),
+    "partition": ft.optim.partition({"a": ft.optim.sgd(0.1), "b": ft.optim.lion(0.1)}, {"a": ["a"]}),
+}
+AROUND = {
+    "plain": [],
+    "ema": [ft.ema(0.9)],
+    "accumulate": [ft.accumulate(1)],
+    "skip_nonfinite": [ft.skip_nonfinite()],
+    "update_in_backward": [ft.update_in_backward()],
+}
+
+
+@pytest.mark.parametrize("wrappers", AROUND)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gradient_that_is_a_parameter_is_read_before_a_donated_update_overwrites_it(optimizer, wrappers):
+    def trained_by(product, *more):
+        step = ft.train_step(lambda params, batch: product(params["a"], params["b"]), OPTIMIZERS[optimizer])
+        step = ft.compose(step, *AROUND[wrappers], *more)
+        state = step.init({"a": torch.arange(1.0, 4), "b": torch.ones(3)})
+        for _ in range(3):
+            state, _ = step(state, {"x": torch.ones(2)})
+        return state.params
+
+    needed = trained_by(lambda a, b: (a * b).sum())
+    torch.testing.assert_close(trained_by(Product.apply), needed)
+    torch.testing.assert_close(trained_by(Product.apply, ft.donated()), needed)

@@ -17,6 +17,7 @@ from tests.faults.problem import failing, make, params
         ({"w": torch.ones(3), "c": [1.0]}, "params.c.0 is float"),
         ({"w": torch.ones(3), "name": "layer"}, "params.name is str"),
         ({"w": torch.ones(3, dtype=torch.complex64)}, "params.w is complex64[3]"),
+        ({"w": torch.ones(3).to(torch.float8_e4m3fn)}, "params.w is float8_e4m3fn[3]"),
         (torch.arange(3), "params is int64[3]"),
     ],
 )

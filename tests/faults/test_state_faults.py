@@ -55,6 +55,21 @@ def test_a_state_with_another_shape():
         step(state, batch())
 
 
+@pytest.mark.parametrize(
+    "wrappers", [[], [ft.donated()], [ft.update_in_backward()]], ids=["plain", "donated", "in_backward"]
+)
+@pytest.mark.parametrize(
+    "optimizer", [MOMENTUM, ft.optim.adam(0.1), ft.optim.adafactor(0.1)], ids=lambda each: each.name
+)
+def test_a_parameter_of_another_shape_in_a_state_that_a_step_returned(optimizer, wrappers):
+    """Fused kernels of torch would write beyond the end of the moments."""
+    step = make(squares, *wrappers, optimizer=optimizer)
+    state, _ = step(step.init(params()), batch())
+    state.params["w"] = torch.ones(5)
+    with failing(StructureError, "the parameter w is float32[5], and its state is float32[3]", "step.init(params)"):
+        step(state, {"x": torch.ones(4, 5), "y": torch.zeros(4)})
+
+
 def test_a_state_of_an_equal_step_is_welcome():
     state, _ = make()(make().init(params()), batch())
     needed, _ = make()(make().init(params()), batch())
@@ -106,6 +121,44 @@ def test_a_consumed_state_has_no_other_attributes_either():
     step(state, batch())
     with pytest.raises(AttributeError, match="no attribute 'weights'"):
         _ = state.weights
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("name", DONATED)
+def test_an_average_that_is_kept_over_a_donated_step(name, kind):
+    step = make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind], DONATED[name])
+    state, _ = step(step.init(params()), batch())
+    average, copied = ft.averaged(state), ft.tree.clone(ft.averaged(state))
+    kept = ft.tree.clone(copied)
+    state, _ = step(state, batch())
+    with failing(ConsumedError, "TrainState.params", "one whose memory it shares", "ft.tree.clone"):
+        ft.evaluate(ft.eval_step(squares), average, [batch()])
+    assert_bitwise(copied, kept)
+    average = ft.averaged(state)
+    make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind])(state, batch())
+    assert average.params is not None  # This step does not donate.
+
+
+def test_an_adjusted_state_is_consumed_with_the_old_one_and_not_the_other_way_round():
+    step = make(squares, ft.donated(), optimizer=ft.optim.adjustable(SGD))
+    state = step.init(params())
+    low, high = (ft.optim.adjust(state, {"lr": factor}) for factor in (0.1, 2.0))
+    kept = ft.tree.clone(high)
+    step(low, batch())
+    assert_bitwise(high, kept)
+    step(state, batch())
+    with failing(ConsumedError, "TrainState.params", "one whose memory it shares"):
+        _ = high.params
+
+
+def test_a_merged_state_and_the_average_of_one_are_consumed_with_the_one_that_they_share():
+    step = make(lambda params, x: (x @ params["w"]).mean(), ft.lora(1, targets=["w"]), ft.ema(0.5), ft.donated())
+    state = step.init({"w": torch.ones(3, 2)})
+    merged = [ft.adapters.merge(step, state), ft.adapters.merge(step, ft.averaged(state))]
+    step(state, torch.ones(4, 3))
+    for each in merged:
+        with failing(ConsumedError, "TrainState.params", "ft.tree.clone"):
+            _ = each.params
 
 
 def intact(state, kept):

@@ -257,6 +257,18 @@ def test_factors_multiply_the_schedule_and_change_without_a_recompile():
     assert_close(state.params, params)
 
 
+@pytest.mark.parametrize(
+    "wrappers", [[], [ft.donated()], [ft.compiled(backend="aot_eager", lowering="whole")]], ids=str
+)
+def test_a_transformation_that_writes_to_its_gradient(wrappers):
+    """Here both parameters have one gradient."""
+    double = optim.GradientTransform(lambda grad, leaf, value, key: grad.mul_(2), ["a"], "double")
+    step = ft.train_step(lambda p, batch: ((p["a"] + p["b"]) * batch).sum(), optim.chain(double, optim.sgd(0.1)))
+    step = ft.compose(step, *wrappers)
+    with pytest.raises(ComposeError, match=r"chain: double writes to its gradient, .* return another tensor"):
+        step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+
+
 def test_adjust_is_pure_and_by_pattern():
     parts = {"a": optim.sgd(0.1), "b": optim.adamw(0.1)}
     optimizer = optim.adjustable(optim.partition(parts, {"a": ["conv", "out"]}))
@@ -267,6 +279,20 @@ def test_adjust_is_pure_and_by_pattern():
     assert {float(value) for value in state.opt_state["factors"].values()} == {1.0}
     assert optim.adjust(changed, {"a/lr": 0.5}) is changed
     assert step(changed, torch.ones((), dtype=F64))[1]["a/lr"] == 0.05
+
+
+@pytest.mark.parametrize("name", ["lookahead", "all/lookahead"])
+def test_a_pattern_of_adjust_leaves_out_when_lookahead_is_due(name):
+    optimizer = optim.lookahead(optim.sgd(0.1), 2)
+    if "/" in name:
+        optimizer = optim.partition({"all": optimizer}, lambda name, leaf: "all")
+    step = ft.train_step(quadratic, optim.adjustable(optimizer))
+    state = optim.adjust(step.init(make_params()), {"*": 0.0})
+    for due in (0.0, 1.0):
+        state, metrics = step(state, torch.ones((), dtype=F64))
+        assert (metrics[name], metrics[name.replace("lookahead", "lr")]) == (due, 0.0)
+    with pytest.raises(OptionError, match=r"no scheduled value is called '.*lookahead'; there are (all/)?lr$"):
+        optim.adjust(state, {name: 0.0})
 
 
 def test_what_adjust_refuses():

@@ -349,6 +349,12 @@ def test_what_makes_a_schedule_is_none_itself():
         optim.sgd(ft.schedules.warmup_cosine)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -0.1, "0.1", None])
+def test_a_least_improvement_is_a_number(wrong):
+    with pytest.raises(OptionError, match=r"patience: min_delta is .*, needs a number"):
+        ft.patience("eval_loss", min_delta=wrong)
+
+
 def test_what_plateau_refuses():
     with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
         ft.plateau("score", 0.5)

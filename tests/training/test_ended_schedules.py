@@ -52,9 +52,10 @@ def test_a_rate_above_zero_or_zero_on_purpose_says_nothing(caplog, optimizer, st
     assert not logged(caplog, optimizer, steps, **options)
 
 
-def test_a_function_is_not_read_ahead(caplog):
+@pytest.mark.parametrize("within", [lambda own: own, lambda own: schedules.scale(own, 0.5)], ids=["alone", "scaled"])
+def test_a_function_is_not_read_ahead(caplog, within):
     read = []
-    assert not logged(caplog, ft.optim.sgd(lambda step: read.append(step) or 0.1 * (step < 3)), 20)
+    assert not logged(caplog, ft.optim.sgd(within(lambda step: read.append(step) or 0.1 * (step < 3))), 20)
     assert read == [0, *range(20)]
 
 
@@ -69,3 +70,13 @@ def test_the_steps_after_the_end_of_a_run_that_is_resumed(tmp_path, caplog):
     # A total that was rounded down, and a run that was interrupted in its last steps.
     assert not run(schedules.cosine(1e-2, 37), 39)
     assert not run(schedules.cosine(1e-2, 37), 40)
+
+
+@pytest.mark.parametrize(("start", "every", "steps", "says"), [(9, 2, 10, True), (9, 1, 10, False), (100, 5, 8, True)])
+def test_an_average_that_does_not_begin_before_the_end(caplog, start, every, steps, says):
+    step = ft.compose(ft.train_step(lambda params, batch: (batch @ params["w"]).mean(), ft.optim.sgd(0.1)))
+    step = ft.compose(step, ft.swa(start, every))
+    state, _ = ft.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(4, 2)] * 4, steps=steps, progress=False)
+    said = f"swa({start}, {every}) averages first after {start + every} updates, and the run ends at step {steps}"
+    assert (said in caplog.text) is says
+    assert int(state.slots["swa"]["updates"]) == steps

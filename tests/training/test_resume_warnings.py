@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import ftrain as ft
 from ftrain.errors import DataError
@@ -72,8 +72,13 @@ def decaying(mask):
             {"optimizer": ft.optim.sgd(lambda k: 0.2 / (k + 1))},
             "- lr of step 2 was 0.05 + its schedule gives 0.1",
         ),
+        (
+            {"optimizer": ft.optim.sgd(ft.schedules.chain([lambda k: 0.1 / (k + 1), 1.0], [9]))},
+            {"optimizer": ft.optim.sgd(ft.schedules.chain([lambda k: 0.2 / (k + 1), 1.0], [9]))},
+            "- lr of step 2 was 0.05 + its schedule gives 0.1",
+        ),
     ],
-    ids=["loss", "decay mask", "rate that is a function"],
+    ids=["loss", "decay mask", "rate that is a function", "function in a chain"],
 )
 def test_what_has_changed_is_named(tmp_path, first, second, changes):
     options = {"optimizer": ft.optim.sgd(0.1)}
@@ -161,6 +166,31 @@ def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path, as_loader
     with pytest.warns(UserWarning, match="has 4 batches, and the run that is resumed had read 5 in this") as caught:
         run(tmp_path, 6, ft.optim.sgd(0.1), data=batches(4, as_loader))
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("sampler", [None, "weighted"])
+@pytest.mark.parametrize(("done", "warns"), [(2, False), (3, False), (4, True), (6, True)])
+def test_a_loader_that_shuffles_begins_again_with_the_order_of_its_first_pass(tmp_path, done, warns, sampler):
+    def read(until):
+        generator, batches = torch.Generator().manual_seed(0), []
+        chooses = (
+            {"shuffle": True}
+            if sampler is None
+            else {"sampler": WeightedRandomSampler([1.0] * 6, 6, generator=generator)}
+        )
+        data = DataLoader(torch.arange(6.0)[:, None].expand(6, 2), 2, generator=generator, **chooses)
+        step = ft.train_step(lambda params, batch: batches.append(batch) or loss(params, batch), ft.optim.sgd(0.1))
+        checkpoints = None if until is None else ft.Checkpoints(tmp_path, every=100)
+        kept = {"checkpoints": checkpoints, "progress": False}
+        ft.fit(step, step.init({"w": torch.ones(2)}), data, steps=until or 12, **kept)
+        return batches
+
+    uninterrupted, first = read(None), read(done)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = read(12)
+    assert any("had made" in str(each.message) for each in caught) is warns
+    assert all(map(torch.equal, first + resumed, uninterrupted)) is not warns
 
 
 def test_an_iterator_without_batches_after_those_that_were_read(tmp_path):

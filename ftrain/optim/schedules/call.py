@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -74,6 +75,14 @@ class Call:
             elif value != parameter.default:
                 texts.append(f"{name}={_text(value)}")
         return f"{self.function.__name__}({', '.join(texts)})"
+
+
+def is_told_by_text(schedule: Any) -> bool:
+    """Whether the text of a schedule tells its values: it is a `Call`, and has no function of a user in it."""
+    if not isinstance(schedule, Call):
+        return not callable(schedule)
+    values = (value if isinstance(value, list) else [value] for value in schedule.arguments.values())
+    return all(map(is_told_by_text, itertools.chain.from_iterable(values)))
 
 
 def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None:

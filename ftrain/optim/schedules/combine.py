@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ftrain.errors import OptionError, whole_number
 from ftrain.optim.schedules.call import RETURNS_SCHEDULE, describe, schedule
@@ -31,11 +32,19 @@ def as_schedule(value: float | Schedule) -> Schedule:
     return schedule_of("as_schedule", "value", value)
 
 
+def _listed(function: str, argument: str, values: Any) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise OptionError(f"{function}: {argument} is {values!r}, needs a list of {argument}")
+    return list(values)
+
+
 def _schedules(function: str, argument: str, values: Sequence[float | Schedule]) -> list[Schedule]:
+    values = _listed(function, argument, values)
     return [schedule_of(function, f"{argument}[{i}]", value) for i, value in enumerate(values)]
 
 
 def _boundaries(function: str, argument: str, values: Sequence[int]) -> list[int]:
+    values = _listed(function, argument, values)
     steps = [whole_number(function, f"{argument}[{i}]", step) for i, step in enumerate(values)]
     require_sorted(function, argument, steps)
     return steps

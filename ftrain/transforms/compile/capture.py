@@ -23,6 +23,7 @@ from ftrain import _torch
 from ftrain._torch import compile as torch_compile
 from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
 from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
+from ftrain.random import torch_ops
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile.fallback import attempted
 
@@ -71,6 +72,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
             with mode:
                 graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
         _require_traceable_collectives(graph)
+        _require_no_draws_in_branches(graph)
         if _host_draws() != host_draws:
             raise TraceError(
                 "the loss draws from the generator of Python or NumPy, and a graph would repeat these numbers in each "
@@ -121,6 +123,19 @@ def _require_traceable_collectives(graph: fx.GraphModule) -> None:
             f"the loss calls a collective of torch.distributed ({called[0]}), which cannot be part of a graph; use "
             "DTensors, as under 'A loss that compares examples' of docs/parallel.md"
         )
+
+
+def _require_no_draws_in_branches(graph: fx.GraphModule) -> None:
+    """Raises a TraceError for a random operation in a branch of a condition, which would not draw from the key."""
+    for part in graph.modules():
+        if part is graph or not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if node.op == "call_function" and torch_ops.is_draw(node.target, node.args, node.kwargs):
+                raise TraceError(
+                    f"a branch of torch.cond draws random numbers ({node.target}), and a graph would draw them from a "
+                    "global generator; draw before the condition, or from the key of the step (rng=, ft.random)"
+                )
 
 
 def _require_real(captured: fx.GraphModule) -> fx.GraphModule:

@@ -148,11 +148,11 @@ class _Compiled:
 
     @property
     def text(self) -> str:
-        """How the step prints: with the lowering that was chosen, and the reason if there is one."""
-        graphs = {each.text: None for each in self._cache.graphs if each.text} if self._cache else {}
+        """How the step prints: with the lowering that was chosen, and the beginning of the reason if there is one."""
+        graphs = {f"{each.text:.400}": None for each in self._cache.graphs if each.text} if self._cache else {}
         donate = ["donate"] if self._step.donate else []
         text = f"compiled({', '.join([self._lowering, *donate, *graphs])})"
-        return f"{text}  # {self._why}" if self._why else text
+        return f"{text}  # {self._why:.400}" if self._why else text
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], key_data: tuple[int, int]) -> Lowered:
         """Compile for a state and a batch like these, and describe what was compiled."""

@@ -16,7 +16,8 @@ from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.targets import Target
 from ftrain.transforms.lora.trees import ADAPTERS, BASE, TreeAdapters
 from ftrain.transforms.lora.weights import adapted, norms
-from ftrain.types import TrainState, replace
+from ftrain.tree.derived import derived
+from ftrain.types import TrainState
 
 SLOT = "lora"
 
@@ -53,7 +54,7 @@ def merge(step: Step, state: TrainState) -> TrainState:
             params[target.weight], norm = _merged(target, base, adapters)
             if norm is not None:
                 slot["norms"][target.name] = norm
-    return replace(state, params=params, frozen=None, slots={**state.slots, SLOT: slot})
+    return derived(state, params=params, frozen=None, slots={**state.slots, SLOT: slot})
 
 
 def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
@@ -124,7 +125,7 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     _, frozen = tree.split(whole, lambda name, leaf: name in trained)
     frozen = frozen if tree.leaves(frozen) else None
     slots = {name: slot for name, slot in merged.slots.items() if name != SLOT}
-    return replace(merged, params=params, frozen=frozen, slots=slots)
+    return derived(merged, params=params, frozen=frozen, slots=slots)
 
 
 def _unmerged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters, norm: Tensor | None) -> Tensor:

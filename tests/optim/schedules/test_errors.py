@@ -159,6 +159,14 @@ class TestErrors:
         with pytest.raises(OptionError, match=r": total is None, needs a whole number of at least 0$"):
             schedules.named(name, 1.0, 10)
 
+    @pytest.mark.parametrize(
+        ("arguments", "needed"),
+        [(([0.1, 0.2], 100), "boundaries is 100, needs a list"), ((0.1, [3]), r"schedules is 0\.1, needs a list")],
+    )
+    def test_chain_needs_lists(self, arguments: tuple[Any, Any], needed: str) -> None:
+        with pytest.raises(OptionError, match=f"^chain: {needed}"):
+            chain(*arguments)
+
     @pytest.mark.parametrize(("parts", "boundaries"), [([], []), ([1.0], [2]), ([1.0, 2.0], []), ([], [1])])
     def test_chain_counts(self, parts: list[float], boundaries: list[int]) -> None:
         found = f"{len(parts)} schedules and {len(boundaries)} boundaries"

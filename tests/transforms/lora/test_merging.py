@@ -76,6 +76,8 @@ def test_the_average_is_merged_too():
     merged = ft.adapters.merge(step, averaged)
     assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(evaluated(step.loss, averaged), abs=1e-10)
     assert evaluated(step.loss, averaged) != pytest.approx(evaluated(step.loss, state), abs=1e-6)
+    with pytest.raises(StructureError, match=r"average first: ft\.adapters\.merge\(step, ft\.averaged\(state\)\)"):
+        ft.averaged(ft.adapters.merge(step, state))
 
 
 def test_a_module_that_was_donated_gets_the_merged_weights():
