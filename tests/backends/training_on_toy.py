@@ -468,7 +468,7 @@ def without_float64_compiled_steps_get_their_rates(name, module):
         assert "whole" in repr(step), repr(step)
         return state, history
 
-    needed, wanted = run("cpu", backend="aot_eager")
+    needed, wanted = run("cpu", backend="eager")
     with without_float64(name, module):
         found, history = run(name)
     rates = [column for column in wanted[0] if column.startswith("lr") or column.endswith("/lr")]

@@ -23,13 +23,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, two weights tied across them, BatchNorm, a parameter without axis and one whose first axis is 1."""
+    """Blocks, two weights tied across them, BatchNorm, a parameter without axis and one whose first axis is 1."""
 
-    def __init__(self, *, batch_norm=False):
+    def __init__(self, *, batch_norm=False, blocks=2):
         super().__init__()
         self.inner = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.blocks[1].out.weight = self.blocks[0].out.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks[-1].out.weight = self.blocks[0].out.weight
         self.norm = nn.BatchNorm1d(6) if batch_norm else nn.Identity()
         self.head, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(1.3))
         self.bias = nn.Parameter(torch.randn(1, 3))
