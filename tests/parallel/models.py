@@ -41,6 +41,18 @@ class Model(nn.Module):
         return self.head(self.norm(x)) * self.scale + self.bias
 
 
+class Small(nn.Module):
+    """Two blocks with dropout, of few operations, for a step that several ranks compile; a parameter without axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)))
+        self.head, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x):
+        return self.head(self.blocks(x)) * self.scale
+
+
 def loss(model, batch):
     """Return a mean over weights, which are 0 for some examples, a metric that is no `Mean`, and one that is."""
     outputs = model(batch["x"])
@@ -68,10 +80,10 @@ def batches(count=3, length=12, seed=3):
         yield {"x": draw(length, 5), "y": draw(length, 3), "weight": weight}
 
 
-def step_of(*wrappers, criterion=loss, optimizer=None, **options):
+def step_of(*wrappers, criterion=loss, optimizer=None, model=Model, **options):
     with _seeding:  # Ranks are threads, and torch's generator is one.
         torch.manual_seed(1)
-        module = Model(**options).double()
+        module = model(**options).double()
     optimizer = optimizer or ft.optim.adamw(1e-2, weight_decay=0.1)
     return ft.compose(ft.train_step(ft.from_module(module, criterion), optimizer), *wrappers)
 

@@ -114,9 +114,8 @@ def captured(rank, shape, level, optimizer, *wrappers):
     try:
         mesh = ft.parallel.mesh(replicate=shape[0])
         compiled = ft.compiled(lowering="whole", backend="eager")
-        # What is captured of a second block is as of the first; at level 3 one is gathered while the other runs.
-        blocks = 2 if level == 3 else 1
-        step = models.step_of(*wrappers, ft.sharded(mesh, level), compiled, optimizer=optimizer(), blocks=blocks)
+        sharded = ft.sharded(mesh, level)
+        step = models.step_of(*wrappers, sharded, compiled, optimizer=optimizer(), model=models.Small)
         batch = next(models.batches(length=10))
         state, _ = step(step.init(seed=0), batch)
         with Recorder(groups(mesh)) as recorder:

@@ -837,7 +837,7 @@ def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
     assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
 
 
-@pytest.mark.parametrize("make", [optim.adamw_8bit, functools.partial(optim.adamw, state_dtype="bf16")])
+@pytest.mark.parametrize("make", [optim.adamw_8bit, *exhaustive([functools.partial(optim.adamw, state_dtype="bf16")])])
 def test_the_operations_of_a_prediction_do_not_grow_with_a_narrow_optimizer_state(make, monkeypatch):
     monkeypatch.setattr(grouping, "BLOCK", 2048)
 
