@@ -167,6 +167,22 @@ def test_a_compiled_step_of_each_level_equals_one_rank(level, blocks, tmp_path):
         assert metrics == pytest.approx(reference_metrics, rel=1e-12)
 
 
+def planning(tell, rank):
+    """Plan for as many ranks as there are, and train on them."""
+    step, batch = models.step_of(), next(models.batches())
+    planned = ft.anatomy(step, None, batch, mesh=(1, 2), level=3)
+    state, _ = models.train(ft.sharded(ft.parallel.mesh(), 3)(step), [batch])
+    tell([planned.params, sum(leaf.numel() for leaf in state.params.values())])
+
+
+def test_ranks_are_not_taken_for_those_that_were_planned():
+    """Torch keeps what it finds out about tensors on a mesh, for other meshes that equal it."""
+    with started(2, planning) as ranks:
+        counts = [rank.hear() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [0, 0]
+    assert all(planned == found for planned, found in counts)
+
+
 def contrastive(axis, *wrappers):
     """Return the parameters after three steps of a loss that compares all examples of the batch."""
 
