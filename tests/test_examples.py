@@ -114,7 +114,7 @@ def as_a_rank(tell, rank: int, options: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "steps", "options", "by"),
     [
-        # Of the loading of torch by each rank, `tests/parallel/test_torchrun.py` has enough.
+        # Forked, so that torch is loaded already; `tests/parallel/test_torchrun.py` starts ranks as a user does.
         (2, 4, "--shard 2", "forks"),
         pytest.param(2, 4, "--shard 2", "torchrun", marks=pytest.mark.exhaustive),
         pytest.param(4, 30, "--replicate 2 --shard 2", "torchrun", marks=pytest.mark.exhaustive),
