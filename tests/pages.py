@@ -7,10 +7,12 @@ import contextlib
 import doctest
 import io
 import re
+import types
 
 import pytest
 
 from ftrain.backends import registry
+from ftrain.profiling import timing
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -43,6 +45,9 @@ def run(path, directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(registry, "_records", dict(registry._records))
+        # How long something takes is not asked here, and what is there already need not be looked through before it.
+        patch.setattr(timing, "TURN", 0.002)
+        patch.setattr(timing, "gc", types.SimpleNamespace(collect=int))
         for index, (language, line, code) in enumerate(blocks):
             if language != "python":
                 continue

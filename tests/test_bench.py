@@ -28,7 +28,7 @@ from bench.timing import interleaved
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = Settings(rounds=1, seconds=0.0, tiny=True, compile_backend="aot_eager")
+SETTINGS = Settings(rounds=1, seconds=0.0, tiny=True, compile_backend="eager")
 
 
 def wrong(task: Task):

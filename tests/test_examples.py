@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 import ftrain as ft
 from tests.exhaustive import exhaustive
+from tests.faults.forks import quiet_forks
+from tests.parallel.processes import started
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"step", "seconds", "loss", "bpb", "grad_norm", "lr"}
@@ -101,34 +103,38 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     assert re.search(r"<- with_amp\(auto\) \[auto: (bf16|float32) on \w+\]\n", printed)
 
 
+def as_a_rank(tell, rank: int, options: list[str]) -> None:
+    """Run the example in a process that has torch loaded already and the variables that torchrun sets."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = ["train_lm.py", *options]
+    runpy.run_path(str(ROOT / "examples" / "train_lm.py"), run_name="__main__")
+
+
+@quiet_forks
 @pytest.mark.parametrize(
-    ("size", "steps", "options"),
+    ("size", "steps", "options", "by"),
     [
-        (2, 4, "--shard 2"),
-        pytest.param(4, 30, "--replicate 2 --shard 2", marks=pytest.mark.exhaustive),
-        pytest.param(4, 30, "--shard 4", marks=pytest.mark.exhaustive),
-        pytest.param(4, 30, "--replicate 4 --level 0", marks=pytest.mark.exhaustive),
+        # Forked, so that torch is loaded already; `tests/parallel/test_torchrun.py` starts ranks as a user does.
+        (2, 4, "--shard 2", "forks"),
+        pytest.param(2, 4, "--shard 2", "torchrun", marks=pytest.mark.exhaustive),
+        pytest.param(4, 30, "--replicate 2 --shard 2", "torchrun", marks=pytest.mark.exhaustive),
+        pytest.param(4, 30, "--shard 4", "torchrun", marks=pytest.mark.exhaustive),
+        pytest.param(4, 30, "--replicate 4 --level 0", "torchrun", marks=pytest.mark.exhaustive),
     ],
 )
 def test_train_lm_prints_the_same_losses_on_ranks(
-    tmp_path: Path, size: int, steps: int, options: str, run_here
+    tmp_path: Path, size: int, steps: int, options: str, by: str, run_here
 ) -> None:
     # Where "auto" is bfloat16, ranks round otherwise than one does.
-    alone = [
-        *TINY.split(),
-        "--steps",
-        str(steps),
-        "--layers",
-        "2",
-        "--accumulate",
-        "2",
-        "--no-compile",
-        "--amp",
-        "none",
-    ]
-    run_here("train_lm.py", *alone, "--out", str(tmp_path / "alone"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    run("train_lm.py", *alone, *options.split(), "--out", str(tmp_path / "ranks"), launcher=launcher)
+    given = f"{TINY} --steps {steps} --layers 2 --accumulate 2 --no-compile --amp none"
+    run_here("train_lm.py", *given.split(), "--out", str(tmp_path / "alone"))
+    on_ranks = [*given.split(), *options.split(), "--out", str(tmp_path / "ranks")]
+    if by == "torchrun":
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        run("train_lm.py", *on_ranks, launcher=launcher)
+    else:
+        with started(size, as_a_rank, on_ranks) as ranks:
+            assert [rank.end() for rank in ranks] == [0] * size
     records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("ranks", "alone")]
     assert len(records[0]) == len(records[1]) == steps + 1
     for ours, theirs in zip(*(map(json.loads, lines) for lines in records), strict=True):
@@ -160,7 +166,7 @@ def test_train_lm_lists_its_options(run_here, capsys) -> None:
 
 
 def test_ladder_prints_what_techniques_bring_and_draws_it(tmp_path: Path, run_here) -> None:
-    tiny = "--batch 4 --length 32 --width 32 --layers 2 --rounds 1 --share 1.2 --techniques batch\\ size remat() --out"
+    tiny = "--batch 4 --length 32 --width 32 --layers 1 --rounds 1 --share 1.2 --techniques batch\\ size remat() --out"
     printed = run_here("ladder.py", *shlex.split(tiny), str(tmp_path))
     for part in (
         "at the peak, predicted;",

@@ -1,12 +1,15 @@
 """What `import ftrain` brings with it, in a process of its own."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import ftrain as ft
+from tests.backends import standins
 
 HEAVY = {
     "asyncio",
@@ -32,10 +35,14 @@ USED_LATER = {
 """Of this package: what most programs never use, and files that register operations. Together a sixth of the time."""
 
 SHOWN = """
-import sys, torch
+import json, sys, time, torch
 before = {*sys.modules}
-import ftrain
-print(*sorted({*sys.modules} - before))
+import ftrain as ft
+brought = {*sys.modules} - before
+began = time.process_time()
+ft.backends.names()
+ft.backends.default()
+print(json.dumps([[*brought], [*sys.modules], time.process_time() - began]))
 """
 
 WITHOUT_DISTRIBUTED = """
@@ -83,9 +90,22 @@ def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_rank
     assert refusals[3].startswith("FtrainError with_amp(fp8): ")
 
 
-def test_nothing_heavy_is_imported():
+@pytest.fixture(scope="module")
+def shown():
+    """The modules that `import ftrain` brings; those when a device was chosen; the seconds that this has taken."""
     root = Path(ft.__file__).parents[1]
     found = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
-    brought = found.stdout.split()
+    return json.loads(found.stdout)
+
+
+def test_nothing_heavy_is_imported(shown):
+    brought = shown[0]
     assert "ftrain.step" in brought
     assert not (HEAVY | USED_LATER) & {*brought}
+
+
+def test_nothing_of_a_vendor_is_imported_before_it_is_asked_for(shown):
+    _, imported, took = shown
+    packages = {package.split(".")[0] for package in standins.PACKAGES.values()}
+    assert not packages & {name.split(".")[0] for name in imported}
+    assert took < 1.0

@@ -18,6 +18,13 @@ class PlannedMesh(DeviceMesh):
         with private_names():
             super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
+    # Torch keeps what it finds out about a DTensor for meshes that are equal: ranks must not get one without groups.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlannedMesh) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((PlannedMesh, self.shape))
+
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the index of the first rank along any axis."""
         return 0

@@ -40,17 +40,17 @@ def make(*wrappers):
     return ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2, weight_decay=0.1)), *wrappers)
 
 
-def batches(count=3, rows=256):
+def batches(count=3, rows=32):
     return list(torch.randn(count, rows, WIDTH, generator=torch.Generator().manual_seed(1)).unbind())
 
 
-def train(device, *wrappers, rows=256):
+def train(device, *wrappers, rows=32):
     step = make(*wrappers)
     state, history = ft.fit(step, step.init(device=device), batches(rows=rows), progress=False)
     return state, history["loss"]
 
 
-def most(module, *wrappers, rows=256):
+def most(module, *wrappers, rows=32):
     """Bytes on the device at most in a step, beyond those before; the least of three, for threads may free late."""
     step = ft.donated()(make(*wrappers))
     batch = batches(rows=rows)[0].to("toy")
@@ -139,7 +139,7 @@ def it_is_saved_and_resumed(name, module):
     with tempfile.TemporaryDirectory() as directory:
         for steps in (2, 3):
             step = make(ft.offload("opt_state", min_bytes=0))
-            data = ft.data.loader(ft.data.arrays(torch.cat(batches())), 256, shuffle=False)
+            data = ft.data.loader(ft.data.arrays(torch.cat(batches())), 32, shuffle=False)
             checkpoints = ft.Checkpoints(directory, every=2)
             options = {"steps": steps, "checkpoints": checkpoints, "progress": False}
             state, history = ft.fit(step, step.init(device="toy"), data, **options)

@@ -243,7 +243,7 @@ def it_compiles_with_the_compiler_of_its_record(name, module):
         return ft.fit(step, state, batches(), progress=False)
 
     ours, history = compiled(name)
-    theirs, needed = compiled("cpu", backend="aot_eager")
+    theirs, needed = compiled("cpu", backend="eager")
     return history["loss"] == needed["loss"] and not differ(ours, theirs)
 
 
@@ -272,7 +272,7 @@ def a_compiled_step_reads_nothing_that_the_loss_makes_on_the_host(name, module):
         return ft.fit(step, step.init({"w": torch.ones(16, 3)}, device=device), batches(), progress=False)
 
     ours, history = run(name, backend="ftrain_toy_watched")
-    theirs, needed = run("cpu", backend="aot_eager")
+    theirs, needed = run("cpu", backend="eager")
     # A number, which the kernel gets as such: the tensor, and its copy. And the one from outside.
     assert sorted(seen) == ["call_function", "get_attr", "get_attr"], seen
     return history["loss"] == needed["loss"] and not differ(ours, theirs)
@@ -468,7 +468,7 @@ def without_float64_compiled_steps_get_their_rates(name, module):
         assert "whole" in repr(step), repr(step)
         return state, history
 
-    needed, wanted = run("cpu", backend="aot_eager")
+    needed, wanted = run("cpu", backend="eager")
     with without_float64(name, module):
         found, history = run(name)
     rates = [column for column in wanted[0] if column.startswith("lr") or column.endswith("/lr")]

@@ -98,8 +98,8 @@ def crash(tell, directory, act, step, options, at, moment):
         act(directory, step, **options)
 
 
-STRIDE = times(1, 8)
-"""One of so many points is tried, and the last; another one in each story, so that all are tried in some story."""
+STRIDE = times(1, 16)
+"""One of so many points is tried, and the last; another one in each story."""
 
 
 def points(made, offset=0):

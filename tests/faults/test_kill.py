@@ -59,7 +59,7 @@ def heard(child):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, fast):
     draw, directory, options, within, left = random.Random(mode), fast / "run", MODES[mode], 0, 0
-    count = times(3400, 12)
+    count = times(3400, 8)
     span = took(directory, options)
     known = newest(directory)
     with tally(f"SIGKILL in a save, {mode}") as tries:

@@ -223,7 +223,7 @@ def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
 
 
 @pytest.mark.parametrize(
-    "wrappers", [(), (ft.accumulate(2),), (ft.compiled(backend="aot_eager"),)], ids=["eager", "accumulate", "compiled"]
+    "wrappers", [(), (ft.accumulate(2),), (ft.compiled(backend="eager"),)], ids=["eager", "accumulate", "compiled"]
 )
 def test_a_tensor_outside_of_the_state_that_requires_a_gradient_does_not_train_and_the_log_says_so(wrappers, caplog):
     offset = torch.zeros(1, requires_grad=True)

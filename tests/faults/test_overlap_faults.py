@@ -10,7 +10,7 @@ import ftrain as ft
 from ftrain.errors import LossError, StructureError
 from tests.faults.problem import failing
 
-WHOLE = ft.compiled(backend="aot_eager", lowering="whole")
+WHOLE = ft.compiled(backend="eager", lowering="whole")
 
 
 class Views(nn.Module):

@@ -151,7 +151,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     draw, at_once = random.Random(name), 0
     states, takes = whole()[2], step_length(tmp_path / "first")
     with tally(f"signals: {name} twice") as tries:
-        for tried in range(1, times(150, 6) + 1):
+        for tried in range(1, times(150, 4) + 1):
             tries.runs = tried
             directory = tmp_path / str(tried)
             moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]

@@ -118,8 +118,8 @@ HISTORY = {"fit": 512}
 """Bytes that a step may add to what a run returns: a dict of floats of its history. Told is what it does add."""
 
 KINDS = {
-    "saves": (saving, 10_000, 80),
-    "loads": (loading, 10_000, 80),
+    "saves": (saving, 10_000, 40),
+    "loads": (loading, 10_000, 40),
     "runs": (entering, 2_000, 40),
     "steps": (stepping, 200_000, 1_000),
     "fit": (fitting, 40_000, 400),

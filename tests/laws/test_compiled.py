@@ -155,7 +155,7 @@ def test_auto_says_which_lowering_it_took(caplog):
         return loss if loss.total.item() > 0 else ft.Mean(-loss.total, loss.weight)
 
     _, step = build((), p=0.0, criterion=branching, blocks=1)
-    chosen = ft.compiled(backend="aot_eager")(step)
+    chosen = ft.compiled(backend="eager")(step)
     assert "compiled(auto)" in repr(chosen)
     with caplog.at_level(logging.WARNING, logger="ftrain"):
         found, _ = train(chosen)
@@ -221,7 +221,7 @@ def test_split_steps_with_one_loss_are_all_compiled():
     most = torch._dynamo.config.recompile_limit
     for width in range(2, most + 4):
         loss = ft.from_module(torch.nn.Linear(width, 1), lambda model, batch: model(batch).square().mean())
-        step = ft.compiled(lowering="split", backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
+        step = ft.compiled(lowering="split", backend="eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
         step(step.init(), torch.ones(4, width))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
 
@@ -234,7 +234,7 @@ def test_as_many_shapes_are_compiled_as_max_graphs_says():
     torch._dynamo.utils.counters.clear()
     loss = ft.from_module(torch.nn.Linear(3, 1), lambda model, batch: model(batch).square().mean())
     state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 10
-    evaluation = ft.compiled(lowering="split", backend="aot_eager", max_graphs=most)(ft.eval_step(loss))
+    evaluation = ft.compiled(lowering="split", backend="eager", max_graphs=most)(ft.eval_step(loss))
     ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, most + 2)])
     ft.evaluate(evaluation, state, [torch.ones(2, 3)], dtype="bf16")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 1

@@ -106,7 +106,7 @@ def test_inductor():
 @pytest.mark.parametrize("cut", ["accumulate 2", "split 5"])
 def test_compiled_split_by_the_losses_own_key(cut):
     wrappers, pieces = CUTS[cut]
-    split = ft.compiled(lowering="split", backend="aot_eager", fullgraph=True)
+    split = ft.compiled(lowering="split", backend="eager", fullgraph=True)
     assert_same(factors(revealing(one), *wrappers, split, pieces=pieces), factors(revealing(one)))
 
 

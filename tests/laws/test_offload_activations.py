@@ -96,8 +96,8 @@ def test_no_bit_changes_beside_remat(name, sent):
     [pytest.param("split", "aot_eager", marks=pytest.mark.exhaustive), ("auto", "eager")],
 )
 def test_a_split_step_computes_the_same(backend, lowering, sent):
-    _, plain = build((), ft.compiled(lowering="split", backend=backend), p=0.0)
-    _, step = build((), offloaded(), ft.compiled(lowering=lowering, backend=backend), p=0.0)
+    _, plain = build((), ft.compiled(lowering="split", backend=backend), p=0.0, blocks=1)
+    _, step = build((), offloaded(), ft.compiled(lowering=lowering, backend=backend), p=0.0, blocks=1)
     assert_equal(train(step)[0], train(plain)[0])
     assert sent
     assert "compiled(split" in repr(step)

@@ -80,10 +80,10 @@ def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
     ],
 )
 def test_the_loss_alone_is_compiled(names, donate, tmp_path):
-    _, plain = build(names, *[ft.donated()] * donate)
+    _, plain = build(names, *[ft.donated()] * donate, blocks=1)
     compiled = ft.compiled(backend="eager", donate=donate)
     for wrappers in ((compiled, offloaded(tmp_path)), (offloaded(tmp_path), compiled)):
-        _, step = build(names, *wrappers)
+        _, step = build(names, *wrappers, blocks=1)
         state, _ = train(step)
         assert_equal(state, train(plain)[0])
         assert all(in_files(state))

@@ -11,7 +11,6 @@ from tests.laws.test_pipelines import assert_equal
 
 F64 = torch.float64
 EVERY = [*OPTIMIZERS, *COMBINED]
-WITHIN_NESTED = {"adjustable", "lookahead", "noisy"}
 each = pytest.mark.parametrize("name", EVERY)
 alone = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -125,8 +124,8 @@ def test_a_bad_step_changes_nothing(name, wrapper, poison):
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves((after.params, after.opt_state)))
 
 
-# "nested" is made of what these are.
-@pytest.mark.parametrize("name", choose(EVERY, [name for name in EVERY if name not in WITHIN_NESTED]))
+# What "nested" is made of takes a third of its time.
+@pytest.mark.parametrize("name", choose(EVERY, [name for name in EVERY if name != "nested"]))
 def test_compiled_equals_eager(name):
     found = train(build(name, ft.compiled(lowering="whole", backend="eager", donate=True)))
     assert_near(found, train(build(name)))

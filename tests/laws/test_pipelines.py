@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from tests.exhaustive import choose
+from tests.exhaustive import choose, exhaustive_rows
 from tests.laws import oracle, registry
 from tests.laws.models import keyed_loss, make_batch, make_model, token_loss
 from tests.laws.registry import ALONE, PAIRS, SAME_ARROW, STACKS, is_guarded, is_narrow
@@ -20,6 +20,8 @@ def label(names):
 
 
 interacting = pytest.mark.parametrize("names", choose(ALL, INTERACTING), ids=label)
+# What one writes in place, it writes beside any other; the stacks have many others.
+combined = pytest.mark.parametrize("names", choose(ALL, [*ALONE, *STACKS]), ids=label)
 
 
 def build(names, *more, criterion=token_loss, **of_model):
@@ -84,7 +86,7 @@ def test_pipeline_equals_the_hand_written_oracle(names):
         assert [bool(m["spike"]) for m in metrics] == needed["spikes"]
 
 
-@interacting
+@combined
 def test_step_is_pure(names):
     _, step = build(names)
     state, _ = train(step, 1)
@@ -96,7 +98,7 @@ def test_step_is_pure(names):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@interacting
+@combined
 def test_donation_changes_no_bit(names):
     _, step = build(names)
     assert_equal(train(ft.donated(step))[0], train(step)[0])
@@ -168,8 +170,8 @@ def train_on(step, batches, seed=0):
     [
         ("eager", "full"),
         ("eager", "dots"),
-        ("captured", "full"),
-        pytest.param("captured", "dots", marks=pytest.mark.exhaustive),
+        # `test_compiled_equals_eager` captures it, and `test_remat` some of its policies.
+        *exhaustive_rows([("captured", "full"), ("captured", "dots")]),
     ],
 )
 def test_remat_gradients_are_bit_equal(policy, lowering):

@@ -19,7 +19,7 @@ from tests.laws.optimizers import COMBINED, OPTIMIZERS
 from tests.laws.registry import ALONE
 from tests.laws.test_optimizers import build as build_optimizer
 from tests.laws.test_optimizers import train as train_optimizer
-from tests.laws.test_pipelines import assert_equal, build, train
+from tests.laws.test_pipelines import assert_equal, blocks_for, build, train
 
 module = importlib.import_module("ftrain.transforms.update_in_backward")
 SUITS = ("bf16", "remat", "remat_dots", "ema", "swa")
@@ -63,8 +63,8 @@ def test_no_bit_changes_with_any_optimizer(name, more):
 def test_a_whole_graph_computes_the_same(donate, backend):
     compiled = ft.compiled(lowering="whole", backend=backend, donate=donate)
     for names in (("remat",), ("bf16", "ema")):
-        _, plain = build(names, compiled)
-        _, step = build(names, ft.update_in_backward(), compiled)
+        _, plain = build(names, compiled, blocks=blocks_for(names))
+        _, step = build(names, ft.update_in_backward(), compiled, blocks=blocks_for(names))
         assert_equal(train(step)[0], train(plain)[0])
 
 

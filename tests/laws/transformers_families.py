@@ -19,7 +19,7 @@ SMALL = {
 
 
 def causal(config, model, **options):
-    config = getattr(transformers, config)(**SMALL, **options)
+    config = getattr(transformers, config)(**{**SMALL, **options})
     return getattr(transformers, model)(config)
 
 
@@ -52,7 +52,7 @@ def patch_tst():
 
 def gpt2():
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, bos_token_id=1, eos_token_id=2))
 
 
@@ -93,7 +93,7 @@ def gemma2():
 
 def qwen3_moe():
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-    return causal("Qwen3MoeConfig", "Qwen3MoeForCausalLM", num_key_value_heads=1, **experts)
+    return causal("Qwen3MoeConfig", "Qwen3MoeForCausalLM", num_key_value_heads=1, num_hidden_layers=1, **experts)
 
 
 def bert():

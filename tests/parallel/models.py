@@ -23,13 +23,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, two weights tied across them, BatchNorm, a parameter without axis and one whose first axis is 1."""
+    """Blocks, two weights tied across them, BatchNorm, a parameter without axis and one whose first axis is 1."""
 
-    def __init__(self, *, batch_norm=False):
+    def __init__(self, *, batch_norm=False, blocks=2):
         super().__init__()
         self.inner = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.blocks[1].out.weight = self.blocks[0].out.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks[-1].out.weight = self.blocks[0].out.weight
         self.norm = nn.BatchNorm1d(6) if batch_norm else nn.Identity()
         self.head, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(1.3))
         self.bias = nn.Parameter(torch.randn(1, 3))
@@ -39,6 +39,18 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)) * self.scale + self.bias
+
+
+class Small(nn.Module):
+    """Two blocks with dropout, of few operations, for a step that several ranks compile; a parameter without axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)))
+        self.head, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x):
+        return self.head(self.blocks(x)) * self.scale
 
 
 def loss(model, batch):
@@ -68,10 +80,14 @@ def batches(count=3, length=12, seed=3):
         yield {"x": draw(length, 5), "y": draw(length, 3), "weight": weight}
 
 
+<<<<<<< HEAD
 def step_of(*wrappers, criterion=loss, optimizer=None, trainable=None, **options):
+=======
+def step_of(*wrappers, criterion=loss, optimizer=None, model=Model, **options):
+>>>>>>> fbd1b11f85e06d9f2f384dffa8017e4648379bb5
     with _seeding:  # Ranks are threads, and torch's generator is one.
         torch.manual_seed(1)
-        module = Model(**options).double()
+        module = model(**options).double()
     optimizer = optimizer or ft.optim.adamw(1e-2, weight_decay=0.1)
     step = ft.train_step(ft.from_module(module, criterion), optimizer, trainable=trainable)
     return ft.compose(step, *wrappers)

@@ -12,6 +12,7 @@ import ftrain as ft
 from ftrain._torch import store
 from ftrain.checkpoint import Checkpoints, directory_lock, files
 from ftrain.errors import CheckpointError, RankError
+from tests.exhaustive import exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -124,7 +125,10 @@ def at_step(state, step):
 
 @pytest.mark.parametrize(
     ("function", "failing"),
-    [("write_at", 0), ("write_at", 2), ("opened", 2), ("created", 0), ("sync_directory", 0), ("rename", 0)],
+    [
+        *[("write_at", 2), ("opened", 2), ("created", 0), ("sync_directory", 0), ("rename", 0)],
+        *exhaustive_rows([("write_at", 0)]),
+    ],
 )
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_older_one(
     function, failing, tmp_path, monkeypatch

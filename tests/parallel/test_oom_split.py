@@ -56,12 +56,12 @@ def _modes(monkeypatch):
     return modes
 
 
-def trained(size, level, modes, at=None, faulty=1, wrappers=(), optimizer=None, **options):
+def trained(size, level, modes, at=None, faulty=1, wrappers=(), optimizer=None, model=models.Model, **options):
     """Return the whole states and histories of ranks, of which one runs out of memory at some operation."""
 
     def rank(number):
         modes.mode = Scarce(at) if at is not None and number == faulty else None
-        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer)
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer, model=model)
         options_of_fit = {"on_oom": "split", "progress": False, **options}
         state, history = ft.fit(step, step.init(seed=5), list(models.batches()), **options_of_fit)
         if at is not None:
@@ -215,7 +215,8 @@ def compiled_rank(tell, number, level, directory, faults):
 
     stand_in.run_graph = scarcely
     wrappers = ft.ema(0.8), ft.compiled(lowering="whole", backend="eager")
-    step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(timeout=60), level), optimizer=ft.optim.sgd(0.05))
+    sharded = ft.sharded(ft.parallel.mesh(timeout=60), level)
+    step = models.step_of(*wrappers, sharded, optimizer=ft.optim.sgd(0.05), model=models.Small)
     options = {"checkpoints": ft.Checkpoints(directory / "run", every=1), "on_oom": "split", "progress": False}
     state, history = ft.fit(step, step.init(seed=5), list(models.batches()), **options)
     assert not remaining
@@ -236,7 +237,9 @@ def compiled_rank(tell, number, level, directory, faults):
     ],
 )
 def test_compiled_steps_are_split_together(level, faults, pieces, tmp_path, modes):
-    ((expected, history),) = trained(1, 0, modes, wrappers=(ft.ema(0.8),), optimizer=ft.optim.sgd(0.05))
+    ((expected, history),) = trained(
+        1, 0, modes, wrappers=(ft.ema(0.8),), optimizer=ft.optim.sgd(0.05), model=models.Small
+    )
     with started(2, compiled_rank, level, tmp_path, faults) as ranks:
         assert [rank.hear() for rank in ranks] == ["done"] * 2
     for number in range(2):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import ftrain as ft
 from ftrain.errors import BatchError
+from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.faults.forks import BROKEN, quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -108,13 +109,13 @@ def distance(params, batch):
     return (params["w"] - batch).square().sum((1, 2)).mean() + params["b"].square()
 
 
-def compressing(tell, rank, path):
-    """Save what three steps end with, eager and compiled, for each way to compress."""
+def compressing(tell, rank, path, names):
+    """Save what three steps end with, eager and compiled, for each of these ways to compress."""
     mesh, results = ft.parallel.mesh(), {}
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start, target = draw(6, 6), draw(4, 6, 6)
-    for name, reduce in METHODS.items():
-        states = []
+    for name in names:
+        states, reduce = [], METHODS[name]
         for wrappers in ([], [ft.compiled(lowering="whole", backend="aot_eager")]):
             step = ft.compose(
                 ft.train_step(distance, ft.optim.sgd(0.1)), ft.skip_nonfinite(), ft.sharded(mesh, 1, reduce), *wrappers
@@ -129,39 +130,57 @@ def compressing(tell, rank, path):
         torch.save(results, path)
 
 
-def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(tmp_path):
+@pytest.mark.parametrize("names", [["bf16", "powersgd", "sign"], *exhaustive([["fp16"]])], ids="+".join)
+def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(names, tmp_path):
     path = tmp_path / "states.pt"
-    with started(2, compressing, path) as ranks:
+    with started(2, compressing, path, names) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
     states = torch.load(path)
-    assert states.keys() == METHODS.keys()
+    assert [*states] == names
     for eager, compiled in states.values():
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
-def compiling(tell, rank, path, level):
+def compiling(tell, rank, path, level, blocks):
     """Save what three captured steps end with; what AOTAutograd makes of such graphs, the others ask."""
     sharded = ft.sharded(ft.parallel.mesh(), level)
     compiled = ft.compiled(lowering="whole", backend="eager")
-    state, history = models.train(models.step_of(ft.accumulate(2), ft.clip(0.05), sharded, compiled))
+    state, history = models.train(models.step_of(ft.accumulate(2), ft.clip(0.05), sharded, compiled, blocks=blocks))
     if rank == 0:
         torch.save((state.params, history), path)
 
 
-@pytest.mark.parametrize("level", [1, *(pytest.param(level, marks=pytest.mark.exhaustive) for level in (0, 2, 3))])
-def test_a_compiled_step_of_each_level_equals_one_rank(level, tmp_path):
+@pytest.mark.parametrize(("level", "blocks"), [(1, 1), *exhaustive_rows([(0, 1), (2, 1), (1, 2), (3, 2)])])
+def test_a_compiled_step_of_each_level_equals_one_rank(level, blocks, tmp_path):
     path = tmp_path / "state.pt"
-    with started(2, compiling, path, level) as ranks:
+    with started(2, compiling, path, level, blocks) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
 
     def alone(_):
-        return models.train(models.step_of(ft.accumulate(2), ft.clip(0.05), ft.sharded(ft.parallel.mesh())))
+        wrappers = ft.accumulate(2), ft.clip(0.05), ft.sharded(ft.parallel.mesh())
+        return models.train(models.step_of(*wrappers, blocks=blocks))
 
     ((reference, expected),) = run(1, alone)
     params, history = torch.load(path)
     torch.testing.assert_close(params, reference.params, rtol=1e-12, atol=1e-12)
     for metrics, reference_metrics in zip(history, expected, strict=True):
         assert metrics == pytest.approx(reference_metrics, rel=1e-12)
+
+
+def planning(tell, rank):
+    """Plan for as many ranks as there are, and train on them."""
+    step, batch = models.step_of(), next(models.batches())
+    planned = ft.anatomy(step, None, batch, mesh=(1, 2), level=3)
+    state, _ = models.train(ft.sharded(ft.parallel.mesh(), 3)(step), [batch])
+    tell([planned.params, sum(leaf.numel() for leaf in state.params.values())])
+
+
+def test_ranks_are_not_taken_for_those_that_were_planned():
+    """Torch keeps what it finds out about tensors on a mesh, for other meshes that equal it."""
+    with started(2, planning) as ranks:
+        counts = [rank.hear() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [0, 0]
+    assert all(planned == found for planned, found in counts)
 
 
 def contrastive(axis, *wrappers):

@@ -55,13 +55,13 @@ def assert_wrappers_equal_one_rank(names, sizes_and_levels):
 
 @pytest.mark.parametrize("names", registry.ALONE, ids="+".join)
 def test_each_wrapper_on_ranks_equals_one(names):
-    assert_wrappers_equal_one_rank(names, [(3, 3)])
+    assert_wrappers_equal_one_rank(names, [(2, 3)])
 
 
 @pytest.mark.parametrize("names", registry.STACKS, ids="+".join)
 def test_stacks_on_ranks_equal_one(names):
-    """Each stack on some numbers of ranks, and each of these with two stacks."""
-    some = [[(2, 0), (4, 3)], [(2, 1)], [(3, 2)]]
+    """Each stack on a number of ranks, and each of these with two stacks."""
+    some = [[(4, 3)], [(2, 1)], [(3, 2)]]
     assert_wrappers_equal_one_rank(names, some[registry.STACKS.index(names) % 3])
 
 
@@ -320,7 +320,7 @@ def test_a_metric_that_has_no_mean_is_an_error_with_unequal_microbatches_too(met
         run(1, steps_with_metric(metric))
 
 
-UNEVEN = [batch for length in (12, 7, 5, 2, 1, 12) for batch in models.batches(1, length, seed=length)]
+UNEVEN = [batch for length in (12, 7, 2, 1) for batch in models.batches(1, length, seed=length)]
 """Batches that 4 microbatches do not divide: with fewer examples than microbatches on a rank, and than ranks."""
 
 

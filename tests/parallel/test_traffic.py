@@ -116,12 +116,12 @@ def of_tokens(model, tokens):
 @pytest.mark.parametrize(
     ("level", "gathers", "scatters", "layers"),
     [
-        pytest.param(0, 0, 0, 2, id="level-0-2"),
-        pytest.param(1, 1, 1, 2, id="level-1-2"),
+        pytest.param(0, 0, 0, 1, id="level-0-1"),
+        pytest.param(1, 1, 1, 1, id="level-1-1"),
         pytest.param(3, 5, 3, 2, id="level-3-2"),
-        pytest.param(3, 7, 4, 3, id="level-3-3"),
-        pytest.param(0, 0, 0, 3, id="level-0-3", marks=pytest.mark.exhaustive),
-        pytest.param(1, 1, 1, 3, id="level-1-3", marks=pytest.mark.exhaustive),
+        pytest.param(0, 0, 0, 2, id="level-0-2", marks=pytest.mark.exhaustive),
+        pytest.param(1, 1, 1, 2, id="level-1-2", marks=pytest.mark.exhaustive),
+        pytest.param(3, 7, 4, 3, id="level-3-3", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_compiled_step_of_a_gpt_has_so_many_collectives_for_its_layers(layers, level, gathers, scatters):

@@ -58,7 +58,7 @@ def trained(size, level, forward, *wrappers, length=9, steps=2, **options):
     return run(size, rank)
 
 
-COMPILED = ft.compiled(lowering="whole", backend="aot_eager")
+COMPILED = ft.compiled(lowering="whole", backend="eager")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.profiling import problem
 
 
@@ -95,7 +95,7 @@ WRAPPERS = {
     "budget": (ft.remat(budget=0.5),),
     "update in backward": (ft.update_in_backward(), ft.donated()),
     "by value": (ft.clip(value=0.01),),
-    "clip within": (ft.clip(1.0), ft.accumulate(4)),
+    "clip within": (ft.clip(1.0), ft.accumulate(2)),
     "watched": (ft.with_amp("bf16", watch=True),),
     "accumulate": (ft.accumulate(4),),
     "clip": (ft.clip(1.0),),
@@ -149,14 +149,18 @@ def live_peak(step, state, batch):
     return mode.peak
 
 
-# Each wrapper with one model; with the others some that depend on the operations of the model.
-BY_OPERATIONS = {"plain", "bf16", "remat"}
+# With one model each wrapper, some only within the stack; with the others some that depend on their operations.
+CHOSEN = {
+    "gpt": WRAPPERS.keys() - {"donated", "bf16", "remat", "accumulate", "clip", "ema"},
+    "bert": {"bf16", "remat"},
+    "convnet": {"plain", "bf16", "remat"},
+}
 
 
 @pytest.mark.parametrize(
     ("model", "wrapper"),
     [
-        pytest.param(model, wrapper, marks=[] if model == "gpt" or wrapper in BY_OPERATIONS else pytest.mark.exhaustive)
+        pytest.param(model, wrapper, marks=[] if wrapper in CHOSEN[model] else pytest.mark.exhaustive)
         for model, wrapper in itertools.product(MODELS, WRAPPERS)
     ],
 )
@@ -203,8 +207,14 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", ["plain", "fp16"])
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        *((name, "plain") for name in FILTERS),
+        ("upscaled", "fp16"),
+        *exhaustive_rows((name, "fp16") for name in FILTERS if name != "upscaled"),
+    ],
+)
 def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
     make, shape = FILTERS[name]
     loss = ft.from_module(make(), lambda model, batch: model(batch["x"]).square().mean())
@@ -827,7 +837,7 @@ def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
     assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
 
 
-@pytest.mark.parametrize("make", [optim.adamw_8bit, functools.partial(optim.adamw, state_dtype="bf16")])
+@pytest.mark.parametrize("make", [optim.adamw_8bit, *exhaustive([functools.partial(optim.adamw, state_dtype="bf16")])])
 def test_the_operations_of_a_prediction_do_not_grow_with_a_narrow_optimizer_state(make, monkeypatch):
     monkeypatch.setattr(grouping, "BLOCK", 2048)
 

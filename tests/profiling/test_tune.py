@@ -25,7 +25,7 @@ def problem(*wrappers):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Let a step be tuned in times that are told, by pieces and policy."""
+    """Let a step be tuned in times that are told, by pieces and policy; what makes it slow is not asked."""
 
     def tune(step, given, times=None, **options):
         def by_step(name, racer):
@@ -33,6 +33,7 @@ def timed(monkeypatch):
             return next((took for mark, took in (times or {}).items() if mark in text), 1.0)
 
         monkeypatch.setattr(run, "race", scripted(by_step))
+        monkeypatch.setattr(run, "measured_hints", lambda *given, **options: [])
         for each in (run, search):
             monkeypatch.setattr(
                 each, "anatomy_for", lambda function, *rest: remembered(ft.anatomy)(*rest, measure=False)

@@ -123,7 +123,7 @@ def test_a_parameter_that_the_loss_does_not_use():
     assert torch.equal(step(step.init(params), batch)[0].params["b"], params["b"])
 
 
-@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="aot_eager"),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
     """An expert, say. The first gradients of two are one tensor, which must not become the memory of both sums."""
@@ -148,7 +148,7 @@ def test_one_compiled_loss_serves_all_pieces():
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
-    split = ft.compose(step, ft.accumulate(4), ft.compiled(lowering="split", backend="aot_eager"))
+    split = ft.compose(step, ft.accumulate(4), ft.compiled(lowering="split", backend="eager"))
     for _ in range(2):
         new, _ = split(state, batch)
     assert counters["stats"]["unique_graphs"] == 1
@@ -176,7 +176,7 @@ FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
         (ft.skip_nonfinite(1),),
         (ft.clip(100.0),),
         (ft.with_amp("fp16"),),
-        (ft.compiled(lowering="whole", backend="aot_eager"),),
+        (ft.compiled(lowering="whole", backend="eager"),),
     ],
     ids=["plain", "skip_nonfinite", "clip", "fp16", "whole"],
 )
@@ -229,7 +229,7 @@ def test_a_metric_that_has_no_mean(metric, found):
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(6e4, torch.float16), (250, torch.uint8), (1, torch.bool)])
-@pytest.mark.parametrize(("ranks", "pieces"), [(1, 300), (2, 150), (2, 1)])
+@pytest.mark.parametrize(("ranks", "pieces"), [(1, 60), (2, 30), (2, 1)])
 def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):
     """In their own dtype the sums overflow, wrap around, or are True."""
     number = torch.tensor(value, dtype=dtype)

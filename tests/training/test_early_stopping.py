@@ -99,7 +99,7 @@ def rates_by_hand():
 
 
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="aot_eager", max_graphs=1),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager", max_graphs=1),)], ids=["eager", "compiled"])
 def test_fit_lowers_the_rate(donate, wrappers):
     state, history = run(build(*wrappers), 10, donate=donate)
     assert history["lr"] == rates_by_hand()

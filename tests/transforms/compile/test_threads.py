@@ -70,7 +70,7 @@ def test_another_number_of_threads_is_another_graph(monkeypatch, two_threads):
         return compile_graph(*args)
 
     monkeypatch.setattr(capture, "compile_graph", counting)
-    step = ft.compiled(backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
+    step = ft.compiled(backend="eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
     state, batch = init(step), torch.arange(8).reshape(2, 4)
     for number in (2, 2, 3, 2):
         torch.set_num_threads(number)

@@ -58,7 +58,9 @@ def test_lora_is_the_module_with_adapters_written_out(kind, names):
     assert_equal(state.frozen, step.init().frozen)
 
 
-@pytest.mark.parametrize("names", NAMES[1:], ids="+".join)
+@pytest.mark.parametrize(
+    "names", choose(NAMES[1:], [("bf16",), ("remat",), ("sam",), ("ema",), *STACKS[:2]]), ids="+".join
+)
 def test_where_it_stands_makes_no_difference(names):
     first = train(build(names, 0, **KINDS["dora"])[1])
     for place in {1, len(names)}:
@@ -78,7 +80,7 @@ def test_a_step_is_pure_and_donation_changes_no_bit(names):
 
 @pytest.mark.parametrize(
     "names",
-    choose(NAMES[: -len(STACKS) + 1], [(), ("remat",)]),
+    choose(NAMES[: -len(STACKS) + 1], [("remat",)]),
     ids=label,
 )
 def test_captured_is_eager(names):
