@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+# Else each of the many processes of the tests would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Processes of tests: one more than two cores, for tests wait for children, disks and deadlines too.
 WORKERS ?= 3

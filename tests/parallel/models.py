@@ -80,11 +80,7 @@ def batches(count=3, length=12, seed=3):
         yield {"x": draw(length, 5), "y": draw(length, 3), "weight": weight}
 
 
-<<<<<<< HEAD
-def step_of(*wrappers, criterion=loss, optimizer=None, trainable=None, **options):
-=======
-def step_of(*wrappers, criterion=loss, optimizer=None, model=Model, **options):
->>>>>>> fbd1b11f85e06d9f2f384dffa8017e4648379bb5
+def step_of(*wrappers, criterion=loss, optimizer=None, trainable=None, model=Model, **options):
     with _seeding:  # Ranks are threads, and torch's generator is one.
         torch.manual_seed(1)
         module = model(**options).double()
