@@ -18,7 +18,7 @@ from bench.field import PEERS
 from bench.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
-CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(13)}
+CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(14)}
 GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(7)}
 
 
