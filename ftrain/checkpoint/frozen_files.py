@@ -1,6 +1,6 @@
 """Frozen parameters in the checkpoints of a run: written once, in a file that later checkpoints share by a hard link.
 
-No step changes them, so that every checkpoint of a fine-tuned model would hold the bytes of its base again.
+No step changes them, so that every checkpoint of a fine-tuned model would else hold the bytes of its base again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FrozenFiles:
         self._new_fingerprints: list[Any] = []
 
     def without_written(self, tree: LocalTree, ranks: Ranks) -> LocalTree:
-        """Return a tree that shares these files if no frozen parameter has changed on any rank; else the same tree."""
+        """Return the tree without what these files have; all of it if a frozen parameter has changed on any rank."""
         if not tree.frozen:
             return tree
         self._new_fingerprints = _fingerprints(tree)
@@ -52,7 +52,7 @@ class FrozenFiles:
         return written is not None and all(files.can_link(written.directory / file) for file in self._files)
 
     def remember(self, tree: LocalTree, path: Path, manifest: Manifest | None) -> None:
-        """Keep in mind that a tree was written as a checkpoint; only the first rank has its manifest."""
+        """Record that a tree was written as the checkpoint `path`; only the first rank has its manifest."""
         self._fingerprints = self._new_fingerprints
         if manifest is not None:
             self._written = Written(path, {number: manifest.tensors[number].sha256 for number in tree.frozen})

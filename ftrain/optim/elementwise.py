@@ -125,7 +125,6 @@ def leafwise(
     family = _Family(
         name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
     )
-
     eps = (options or {}).get("eps", 0.0)
 
     def init(params: PyTree) -> PyTree:

@@ -63,9 +63,9 @@ def assemble(
         nonlocal returns_params
         gradients = grad(state, batch, rng)
         if donate and returns_params is not False:
-            own = copy_shared(gradients.grads, state.params)
-            returns_params = any(map(operator.is_not, tree.leaves(own), tree.leaves(gradients.grads)))
-            gradients = replace(gradients, grads=own)
+            unshared = copy_shared(gradients.grads, state.params)
+            returns_params = any(map(operator.is_not, tree.leaves(unshared), tree.leaves(gradients.grads)))
+            gradients = replace(gradients, grads=unshared)
         # The loss, a metric or a buffer may be a parameter itself, which a donated update overwrites.
         loss = gradients.loss.value
         metrics = {
