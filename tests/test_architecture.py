@@ -11,7 +11,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 
 # Folders and files at the root: each may import only those before it, and its own files in any order without a circle.
 STAIRCASE = [
-    *("_version", "_context", "errors", "_torch", "_plotting", "types", "tree", "losses", "backends", "checkpoint"),
+    *("_version", "_context", "errors", "_torch", "_plotting", "types", "tree", "backends", "losses", "checkpoint"),
     *("random", "optim", "step", "data", "parallel", "transforms", "profiling", "training", "__main__", "__init__"),
 ]
 # Folders whose files are variants of one thing do not import each other, but for what they share.

@@ -383,6 +383,23 @@ def test_many_parameters_are_part_of_one_graph():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("classes", [1000, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_of_a_linear_layer_is_that_of_its_logits(dtype, classes):
+    """In 16 bits its gradients are added in 32 by the matmuls; classes are padded where there are 1001."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64, device="cuda", dtype=dtype), torch.randn(classes, 64, device="cuda")
+    inputs, labels = (hidden.requires_grad_(), weight.requires_grad_()), torch.randint(classes, (300,), device="cuda")
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        found = ft.losses.linear_cross_entropy(hidden, weight, labels, chunk=128, label_smoothing=0.1).total
+    logits = hidden.double() @ weight.to(dtype).double().T
+    wanted = nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    rtol = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0)
+    for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+        assert (a.double() - b.double()).norm() < rtol * b.double().norm()
+
+
 def test_a_batch_that_does_not_fit_is_split():
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.Tanh())))

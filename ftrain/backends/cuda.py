@@ -49,6 +49,7 @@ BACKEND = DEVICE.record(
     multiple=_multiple,
     # https://docs.pytorch.org/ao/stable/workflows/training.html
     float8=lambda: torch.cuda.get_device_capability() >= ADA,
+    out_dtype=True,
     pinned_memory=True,
     fused_optimizers=True,
     fused_found_inf=True,

@@ -84,6 +84,7 @@ class Backend:
             the same call returns the same bits. Every step runs in it.
         float64: whether the device computes in float64.
         float8: whether the device of this machine multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
+        out_dtype: whether `torch.addmm` of tensors in 16 bits can return float32, by its argument `out_dtype`.
         immediate: whether the device has done its work when a call returns, so that reading a value never waits.
         platform: the hardware, for messages, where `name` does not say it.
         package: the vendor's package that adds the device to torch, imported when the backend is requested by name.
@@ -115,6 +116,7 @@ class Backend:
     deterministic: Callable[[], AbstractContextManager[None]] = nullcontext
     float64: bool = True
     float8: Callable[[], bool] = lambda: False
+    out_dtype: bool = False
     immediate: bool = False
     platform: str = ""
     package: str = ""

@@ -26,4 +26,5 @@ BACKEND = dataclasses.replace(
     tf32=lambda: None,
     multiple=lambda dtype: 1,
     float8=lambda: str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8),
+    out_dtype=False,
 )

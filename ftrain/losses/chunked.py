@@ -11,16 +11,20 @@ reorder them until all logits exist at once, and a policy of `remat` that keeps 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ftrain import backends
 from ftrain.losses.inputs import at_least_float32
 
 CHUNK_BYTES = 2**26
 """The bytes that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
 while other programs use the cores; twice as much takes 2% less."""
+
+QUEUED_CHUNK_BYTES = 2**29
+"""The same on a device that queues its work, as GPUs do: it needs large operations to be fast."""
 
 WEIGHT_SHARE = 8
 """A chunk may also take the memory of the weight divided by this: each chunk reads and writes the gradient of the
@@ -50,22 +54,29 @@ def losses_and_gradients(
     """
     wide = at_least_float32(dtype)
     weight_of_class = hidden.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight.to(wide)
-    grads = _gradients(hidden, weight, dtype, needs)
     total = hidden.new_zeros((), dtype=wide)
-    chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
+    backend = backends.of(hidden.device)
+    # Probabilities are too small for float16 when no loss scale has been applied yet.
+    dtype_of_error = torch.float32 if dtype == torch.float16 else dtype
+    add = _add_in_float32 if backend.out_dtype and dtype_of_error == torch.bfloat16 else _add_by_tiles
+    limit = CHUNK_BYTES if backend.immediate else QUEUED_CHUNK_BYTES
+    chunk = min(chunk or auto_chunk(weight, dtype, limit), max(len(hidden), 1))
     # Inside an operation the caller's autocast would still apply, and cast the matmuls to its dtype a second time.
     with torch.autocast(hidden.device.type, enabled=False):
-        narrow = weight.to(dtype)
-        memory = hidden.new_empty((chunk, len(weight)), dtype=wide)
+        narrow = _padded(weight.to(dtype), backend.multiple(dtype))
+        grads = _gradients(hidden, narrow, dtype, needs)
+        memory = hidden.new_empty((chunk, len(narrow)), dtype=wide)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             targets = _targets(labels[rows], weight_of_class, ignore_index, label_smoothing)
             # Infinite or NaN values of an ignored row must not reach the sums over rows: 0 x NaN is NaN.
             part = hidden[rows].to(dtype).masked_fill(~targets.not_ignored[:, None], 0)
-            logits = _logits(part, narrow, bias, memory[: len(part)])
-            total += _turn_into_gradient(logits, targets)
-            _add_gradients(grads, rows, logits, part, narrow)
-    return total, *grads
+            error = memory[: len(part)]
+            total += _turn_into_gradient(_logits(part, narrow, bias, error, len(weight)), targets)
+            add(grads, rows, error, part.to(dtype_of_error), narrow)
+            if needs[2]:
+                grads[2].add_(error.sum(0))
+    return total, grads[0], grads[1][: len(weight)], grads[2][: len(weight)]
 
 
 @losses_and_gradients.register_fake
@@ -74,18 +85,21 @@ def _(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Te
     return hidden.new_empty((), dtype=at_least_float32(dtype)), *_gradients(hidden, weight, dtype, needs)
 
 
-def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
+def auto_chunk(weight: Tensor, dtype: torch.dtype, limit: int) -> int:
     """Return the number of rows in a chunk.
 
-    A power of two whose logits take at most `CHUNK_BYTES`, or ``1 / WEIGHT_SHARE`` of the weight if that is more.
+    A power of two whose logits take at most `limit` bytes, or ``1 / WEIGHT_SHARE`` of the weight if that is more.
     """
     classes, width = weight.shape
     size = at_least_float32(dtype).itemsize
-    rows = max(CHUNK_BYTES // (classes * size), width // WEIGHT_SHARE, 1)
+    rows = max(limit // (classes * size), width // WEIGHT_SHARE, 1)
     return 1 << (int(rows).bit_length() - 1)
 
 
-def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+_Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: list[bool]) -> _Gradients:
     """Return zeros like hidden, weight and bias; empty where no gradient is needed."""
     shapes = tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],)
     hidden_grad, weight_grad, bias_grad = (
@@ -114,12 +128,23 @@ def _targets(labels: Tensor, weight: Tensor, ignored: int, smoothing: float) -> 
     return _Targets(labels, not_ignored, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _padded(weight: Tensor, multiple: int) -> Tensor:
+    """Add classes of zeros up to a multiple, since matmuls with rows of any other length may take far longer.
+
+    Their logits are 0, and stay so: they are no part of the softmax.
+    """
+    lacking = -len(weight) % multiple
+    return torch.nn.functional.pad(weight, (0, 0, 0, lacking)) if lacking else weight
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, classes: int) -> Tensor:
+    """Write ``hidden @ weight.T`` to `out`; return the logits of the classes that are no padding, a view of it."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     else:
         out.copy_(torch.mm(hidden, weight.t()))
-    return out if bias is None else out.add_(bias)
+    logits = out[:, :classes]
+    return logits if bias is None else logits.add_(bias)
 
 
 def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
@@ -140,21 +165,25 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
     return total
 
 
-def _add_gradients(
-    grads: tuple[Tensor, Tensor, Tensor], rows: slice, error: Tensor, hidden: Tensor, weight: Tensor
-) -> None:
-    """Add the contribution of a chunk to the gradients, from the gradient with respect to its logits."""
-    hidden_grad, weight_grad, bias_grad = grads
-    # Probabilities are too small for float16 when no loss scale has been applied yet.
-    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+def _add_in_float32(grads: _Gradients, rows: slice, error: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """As `_add_by_tiles`, where the device multiplies in 16 bits and adds in 32, in one operation."""
+    hidden_grad, weight_grad, _ = grads
+    error = error.to(weight.dtype)
+    if hidden_grad.numel():
+        torch.mm(error, weight, out_dtype=torch.float32, out=hidden_grad[rows])
+    if weight_grad.numel():
+        torch.addmm(weight_grad, error.t(), hidden, out_dtype=torch.float32, out=weight_grad)
+
+
+def _add_by_tiles(grads: _Gradients, rows: slice, error: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """Add what a chunk adds to the gradients of hidden and weight, from the gradient with respect to its logits."""
+    hidden_grad, weight_grad, _ = grads
     for tile in _tiles(weight, error.dtype):
-        part = error[:, tile].to(dtype)
+        part = error[:, tile].to(hidden.dtype)
         if hidden_grad.numel():
-            _add_matmul(hidden_grad[rows], part, weight[tile].to(dtype))
+            _add_matmul(hidden_grad[rows], part, weight[tile].to(hidden.dtype))
         if weight_grad.numel():
-            _add_matmul(weight_grad[tile], part.t(), hidden.to(dtype))
-    if bias_grad.numel():
-        bias_grad += error.sum(0)
+            _add_matmul(weight_grad[tile], part.t(), hidden)
 
 
 def _tiles(weight: Tensor, wide: torch.dtype) -> list[slice]:

@@ -31,8 +31,9 @@ def linear_cross_entropy(
 
     Value and gradients are those of `cross_entropy` on these logits. Rows are processed in chunks: the logits of a
     chunk become their own gradient ``softmax(logits) - onehot(label)`` in place, so apart from inputs and gradients
-    only the logits of one chunk are in memory. The gradients are computed with the loss and only scaled in the backward
-    pass, with as many matmuls as the plain loss has; without gradients only the loss is computed.
+    only the logits of one chunk are in memory, and a copy of the weight under autocast, or on a GPU whose matmuls need
+    another number of classes. The gradients are computed with the loss and only scaled in the backward pass, with as
+    many matmuls as the plain loss has; without gradients only the loss is computed.
 
     Under `torch.autocast` matmuls are in its dtype, as those of `torch.nn.Linear` are; the softmax and the sums over
     chunks are in float32 at least. A gradient has the dtype of its input. It can be differentiated once, and not under
@@ -48,8 +49,8 @@ def linear_cross_entropy(
         ignore_index: the label of rows to leave out.
         label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
         class_weight: (classes,), floating point; `weight` of `cross_entropy`. Not differentiated.
-        chunk: the number of rows in a chunk. Default: a power of two whose logits take at most 64 MiB, or an eighth
-            of the memory of `weight` if that is more.
+        chunk: the number of rows in a chunk. Default: a power of two whose logits take at most 64 MiB, or 512 MiB on a
+            device that queues its work (a GPU), or an eighth of the memory of `weight` if that is more.
 
     Raises:
         LossError: a shape or a dtype is not as above; for a derivative in forward mode.

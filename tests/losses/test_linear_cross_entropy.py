@@ -1,5 +1,6 @@
 """The loss of a linear layer equals the loss of its logits, and never has them all."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
+from ftrain.backends import registry
 from ftrain.errors import LossError, OptionError
 from ftrain.losses import chunked, cross_entropy, linear_cross_entropy
 from ftrain.losses.chunked import auto_chunk, losses_and_gradients
@@ -298,11 +300,26 @@ class TestOperation:
     @pytest.mark.parametrize(("classes", "width", "wanted"), [(50257, 256, 256), (2**17, 4096, 512), (10**9, 8, 1)])
     def test_automatic_chunk(self, classes, width, wanted):
         weight = torch.empty(classes, width, device="meta")
-        assert auto_chunk(weight, torch.float32) == wanted
+        assert auto_chunk(weight, torch.float32, chunked.CHUNK_BYTES) == wanted
 
     def test_automatic_chunk_counts_bytes(self):
         weight = torch.empty(2**16, 8, device="meta")
-        assert [auto_chunk(weight, t) for t in (torch.bfloat16, torch.float32, F64)] == [256, 256, 128]
+        chunks = [auto_chunk(weight, t, chunked.CHUNK_BYTES) for t in (torch.bfloat16, torch.float32, F64)]
+        assert chunks == [256, 256, 128]
+
+    @pytest.mark.parametrize("smoothing", SMOOTHINGS)
+    def test_classes_are_padded_where_matmuls_need_it(self, monkeypatch, smoothing):
+        """And nothing is computed of the padding."""
+        padding = dataclasses.replace(ft.backends.get("cpu"), multiple=lambda dtype: 8, immediate=False)
+        monkeypatch.setitem(registry._records, "cpu", padding)
+        seen, mm = [], torch.mm
+        monkeypatch.setattr(torch, "mm", lambda a, b, **out: seen.append(b.shape) or mm(a, b, **out))
+        weight, bias = layer()
+        case, options = (randn(9, WIDTH), weight, some_labels(9)), {"bias": bias, "label_smoothing": smoothing}
+        options["class_weight"] = CLASS_WEIGHTS[1]
+        found = derive(linear_cross_entropy, *case, chunk=4, **options)
+        assert {(WIDTH, 16)} == set(seen)
+        assert_same(found, derive(plainly, *case, **options))
 
 
 class Tiny(nn.Module):
