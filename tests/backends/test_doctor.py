@@ -40,7 +40,7 @@ def test_it_says_what_the_record_says(capsys):
     assert re.fullmatch(r"bfloat16 \((native|emulated)\), float16 \((native|emulated)\)", said["autocast"])
     assert (said["TF32"], said["float64"], said["graphs"], said["fused updates"]) == ("no", "yes", "no", "yes")
     assert (said["compiler"], said["collectives"], said["pinned memory"]) == ("inductor", "gloo", "no")
-    assert re.fullmatch(r"[\d.]+ [KMG]iB in use, [\d.]+ [KMG]iB at the peak", said["memory"])
+    assert re.fullmatch(r"[\d,.]+ [KMG]iB in use, [\d,.]+ [KMG]iB at the peak", said["memory"])
     assert re.fullmatch(r"float32 [\d,]+ GFLOP/s, bfloat16 [\d,]+ GFLOP/s, float16 [\d,]+ GFLOP/s", said["matmul"])
     assert re.fullmatch(r"[\d,.]+ GB/s", said["copy"])
     assert list(said) == list(doctor._FACTS)
