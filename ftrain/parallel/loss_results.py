@@ -1,4 +1,4 @@
-"""The loss, the metrics and the buffers of all ranks, which are all-reduced while the backward pass runs."""
+"""The loss, the metrics and the buffers of all ranks. The first two are all-reduced while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class LossResults:
             result, rows = forward(state, *args), current()
             # Some metrics are known only after the backward pass.
             if rows is not None and result.finish_metrics is dict:
-                addends = _addends(result.loss.total, result.metrics, result.buffers, state.buffers, rows)
-                self._started = self._start(addends)
+                self._started = self._start(_addends(result.loss.total, result.metrics, rows))
             return result
 
         return run
@@ -51,40 +50,39 @@ class LossResults:
             return local
         started, self._started = self._started, None
         if started is None:
-            addends = _addends(local.loss.total, local.metrics, local.buffers, buffers, rows)
+            addends = _addends(local.loss.total, local.metrics, rows)
             addends["not_finite"] = None if local.finite is None else (~local.finite).to(torch.int32)
             started = self._start(addends)
+        # A backward pass that computes a part of the model again, by `torch.utils.checkpoint`, changes buffers, too.
+        changes, spec = tree.flatten(tree.map(rows.share_of, _buffer_changes(buffers, local.buffers)))
+        sums_of_changes = start_sum_all(self._ranks, changes)
         sums = started()
         return replace(
             local,
             loss=replace(local.loss, total=sums["total"]),
             metrics=sums["metrics"],
-            buffers=_changed_buffers(buffers, local.buffers, sums["buffers"]),
+            buffers=_changed_buffers(buffers, local.buffers, tree.unflatten(spec, sums_of_changes())),
             finite=None if local.finite is None else sums["not_finite"] == 0,
         )
 
     def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
         """Start to sum a tree; return a function that waits for the sums."""
-        leaves, spec = tree.flatten({name: addend for name, addend in addends.items() if name != "buffers"})
-        numbers = [leaf for leaf in leaves if tree.is_tensor(leaf)]
-        changes, changes_spec = tree.flatten(addends["buffers"])
-        results = start_sum_all_wide(self._ranks, numbers), start_sum_all(self._ranks, changes)
+        leaves, spec = tree.flatten(addends)
+        results = start_sum_all_wide(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
 
         def wait() -> Any:
-            sums, sums_of_changes = iter(results[0]()), results[1]()
-            sums_of_numbers = tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
-            return {**sums_of_numbers, "buffers": tree.unflatten(changes_spec, sums_of_changes)}
+            sums = iter(results())
+            return tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
 
         return wait
 
 
-def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
+def _addends(total: Tensor, metrics: Metrics, rows: Rows) -> dict[str, Any]:
     # A metric that a loss has made on the host could not be in one buffer with the others.
     metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}
     return {
         "total": total,
         "metrics": {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in metrics.items()},
-        "buffers": tree.map(rows.share_of, _buffer_changes(old, new)),
     }
 
 

@@ -59,3 +59,31 @@ def test_a_weight_that_depends_on_the_parameters_is_an_error_on_ranks_too(size, 
             models.train(models.step_of(ft.sharded(ft.parallel.mesh(), level), criterion=criterion))
 
     run(size, rank)
+
+
+class Recomputed(nn.Module):
+    """A layer with a running mean, which torch's checkpoint changes again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def _outputs(self, x):
+        outputs = self.layer(x)
+        self.mean.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        return outputs.tanh()
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self._outputs, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_buffer_that_the_backward_pass_changes_again_is_that_of_one_rank(level):
+    def rank(_):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), level), model=Recomputed, criterion=models.plain_loss)
+        return models.train(step)[0].buffers["mean"]
+
+    (one,) = run(1, rank)
+    for mean in run(2, rank):
+        torch.testing.assert_close(mean, one, rtol=1e-12, atol=1e-12)

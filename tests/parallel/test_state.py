@@ -113,7 +113,7 @@ def test_what_the_host_has_goes_to_the_device_of_the_mesh():
     total, host = torch.zeros((), device="meta"), torch.ones(())
     metrics = {"plain": host, "mean": ft.Mean(host, host)}
     rows = SimpleNamespace(share_of=lambda metric: metric)
-    addends = _addends(total, metrics, {}, {}, rows)["metrics"]
+    addends = _addends(total, metrics, rows)["metrics"]
     assert {leaf.device.type for leaf in ft.tree.leaves(addends)} == {"meta"}
 
 
