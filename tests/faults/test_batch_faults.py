@@ -137,6 +137,14 @@ def test_a_number_in_the_batch_that_changes_is_named():
             state, _ = step(state, {**batch(), "epoch": epoch, "a": "constant"})
 
 
+def test_a_text_in_the_batch_that_changes_is_named():
+    step = make(squares, ft.compiled(backend="eager", max_graphs=2))
+    state = step.init(params())
+    with failing(BatchError, "batch.names.0", "leave out a text that the loss does not read"):
+        for name in "abc":
+            state, _ = step(state, {**batch(), "names": [name]})
+
+
 @pytest.mark.parametrize("convert", [float, complex, np.float32])
 def test_numbers_in_the_batch_that_are_equal_and_differ_have_graphs_of_their_own(convert):
     def loss(params, batch):

@@ -63,7 +63,7 @@ class ShapeRegistry:
         return (
             f"compiled: {len(seen)} kinds of batches need as many graphs, and max_graphs is {self._max_graphs}; {name} "
             f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make "
-            "a tensor of a number that changes, or raise max_graphs"
+            "a tensor of a number that changes, leave out a text that the loss does not read, or raise max_graphs"
         )
 
 

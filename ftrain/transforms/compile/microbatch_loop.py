@@ -94,8 +94,8 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
         _logged.add(module)
         log_on_first_rank(
             "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
-            "before the first one. If the next step reads it (the hidden state of a recurrent net), make it a buffer "
-            "(register_buffer); a table that is computed again needs nothing",
+            "before the first one. If the next step reads it (the hidden state of a recurrent net, a count), make it a "
+            "buffer (register_buffer); a table that is computed again needs nothing",
             listed(left),
         )
 
@@ -114,9 +114,12 @@ def _attributes(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _may_carry(value: Any) -> bool:
-    """Whether a value has tensors for the next step; a part of the loss, or a weight made of others, has a gradient."""
+    """Whether a value is a count, or has tensors, for the next step.
+
+    A tensor with a gradient is a part of the loss, or a weight made of others.
+    """
     each = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(item, Tensor) and not item.requires_grad for item in each)
+    return type(value) in (int, float) or any(isinstance(item, Tensor) and not item.requires_grad for item in each)
 
 
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:

@@ -156,6 +156,20 @@ def test_the_log_says_once_which_attribute_a_compiled_step_does_not_keep(in_buff
     assert len(said) == (not in_buffer)
 
 
+def test_the_log_names_a_count_that_a_compiled_step_does_not_keep(caplog):
+    class Counting(torch.nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    loss = ft.from_module(Counting(2, 1), lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.compiled(backend="eager"))
+    step(step.init(), torch.ones(4, 2))
+    assert "the loss sets calls" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:Step. it is called within torch.autocast")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_setting_of_torch_that_changes_between_steps_is_another_graph(backend):
