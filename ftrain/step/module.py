@@ -181,7 +181,7 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
 
     With `weigh`, it is a `Mean` over the labels that are not ignored, so that microbatches with more padding have less
     weight. If the outputs have further losses, it is a plain number. Raises a LossError if the batch is not a mapping,
-    has the key `DIVISOR`, or the model computes no loss from it.
+    has the key `DIVISOR` or names that the model does not take, or the model computes no loss from it.
     """
     if not isinstance(batch, Mapping):
         raise LossError(
@@ -198,7 +198,7 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
     if getattr(getattr(module, "config", None), "apply_spec_augment", False):
         # SpecAugment masks the spectrogram in place.
         inputs = {name: leaf.clone() if _is_float(leaf) else leaf for name, leaf in inputs.items()}
-    outputs = module(**inputs)
+    outputs = _called(module, inputs)
     loss: Tensor | None = getattr(outputs, "loss", None)
     if loss is None:
         raise LossError(
@@ -210,6 +210,21 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
     # In the dtype of a narrow loss, the count would be rounded or infinite.
     weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return Mean((loss * weight).masked_fill(weight == 0, 0), weight)
+
+
+def _called(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    try:
+        return module(**inputs)
+    except TypeError as error:
+        try:
+            inspect.signature(module.forward).bind(**inputs)
+        except TypeError:
+            raise LossError(
+                f"from_module: {type(module).__name__}(**batch) cannot be called: {error}; without a criterion the "
+                f"batch (it has {', '.join(inputs)}) is passed as keyword arguments: name its leaves as the model "
+                "names its inputs, or give a criterion(model, batch)"
+            ) from error
+        raise
 
 
 def _is_float(leaf: Any) -> bool:

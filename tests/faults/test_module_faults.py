@@ -28,6 +28,23 @@ def test_a_model_without_a_loss():
         step(step.init(), {"input": torch.zeros(2, 3)})
 
 
+def test_a_model_that_does_not_take_the_names_of_the_batch():
+    step = step_of(nn.Linear(3, 1))
+    batch = {"x": torch.zeros(2, 3), "y": torch.zeros(2, 1)}
+    with failing(LossError, "from_module", "Linear(**batch)", "'x'", "it has x, y", "criterion(model, batch)"):
+        step(step.init(), batch)
+
+
+def test_a_type_error_within_a_model_stays_what_it_is():
+    class Wrong(nn.Linear):
+        def forward(self, input):  # noqa: A002
+            return super().forward(input, weight=input)
+
+    step = step_of(Wrong(3, 1))
+    with pytest.raises(TypeError, match="weight"):
+        step(step.init(), {"input": torch.zeros(2, 3)})
+
+
 def test_a_model_whose_loss_is_none():
     class Output(nn.Linear):
         loss = None
