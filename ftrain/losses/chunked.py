@@ -24,7 +24,8 @@ CHUNK_BYTES = 2**26
 while other programs use the cores; twice as much takes 2% less."""
 
 QUEUED_CHUNK_BYTES = 2**29
-"""The same on a device that queues its work, as GPUs do: it needs large operations to be fast."""
+"""The same on a device that queues its work, as GPUs do: it needs large operations to be fast. Measured on an H200 with
+128,256 classes: a quarter of it takes 63% more time, half of it 18% more, twice as much 3% less."""
 
 WEIGHT_SHARE = 8
 """A chunk may also take the memory of the weight divided by this: each chunk reads and writes the gradient of the
