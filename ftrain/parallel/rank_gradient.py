@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.errors import LossError
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, passing
@@ -18,6 +19,7 @@ from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
 from ftrain.parallel.stock_draws import StockDraws
+from ftrain.step.forward import versions
 from ftrain.step.value_and_grad import StreamingGrad
 from ftrain.tree import sharding
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
@@ -58,9 +60,12 @@ class RankGradient:
             if stream_grads is not None:
 
                 def backward(take: Callable[[int, Tensor], None]) -> None:
+                    writes = versions(tree.leaves(local.buffers))
                     # A block that is computed again uses these rows, too.
                     with drawing, computing_on(rows), program.required(state), passing(how):
                         stream_grads(take)
+                    if self._all.size > 1:
+                        _require_no_writes(local.buffers, writes)
 
                 plan = self._stream_plan(state.params)
                 return replace(whole, stream_grads=partial(self._stream, backward, in_backward, plan))
@@ -132,6 +137,17 @@ class RankGradient:
         if self._level < 3 and not in_backward:
             grads = start_scatter_all(self._shard, grads, parts)()
         return start_sum_all(self._replicate, grads)()
+
+
+def _require_no_writes(buffers: PyTree, writes: list[int | None]) -> None:
+    """Raises a LossError for a buffer that a streamed backward pass has written, since its sum is made before that."""
+    counts = zip(tree.leaf_names(buffers), writes, versions(tree.leaves(buffers)), strict=True)
+    if changed := [name for name, before, after in counts if before != after]:
+        raise LossError(
+            f"sharded: with update_in_backward the backward pass changes the buffer {changed[0]}, as a model that "
+            "calls torch.utils.checkpoint does, which ranks would lose; use ft.remat() in its place, or leave out "
+            "update_in_backward"
+        )
 
 
 def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:

@@ -87,3 +87,16 @@ def test_a_buffer_that_the_backward_pass_changes_again_is_that_of_one_rank(level
     (one,) = run(1, rank)
     for mean in run(2, rank):
         torch.testing.assert_close(mean, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["plain", "donated"])
+def test_with_updates_in_the_backward_pass_it_is_an_error(more):
+    """The buffers of all ranks are known before it."""
+
+    def rank(number):
+        wrappers = ft.update_in_backward(), ft.sharded(ft.parallel.mesh(), 0), *more
+        step = models.step_of(*wrappers, model=Recomputed, criterion=models.plain_loss)
+        with pytest.raises(LossError, match=r"the backward pass changes the buffer mean, .* use ft\.remat\(\)"):
+            models.train(step)
+
+    run(2, rank)
