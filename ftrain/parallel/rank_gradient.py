@@ -142,7 +142,7 @@ class RankGradient:
 def _require_no_writes(buffers: PyTree, writes: list[int | None]) -> None:
     """Raises a LossError for a buffer that a streamed backward pass has written, since its sum is made before that."""
     counts = zip(tree.leaf_names(buffers), writes, versions(tree.leaves(buffers)), strict=True)
-    if changed := [name for name, before, after in counts if before != after]:
+    if changed := [name for name, old, new in counts if old != new]:
         raise LossError(
             f"sharded: with update_in_backward the backward pass changes the buffer {changed[0]}, as a model that "
             "calls torch.utils.checkpoint does, which ranks would lose; use ft.remat() in its place, or leave out "
