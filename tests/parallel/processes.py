@@ -14,22 +14,24 @@ from tests.faults.forks import Child
 @contextmanager
 def started(size, function, *given):
     """Context of a child for each rank, which calls ``function(tell, rank, *given)``; all have ended after it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # As a launcher does, so that it outlives every rank.
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    children = [Child(_rank, rank, size, port, function, *given) for rank in range(size)]
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listening.getsockname()[1]
+    children = [Child(_rank, rank, size, listening, function, *given) for rank in range(size)]
     try:
+        # As a launcher does, so that it outlives every rank. Only now: its thread looks up the names of those that
+        # connect, and a child that is forked meanwhile would wait forever for the lock of the resolver.
+        with_socket = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
+        _store = dist.TCPStore("127.0.0.1", port, **with_socket)
         yield children
     finally:
         for child in children:
             child.signal(signal.SIGKILL)
             child.end()
-        del store
 
 
-def _rank(tell, rank, size, port, function, *given):
+def _rank(tell, rank, size, listening, function, *given):
+    port = listening.getsockname()[1]
+    listening.close()
     addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(addresses, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
