@@ -5,7 +5,7 @@ The `mask` of each selects the parameters that it applies to: a function ``(name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import optree
@@ -143,7 +143,11 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             "A wrapper, as ft.clip(1.0), goes around the step: ft.compose(step, ft.clip(1.0))"
         )
     selects = [as_select(f"{transform.text}: select", transform.select) for transform in transforms]
-    schedules = _merged([optimizer.schedules, *(transform.schedules for transform in transforms)])
+    schedules = dict(optimizer.schedules)
+    for transform in transforms:
+        if both := sorted(schedules.keys() & transform.schedules):
+            raise ComposeError(f"chain: two parts have a scheduled value called {both[0]}; merge them into one")
+        schedules.update(transform.schedules)
 
     def init(params: PyTree) -> PyTree:
         for select in selects:
@@ -175,16 +179,6 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         return [chained(each, index_of) for each in require_splittable("chain", optimizer)(params, parts)]
 
     return replace(chained(optimizer), init=init, split=split if optimizer.split else None)
-
-
-def _merged(schedules: Iterable[Mapping[str, Schedule]]) -> dict[str, Schedule]:
-    """Return all schedules by name. Raises a ComposeError if two have the same name."""
-    merged: dict[str, Schedule] = {}
-    for each in schedules:
-        if both := sorted(merged.keys() & each.keys()):
-            raise ComposeError(f"chain: two parts have a scheduled value called {both[0]}; merge them into one")
-        merged.update(each)
-    return merged
 
 
 def _applied(

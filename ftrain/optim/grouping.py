@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
-from ftrain._torch import is_fake
 from ftrain.errors import StructureError
 from ftrain.optim.partial_update import by_size
 from ftrain.optim.structure_cache import common_spec
@@ -216,7 +215,7 @@ def _vectors(
 def _vector_size(leaves: list[Tensor], align: int) -> int:
     """Return the largest number of elements of a vector of a group."""
     most = BLOCK << 6 if backends.of(leaves[0].device).caches_memory else BLOCK
-    if is_fake(leaves[0]):
+    if _torch.is_fake(leaves[0]):
         most = max(most, sum(map(Tensor.numel, leaves)) // PREDICTED_VECTORS)
     return max(align, most // align * align)
 

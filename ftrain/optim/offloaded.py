@@ -73,11 +73,11 @@ def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) ->
         prefetched: list[Callable[[], Tensor]] | None = None
         for group, following in zip(grouped.groups, [*grouped.groups[1:], None], strict=True):
             old = grouped.state_of(group)
-            fetched = prefetched if prefetched is not None else transfers.fetch(old)
+            fetched = prefetched if prefetched is not None else [transfers.fetch(leaf) for leaf in old]
             # The copy of the next group overlaps with the update of this one.
             prefetched = None
             if transfers.copier.ahead and following is not None:
-                prefetched = transfers.fetch(grouped.state_of(following))
+                prefetched = [transfers.fetch(leaf) for leaf in grouped.state_of(following)]
             new = grouped.make(group, [gradients[index] for index in group.indices], [get() for get in fetched])
             grouped.keep(group, transfers.store(new, old if donate else None))
         transfers.copier.wait()
@@ -98,7 +98,8 @@ def _at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         (old, spec), transfers = tree.flatten(opt_state), _Transfers.of(target, params)
-        on_device = tree.unflatten(spec, [get() for get in transfers.fetch(old)])
+        fetched = [transfers.fetch(leaf) for leaf in old]
+        on_device = tree.unflatten(spec, [get() for get in fetched])
         new_params, new = optimizer.update(grads, on_device, params, hyper, donate=donate)
         stored = transfers.store(tree.leaves(new), old if donate else None)
         transfers.copier.wait()
@@ -124,11 +125,8 @@ class _Transfers:
         device = tree.device_of(params)
         return cls(target, device, copier_of(device))
 
-    def fetch(self, state: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-        """Begin to copy leaves to the device; each result returns the copy of one."""
-        return [self._fetch(leaf) for leaf in state]
-
-    def _fetch(self, leaf: Tensor) -> Callable[[], Tensor]:
+    def fetch(self, leaf: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a leaf to the device; the result returns the copy."""
         if is_abstract(leaf) and self.target.directory is None and self.target.is_large(leaf):
             # Abstract tensors may have one device for both, and the copy still takes memory.
             return lambda: torch.empty_like(leaf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Literal
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.errors import OptionError, require_switches
 from ftrain.optim.column import Part, Some
-from ftrain.optim.formats import Floats, Format, Rounding, window
-from ftrain.optim.grouping import Plan, VectorLayout
+from ftrain.optim.formats import Floats, Format, window
+from ftrain.optim.grouping import Plan
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
 
@@ -95,18 +96,13 @@ class Storage:
             decay = weight_decay if layout.decay else 0.0
             yield Part(leaf, grad, dict(zip(self.formats, state, strict=True)), decay, vectors[1])
             for number, form in enumerate(formats[1:]):
-                rounding = self._rounding(key, layout, number * plan.size, eager)
+                offset = number * plan.size + layout.offset
+                rounding = None if key is None else partial(_rounded, key, offset, eager)
                 form.write(windows[number + 1], vectors[number + 1], rounding)
 
-    def _rounding(self, key: Tensor | None, layout: VectorLayout, offset: int, eager: bool) -> Rounding | None:
-        if key is None:
-            return None
 
-        def rounding(values: Tensor) -> Tensor:
-            device_key = random.to_device(key, values.device)
-            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager))
-
-        return rounding
+def _rounded(key: Tensor, offset: int, eager: bool, values: Tensor) -> Tensor:
+    return rounded(values, noise(random.to_device(key, values.device), offset, len(values), eager=eager))
 
 
 def low_precision(
