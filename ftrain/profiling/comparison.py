@@ -47,9 +47,7 @@ class Original:
             if wrapper.slot
         }
         opt_state = state.opt_state if is_same_optimizer else variant.optimizer.init(params)
-        adapted = replace(state, opt_state=opt_state, slots=slots)
-        variant.require(adapted)
-        return adapted
+        return replace(state, opt_state=opt_state, slots=slots)
 
     def racer(self, variant: Step, batch: PyTree, needs: int = 0) -> Racer:
         """Return a racer for a variant whose peak of memory is `needs` bytes."""

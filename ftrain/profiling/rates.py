@@ -14,9 +14,6 @@ SMALLEST_EDGE, LARGEST_EDGE = 256, 8192
 LONG_ENOUGH = 0.005
 """Seconds that a square matmul must take for its rate to count, unless it has the largest edge."""
 
-TILE = 256
-"""Edge of the square of random numbers that matrices are made of."""
-
 LAUNCHES = 200
 REPEATS = 5
 
@@ -28,23 +25,20 @@ def fastest(work: Callable[[], object], device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations per second of a large square matmul."""
-    edge, took = SMALLEST_EDGE, 0.0
+    """Return the floating-point operations per second of a large square matmul of random numbers.
+
+    Equal numbers take less power, and GPUs multiply them faster than any others. No global generator is used.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tile = torch.randn(SMALLEST_EDGE, SMALLEST_EDGE, generator=generator, device=HOST).to(device, dtype)
+    edge = SMALLEST_EDGE
     while True:
-        matrix = random_matrix(edge, edge, device, dtype)
+        # Repeated, since so many numbers take seconds to draw.
+        matrix = tile.repeat(edge // SMALLEST_EDGE, edge // SMALLEST_EDGE)
         took = fastest(partial(torch.mm, matrix, matrix), device)
         if took >= LONG_ENOUGH or edge >= LARGEST_EDGE:
             return 2 * edge**3 / took
         edge *= 2
-
-
-def random_matrix(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a matrix of random numbers: equal ones take less power, and GPUs multiply them faster than any others.
-
-    No global generator is used. A square of numbers is repeated, since so many take seconds to draw.
-    """
-    tile = torch.randn(TILE, TILE, generator=torch.Generator().manual_seed(0), device=HOST).to(device, dtype)
-    return tile.repeat(-(-rows // TILE), -(-columns // TILE))[:rows, :columns].contiguous()
 
 
 def launch_seconds(device: torch.device) -> float:

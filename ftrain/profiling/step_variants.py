@@ -31,7 +31,7 @@ SPARSE_PARTS = {
 
 
 def require_step(function: str, step: Any, state: Any, *, may_lack_state: bool = False) -> None:
-    """Raises a ComposeError or a StructureError unless the first arguments of a function are a step and a state."""
+    """Raises a ComposeError or a StructureError unless the first arguments of a function are a step and its state."""
     require_order(function, step, state, f"{function}(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(
@@ -39,6 +39,7 @@ def require_step(function: str, step: Any, state: Any, *, may_lack_state: bool =
         )
     if not (may_lack_state and state is None):
         require_state(function, state)
+        step.require(state)
 
 
 def require_one_rank(function: str, step: Step) -> None:

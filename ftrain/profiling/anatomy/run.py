@@ -74,8 +74,6 @@ def anatomy_for(
     require_step(function, step, state, may_lack_state=True)
     require_switches(function, measure=measure)
     batch = tree.as_tree(batch)
-    if state is not None:
-        step.require(state)
     is_for_other_ranks = mesh is not None or level is not None
     to_predict = plan(function, step, mesh, level) if is_for_other_ranks or layout_of(step) else step
     layout = layout_of(to_predict)

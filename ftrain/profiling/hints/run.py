@@ -51,7 +51,6 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     """
     require_step("hints", step, state)
     require_one_rank("hints", step)
-    step.require(state)
     original = Original(step, state)
     batch = tree.to(tree.as_tree(batch), original.device)
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)

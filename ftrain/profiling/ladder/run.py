@@ -76,7 +76,6 @@ def ladder(
     require_positive("ladder", "rounds", rounds)
     require_switches("ladder", stacked=stacked)
     chosen = _choose(techniques)
-    step.require(state)
     original = Original(step, state)
     case = Case(step, tree.to(tree.as_tree(batch), original.device))
     _counts(throughput or {}, case.batch)  # Now: the measurements take minutes.

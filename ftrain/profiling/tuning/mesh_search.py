@@ -28,9 +28,6 @@ from ftrain.step.traffic import SENT_PER_BYTE
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import PyTree, TrainState
 
-WHOLE, DIVIDED = (0,), (1, 2, 3)
-"""The levels that keep the whole state on each rank, and those that divide it."""
-
 
 def mesh_trials(
     step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None, mesh: tuple[int, int]
@@ -77,9 +74,9 @@ class _MeshSearch:
                     break
 
     def _layouts(self) -> Iterator[MeshLayout]:
-        yield from (MeshLayout(self._ranks, 1, level) for level in WHOLE)
+        yield MeshLayout(self._ranks, 1, level=0)
         for shard in sorted({self.mesh[1], self._ranks} - {1}):
-            yield from (MeshLayout(self._ranks // shard, shard, level) for level in DIVIDED)
+            yield from (MeshLayout(self._ranks // shard, shard, level) for level in (1, 2, 3))
 
     def _least(self, layout: MeshLayout) -> int:
         """Return a lower bound of the bytes of a rank: its part of the state, and whole parameters below level 3."""

@@ -86,8 +86,6 @@ def trials(
     """Return all candidates of `tune`, with its arguments, and the step that was chosen. Raises as `tune` does."""
     require_step("tune", step, state, may_lack_state=True)
     require_positive("tune", "rounds", rounds)
-    if state is not None:
-        step.require(state)
     if mesh is not None:
         return mesh_trials(step, state, tree.as_tree(batch), memory, mesh)
     if state is not None:
