@@ -41,15 +41,8 @@ def adam(
     for weight decay.
     """
     storage = low_precision("adam", state_dtype, stochastic_rounding, _moments(amsgrad))
-    options: dict[str, Any] = {
-        "b1": b1,
-        "b2": b2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-    }
-    return _adam("adam", lr, decay_mask=decay_mask, storage=storage, decoupled=False, **options)
+    options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decay_mask": decay_mask}
+    return _adam("adam", lr, amsgrad=amsgrad, maximize=maximize, storage=storage, decoupled=False, **options)
 
 
 def adamw(
@@ -86,15 +79,8 @@ def adamw(
     * `amsgrad`: divide by the largest :math:`v` so far (Reddi et al. 2018, arXiv:1904.09237).
     """
     storage = low_precision("adamw", state_dtype, stochastic_rounding, _moments(amsgrad))
-    options: dict[str, Any] = {
-        "b1": b1,
-        "b2": b2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-    }
-    return _adam("adamw", lr, decay_mask=decay_mask, storage=storage, decoupled=True, **options)
+    options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decay_mask": decay_mask}
+    return _adam("adamw", lr, amsgrad=amsgrad, maximize=maximize, storage=storage, decoupled=True, **options)
 
 
 def adamw_8bit(
