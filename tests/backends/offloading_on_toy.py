@@ -16,7 +16,7 @@ from ftrain.backends.transfers import is_in_file
 from tests.backends.training_on_toy import differ
 
 CHECKS = {}
-WIDTH, BLOCKS = 64, 6
+WIDTH, BLOCKS = 64, 3
 ALL = ft.remat(), ft.offload("activations")
 
 
