@@ -57,6 +57,10 @@ def criterion(model, batch, *, rng):
     return (model(kept).float() ** 2).mean()
 
 
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
 def make(*wrappers):
     torch.manual_seed(0)
     optimizer = ft.optim.adamw(ft.schedules.warmup_cosine(1e-2, 3, 30), weight_decay=0.1)
@@ -481,7 +485,7 @@ def without_float64_compiled_steps_get_their_rates(name, module):
         optimizer = ft.optim.partition(rates, lambda path, leaf: path.split(".")[0])
         # As little as there can be, for compiling it takes long.
         model = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 16))
-        step = ft.train_step(ft.from_module(model, criterion), optimizer)
+        step = ft.train_step(ft.from_module(model, squares), optimizer)
         step = ft.compose(step, ft.compiled(donate=True, **options))
         state, history = ft.fit(step, step.init(device=device), batches(), progress=False)
         assert "whole" in repr(step), repr(step)
@@ -500,7 +504,7 @@ def without_float64_compiled_steps_get_their_rates(name, module):
 def without_float64_a_split_step_and_mixed_precision_train(name, module):
     torch.manual_seed(0)
     # As little as there can be, for compiling it takes long.
-    loss_fn = ft.from_module(nn.Linear(16, 16), criterion)
+    loss_fn = ft.from_module(nn.Linear(16, 16), squares)
     bare = ft.train_step(loss_fn, ft.optim.sgd(ft.schedules.warmup_cosine(1e-2, 3, 30)))
     _, needed = ft.fit(bare, bare.init(), batches(), progress=False)
     split = ft.compose(bare, ft.compiled(lowering="split"))

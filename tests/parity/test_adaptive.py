@@ -1,5 +1,7 @@
 """Fifty steps of every option of every optimizer in float64, beside torch's or a formula written out."""
 
+import functools
+
 import pytest
 import torch
 
@@ -92,8 +94,13 @@ def make_params(vectors=True):
 
 def make_grads(params, step):
     """Of changing size, and zero now and then, so that no two steps are alike."""
+    return {name: make_grad(leaf.shape, step, index) for index, (name, leaf) in enumerate(params.items())}
+
+
+@functools.cache
+def make_grad(shape, step, index):
     size = 0.0 if step == 3 else 2.0 ** (step % 5 - 2)
-    return {name: size * randn(leaf.shape, 100 * step + index) for index, (name, leaf) in enumerate(params.items())}
+    return size * randn(shape, 100 * step + index)
 
 
 def torch_options(options):

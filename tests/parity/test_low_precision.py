@@ -182,17 +182,17 @@ def test_a_small_rate_is_not_lost():
 def test_the_second_moment_decays():
     """By 0.1 % a step, where values of bfloat16 are 0.4 to 0.8 % apart: to the nearest it would stay for ever."""
     left = {}
-    for stochastic in (False, True):
+    for stochastic, steps in ((False, 2), (True, 300)):
         optimizer = optim.adamw(0.0, state_dtype="bf16", stochastic_rounding=stochastic)
         params = {"w": torch.zeros(2048)}
         state = optimizer.init(params)
         state["nu"]["w"].fill_(1.0)
-        for step in range(700):
+        for step in range(steps):
             hyper = {"lr": 0.0, "rng": random.fold_in(random.key(0), step)}
             params, state = optimizer.update(tree.map(torch.zeros_like, params), state, params, hyper, donate=True)
         left[stochastic] = float(state["nu"]["w"].double().mean())
     assert left[False] == 1.0
-    assert left[True] == pytest.approx(0.999**700, rel=0.01)
+    assert left[True] == pytest.approx(0.999**300, rel=0.01)
 
 
 # Formulas written out

@@ -215,6 +215,8 @@ def from_optax():
     return {(name, case): next(found) for name in OPTAX for case in range(len(CASES))}
 
 
+# `test_adaptive.py` has all three written out, and JAX takes long to start.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("name", OPTAX)
 def test_lamb_lion_and_schedule_free_equal_optax(name, case, from_optax):

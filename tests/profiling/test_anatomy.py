@@ -26,7 +26,7 @@ from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.module_path import Running
 from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
-from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
+from ftrain.step.flops import CONTRACTION, ELEMENTWISE, GROUPS, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
 from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.profiling import problem
@@ -103,6 +103,7 @@ WRAPPERS = {
     "swa": (ft.swa(),),
     "skip": (ft.skip_nonfinite(),),
     "all": (ft.remat(), ft.with_amp("bf16"), ft.accumulate(2), ft.clip(1.0), ft.ema(), ft.donated()),
+    "others": (ft.remat("dots"), ft.clip(value=0.01), ft.skip_nonfinite(), ft.swa()),
 }
 
 
@@ -151,8 +152,8 @@ def live_peak(step, state, batch):
 
 # With one model each wrapper, some only within the stack; with the others some that depend on their operations.
 CHOSEN = {
-    "gpt": WRAPPERS.keys() - {"donated", "bf16", "remat", "accumulate", "clip", "ema"},
-    "bert": {"bf16", "remat"},
+    "gpt": {"plain", "fp16", "attention", "budget", "update in backward", "clip within", "watched", "all", "others"},
+    "bert": {"remat"},
     "convnet": {"plain", "bf16", "remat"},
 }
 
@@ -285,8 +286,8 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
 
 
 OPTIONS = {}, {"lowering": "split"}, {"lowering": "whole", "donate": True}
-COMPILED = {("gpt", "bf16"): OPTIONS, ("bert", "accumulate"): OPTIONS[1:2], ("convnet", "remat"): OPTIONS[2:]}
-"""Each way to compile with one model, and each model with one way; the rest only `make test-all` runs."""
+COMPILED = {("gpt", "bf16"): OPTIONS, ("bert", "accumulate"): (), ("convnet", "remat"): ()}
+"""Each way to compile with one model; the other models only `make test-all` runs."""
 
 
 @pytest.mark.parametrize(
@@ -490,7 +491,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
 
 
 def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp_path):
-    step, batch = build("gpt", "donated")
+    step, batch = problem.make(ft.donated(), width=64), problem.batch(8, 64)
     plain = ft.anatomy(step, step.init(), batch, measure=False)
     for least in (1, 2**15):
         away = ft.offload("opt_state", directory=tmp_path, min_bytes=least)(step)
@@ -547,20 +548,20 @@ def test_a_loss_that_draws_and_an_optimizer_that_draws():
 
 
 def test_the_table_and_the_picture(tmp_path):
-    step, batch = build("gpt", "bf16")
+    step, batch = problem.make(ft.with_amp("bf16"), width=256), problem.batch(1024, 256)
     found = ft.anatomy(step, step.init(), batch)
     text = repr(found)
     for part in (
         "MiB at the peak, predicted;",
         "measured (",
         "  copies in another dtype",
-        "    blocks.1",
+        "    1  ",
         "bytes per parameter:",
         "FLOP/step",
         "  tensor contractions",
     ):
         assert part in text
-    assert text.count(" ms ") == 4
+    assert text.count(" ms ") == len(GROUPS)
     assert "The times are of" not in text
     assert f"measured beyond that {found.overhead / 2**20:>18,.1f} MiB  what the framework" in text
     predicted = ft.anatomy(step, step.init(), batch, measure=False)
@@ -580,7 +581,7 @@ def test_the_table_and_the_picture(tmp_path):
 
 
 def test_a_picture_without_matplotlib(monkeypatch):
-    step, batch = build("gpt", "plain")
+    step, batch = problem.make(), problem.batch(4)
     found = ft.anatomy(step, step.init(), batch, measure=False)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
@@ -588,7 +589,7 @@ def test_a_picture_without_matplotlib(monkeypatch):
 
 
 def test_what_anatomy_refuses():
-    step, batch = build("gpt", "plain")
+    step, batch = problem.make(), problem.batch(4)
     with pytest.raises(ComposeError, match="anatomy: the step is function; needs a Step"):
         ft.anatomy(lambda state, batch: (state, {}), step.init(), batch)
     pure = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
@@ -658,7 +659,7 @@ def test_no_tensor_without_values_stays_in_the_model(run, place):
 
 
 def test_a_step_is_predicted_while_anomalies_are_detected():
-    step, batch = build("gpt", "plain")
+    step, batch = problem.make(), problem.batch(4)
     with torch.autograd.set_detect_anomaly(True):
         assert ft.anatomy(step, step.init(), batch, measure=False).peak > 0
         assert torch.is_anomaly_enabled()
@@ -697,7 +698,7 @@ def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_befor
 
 
 def test_a_profiler_that_runs_already_is_not_ended():
-    step, batch = build("gpt", "plain")
+    step, batch = problem.make(), problem.batch(4)
     state = step.init()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         with pytest.raises(OptionError, match=r"^anatomy, ladder, tune: .* torch's profiler, and it runs already"):
@@ -711,8 +712,8 @@ def test_a_profiler_that_runs_already_is_not_ended():
     ("run", "number"),
     [
         (functools.partial(ft.anatomy, measure=False), 0),
-        (functools.partial(ft.anatomy, measure=False), 40),
-        (record_calls, 40),
+        (functools.partial(ft.anatomy, measure=False), 10),
+        (record_calls, 10),
         (lambda step, state, batch: ft.compose(step, ft.remat(budget=0.5))(state, batch), 1),
         (lambda step, state, batch: ft.compose(step, ft.compiled(backend="eager"))(state, batch), 1),
     ],
@@ -720,7 +721,7 @@ def test_a_profiler_that_runs_already_is_not_ended():
 )
 def test_an_interrupt_within_a_mode_of_torch_leaves_no_setting_of_it(run, number, where, monkeypatch):
     """Torch enters its mode of fake tensors again for many operations, and an error there may end the process."""
-    step, batch = build("gpt", "plain")
+    step, batch = problem.make(), problem.batch(4)
     state, method, left = step.init(), getattr(FakeTensorMode, where), itertools.count(-number)
     seen = []
 
@@ -844,9 +845,9 @@ def test_the_operations_of_a_prediction_do_not_grow_with_a_narrow_optimizer_stat
     def predicted(most):
         monkeypatch.setattr(grouping, "PREDICTED_VECTORS", most)
         step = ft.train_step(lambda params, batch: (batch @ params).square().mean(), make(1e-3))
-        return ft.anatomy(step, step.init(torch.ones(256, 256)), torch.ones(2, 256), measure=False)
+        return ft.anatomy(step, step.init(torch.ones(128, 256)), torch.ones(2, 128), measure=False)
 
-    many, few = predicted(10**9), predicted(8)
+    many, few = predicted(10**9), predicted(2)
     assert len(few.timeline.operations) < len(many.timeline.operations) / 3
     assert few.at_rest == many.at_rest
     assert few.most["gradients"] == many.most["gradients"]

@@ -171,7 +171,7 @@ def test_what_is_faster_beyond_doubt_is_stacked_the_best_of_each_method(timed):
 
 def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
     names = ["batch size", "gradient accumulation", "gradient checkpointing", "optimizer choice"]
-    found = timed(make(width=64), batch(256, width=64), techniques=names)
+    found = timed(make(width=32), batch(128, width=32), techniques=names)
     assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
     peaks = [row.peak for row in found.rows if row.group == SMALLER]
     assert found["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
