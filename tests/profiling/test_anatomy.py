@@ -548,7 +548,7 @@ def test_a_loss_that_draws_and_an_optimizer_that_draws():
 
 
 def test_the_table_and_the_picture(tmp_path):
-    step, batch = problem.make(ft.with_amp("bf16"), width=256), problem.batch(1024, 256)
+    step, batch = problem.make(ft.with_amp("bf16"), width=64), problem.batch(1024, 64)
     found = ft.anatomy(step, step.init(), batch)
     text = repr(found)
     for part in (

@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 
 from ftrain.errors import OptionError
 from ftrain.optim import schedules as s
+from tests.exhaustive import exhaustive
 from tests.optim.schedules.cases import STEPS, ours
 
 PEAK = 3e-4
@@ -63,7 +64,7 @@ RISE_AGAIN = {"cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr"}
 
 class TestTransformers:
     @pytest.mark.parametrize(("name", "options"), CONFIGURED)
-    @pytest.mark.parametrize("warmup", [0, 1, 20, 100])
+    @pytest.mark.parametrize("warmup", [0, 20, *exhaustive([1, 100])])
     def test_values_of_get_scheduler(self, name: str, options: dict[str, Any], warmup: int) -> None:
         from transformers import get_scheduler
         from transformers.trainer_utils import SchedulerType
