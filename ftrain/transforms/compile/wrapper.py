@@ -358,6 +358,9 @@ def _groups(step: Step) -> Mapping[str, Group]:
 class CompiledFunction:
     """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
 
+    is_compiled = True
+    """As `Step.is_compiled`."""
+
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -381,11 +384,6 @@ class CompiledFunction:
 
 _RUN = {kind.__call__.__code__ for kind in (_Compiled, CompiledFunction)}
 _COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
-
-
-def is_compiled(step: Any) -> bool:
-    """Whether a step, or a function in its place, is compiled in its first calls."""
-    return isinstance(step, CompiledFunction) or getattr(step, "is_compiled", False)
 
 
 def is_compiling(frame: FrameType | None) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
 from ftrain.errors import OptionError
-from ftrain.step.swap_params import Slot, slots_of
+from ftrain.step.swap_params import Slot
 from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.weights import adapter_dtype, kaiming, norms
 from ftrain.tree.name_patterns import near
@@ -103,8 +103,6 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
         chosen.update(matches)
     for name in chosen:
         _require_numbers(name, _torch.parameters_of(adaptable[name])["weight"])
-    slots = slots_of(module)
-    weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
     holders = defaultdict[int, list[str]](list)
     for name, part in parts.items():
         for key, tensor in _torch.parameters_of(part).items():
@@ -112,9 +110,9 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     targets = []
     for name, part in adaptable.items():
         if name in chosen:
-            tensors = _torch.parameters_of(part)
-            tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != _weight_of(name))
-            targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to))
+            weights = holders[id(_torch.parameters_of(part)["weight"])]
+            tied_to = tuple(other for other in weights if other != _weight_of(name))
+            targets.append(Target(name, part, weights[0], tied_to))
     return targets
 
 
