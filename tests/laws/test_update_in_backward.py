@@ -238,7 +238,7 @@ def gpt(width=64, layers=6):
     ("wrappers", "share"),
     [
         pytest.param((), 0.8, id=""),
-        pytest.param((ft.with_amp("bf16"),), 0.4, id="bf16"),
+        pytest.param((ft.with_amp("bf16"),), 0.4, id="bf16", marks=pytest.mark.exhaustive),
         pytest.param((ft.remat(), ft.ema()), 0.8, id="remat", marks=pytest.mark.exhaustive),
     ],
 )
