@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, random
+from ftrain.backends.transfers import is_abstract
 from ftrain.errors import TraceError
 from ftrain.random.unfused import Unfused, is_inert
 
@@ -169,11 +170,16 @@ def current() -> Keyed | None:
     return next((mode for mode in _torch.active_modes()[::-1] if isinstance(mode, Keyed)), None)
 
 
-def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes a context in which torch's random operations draw what they would draw now."""
+def rng_snapshot(device: torch.device, inputs: Iterable[Tensor] = ()) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes a context in which torch's random operations draw what they would draw now.
+
+    `inputs` are tensors of what will draw there: if one has no values, its device may not exist on this machine.
+    """
     keyed = current()
     if keyed is not None:
         return functools.partial(keyed.rewound, keyed.offset, keyed.examples)
+    if any(map(is_abstract, inputs)):
+        return nullcontext
     snapshot = backends.of(device).generators
     restore_then = snapshot()
 

@@ -27,7 +27,6 @@ from ftrain.training.progress import Display, Throughput, describe, describe_eva
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
 from ftrain.training.step_votes import END_OF_DATA, END_OF_RUN, StepVotes
-from ftrain.transforms.compile.wrapper import is_compiled
 from ftrain.types import PyTree
 
 Records = Generator[StepRecord, Any, None]
@@ -83,7 +82,7 @@ class Run:
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = None if options.checkpoints is None else options.checkpoints.best
         self._splits = "accumulate" if isinstance(step, Step) and step.microbatches > 1 else "sharded" if ranks else ""
-        self._tracks_position = options.checkpoints is not None and is_compiled(step)
+        self._tracks_position = options.checkpoints is not None and getattr(step, "is_compiled", False)
         if options.checkpoints is not None and point.position is not None:
             display.say(f"fit: continues from {options.checkpoints.path(point.step)}")
         self._continue_from(point)

@@ -48,8 +48,14 @@ def accumulate(n: int) -> Wrapper:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             nonlocal is_first
             microbatches = split_batch(batch, n, require_examples=f"accumulate({n})")
+            # A later batch may be the last of a pass.
             if is_first and len(microbatches) < n:
-                _log_few_examples(n, len(microbatches))
+                log_on_first_rank(
+                    "accumulate(%d): the examples of the first batch make only %d of %d microbatches. A batch is "
+                    "split, and not joined with others: to accumulate over %d batches, make those of the loader %d "
+                    "times as large",
+                    *(n, len(microbatches), n, n, n),
+                )
             is_first = False
             with with_example_lists(example_lists(batch)):
                 return accumulate_grads(grad, state, microbatches, rng)
@@ -57,12 +63,3 @@ def accumulate(n: int) -> Wrapper:
         return accumulating
 
     return Wrapper(NAME, f"accumulate({n})", grad=OnGrad(wrap, microbatches=n), innermost=True)
-
-
-def _log_few_examples(n: int, found: int) -> None:
-    """Log that a first batch has fewer examples than microbatches; later ones may be the last of a pass."""
-    log_on_first_rank(
-        "accumulate(%d): the examples of the first batch make only %d of %d microbatches. A batch is split, and not "
-        "joined with others: to accumulate over %d batches, make those of the loader %d times as large",
-        *(n, found, n, n, n),
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ftrain.backends import Backend
 from ftrain.errors import log_on_first_rank, require_positive
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
@@ -23,12 +25,11 @@ def empty_cache(every: int) -> Wrapper:
         OptionError: when `every` is not a positive whole number.
     """
     require_positive("empty_cache", "every", every)
-    logged: set[str] = set()
+    log_once = functools.cache(log_on_first_rank)
 
     def require(backend: Backend, params: PyTree) -> None:
-        if backend.empty_cache is None and backend.name not in logged:
-            logged.add(backend.name)
-            log_on_first_rank("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
+        if backend.empty_cache is None:
+            log_once("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
 
     def on_step_end(backend: Backend, steps: int) -> None:
         if backend.empty_cache is not None and steps % every == 0:

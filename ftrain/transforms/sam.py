@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.backends.transfers import is_abstract
 from ftrain.errors import require_positive_number
 from ftrain.random import torch_ops
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
@@ -41,9 +38,7 @@ def sam(rho: float = 0.05) -> Wrapper:
 
         def sharpness_aware(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             params, spec = flatten(state.params)
-            # Tensors without values draw nothing, and their device may not exist on this machine.
-            abstract = is_abstract(params[0]) and torch_ops.current() is None
-            same_draws = nullcontext if abstract else torch_ops.rng_snapshot(params[0].device)
+            same_draws = torch_ops.rng_snapshot(params[0].device, params)
             first = grad(state, batch, rng)
             moved = tree.unflatten(spec, _moved(params, tree.leaves(first.grads), rho))
             first = replace(first, grads=None)

@@ -1,6 +1,5 @@
 """Compilation changes nothing but rounding: with Inductor, in two pieces, over many steps, with stock dropout."""
 
-import functools
 import inspect
 import logging
 
@@ -85,7 +84,7 @@ def test_split_equals_eager(names):
     assert_same_state(found, train(step)[0], names)
 
 
-@pytest.mark.parametrize("names", choose(STACKS, [STACKS[1]]), ids=label)
+@pytest.mark.parametrize("names", choose(STACKS, [STACKS[3]]), ids=label)
 def test_functionalised_graph_equals_eager(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
     found, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
@@ -108,9 +107,8 @@ def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
     assert rates == [schedule(k) for k in range(200)]
 
 
-@functools.cache
 def graph_of(names):
-    """The graph of a step, which several tests look at."""
+    """The graph of a step."""
     seen = []
     capture = capturing.capture
     step = ft.compiled(backend="eager")(build(names)[1])
@@ -121,31 +119,24 @@ def graph_of(names):
 
 
 @pytest.mark.parametrize("names", [("remat",), *exhaustive([("remat", "accumulate")])], ids=label)
-def test_a_whole_graph_has_no_random_operation(names):
-    targets = [node.target for node in graph_of(names).nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert targets
+def test_a_whole_graph_has_no_random_operation_and_computes_blocks_again_after_a_gradient(names):
+    """Before it, a compiler would do so in the forward pass, and keep what it was not to keep."""
+    nodes, product = list(graph_of(names).nodes), torch.ops.aten.addmm.default
+    targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
     assert not [t for t in targets if torch.Tag.nondeterministic_seeded in t.tags]
-
-
-def test_remat_computes_the_blocks_again_in_the_graph():
-    plain, full, dots = (
-        sum(node.target is torch.ops.aten.addmm.default for node in graph_of(names).nodes)
-        for names in ((), ("remat",), ("remat_dots",))
-    )
-    assert full == plain + 4  # Two products in each of two blocks.
-    assert dots == plain
-
-
-@pytest.mark.parametrize("names", [("remat",), *exhaustive([("remat", "accumulate")])], ids=label)
-def test_what_is_computed_again_waits_for_a_gradient(names):
-    """Or a compiler would do it in the forward pass, and keep what it was not to keep."""
-    product = torch.ops.aten.addmm.default
     waiting, again = set(), 0
-    for node in graph_of(names).nodes:
+    for node in nodes:
         if node.target is torch.ops.ftrain.after.default or waiting & {*node.all_input_nodes}:
             waiting.add(node)
             again += node.target is product
+    # Of each microbatch two products in each of two blocks, which are in the forward pass too.
     assert again == 4 * len(names)
+    assert targets.count(product) == 2 * again
+
+
+def test_what_a_policy_keeps_is_not_computed_again_in_the_graph():
+    products = [node for node in graph_of(("remat_dots",)).nodes if node.target is torch.ops.aten.addmm.default]
+    assert len(products) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -163,9 +154,6 @@ def test_auto_says_which_lowering_it_took(caplog):
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert "loss.total.item() > 0" in said
     assert_same_state(found, train(step)[0], ())
-    _, whole = build((), ft.compiled(backend="eager"), blocks=1)
-    train(whole, 1)
-    assert "compiled(whole)" in repr(whole)
 
 
 def test_whole_says_which_line_cannot_be_captured():
@@ -233,7 +221,7 @@ def test_split_steps_with_one_loss_are_all_compiled():
 def test_as_many_shapes_are_compiled_as_max_graphs_says():
     torch._dynamo.utils.counters.clear()
     loss = ft.from_module(torch.nn.Linear(3, 1), lambda model, batch: model(batch).square().mean())
-    state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 10
+    state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 9
     evaluation = ft.compiled(lowering="split", backend="eager", max_graphs=most)(ft.eval_step(loss))
     ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, most + 2)])
     ft.evaluate(evaluation, state, [torch.ones(2, 3)], dtype="bf16")

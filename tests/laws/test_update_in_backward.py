@@ -19,7 +19,7 @@ from tests.laws.optimizers import COMBINED, OPTIMIZERS
 from tests.laws.registry import ALONE
 from tests.laws.test_optimizers import build as build_optimizer
 from tests.laws.test_optimizers import train as train_optimizer
-from tests.laws.test_pipelines import assert_equal, blocks_for, build, train
+from tests.laws.test_pipelines import assert_equal, build, train
 
 module = importlib.import_module("ftrain.transforms.update_in_backward")
 SUITS = ("bf16", "remat", "remat_dots", "ema", "swa")
@@ -62,10 +62,10 @@ def test_no_bit_changes_with_any_optimizer(name, more):
 @pytest.mark.parametrize("backend", choose(["eager", "aot_eager"], ["eager"]))
 def test_a_whole_graph_computes_the_same(donate, backend):
     compiled = ft.compiled(lowering="whole", backend=backend, donate=donate)
-    for names in (("remat",), ("bf16", "ema")):
-        _, plain = build(names, compiled, blocks=blocks_for(names))
-        _, step = build(names, ft.update_in_backward(), compiled, blocks=blocks_for(names))
-        assert_equal(train(step)[0], train(plain)[0])
+    names = ("remat", "bf16", "ema")
+    _, plain = build(names, compiled, p=0.0)
+    _, step = build(names, ft.update_in_backward(), compiled, p=0.0)
+    assert_equal(train(step)[0], train(plain)[0])
 
 
 @pytest.mark.parametrize("make", [lambda: optim.adamw_8bit(0.1), lambda: optim.partition({"all": optim.adam(0.1)}, {})])
@@ -238,7 +238,7 @@ def gpt(width=64, layers=6):
     ("wrappers", "share"),
     [
         pytest.param((), 0.8, id=""),
-        pytest.param((ft.with_amp("bf16"),), 0.4, id="bf16"),
+        pytest.param((ft.with_amp("bf16"),), 0.4, id="bf16", marks=pytest.mark.exhaustive),
         pytest.param((ft.remat(), ft.ema()), 0.8, id="remat", marks=pytest.mark.exhaustive),
     ],
 )
@@ -246,7 +246,7 @@ def test_gradients_never_all_exist(wrappers, share):
     batch = torch.randint(128, (1, 8))
     found = []
     for more in ((), (ft.update_in_backward(),)):
-        step = ft.compose(ft.train_step(gpt(width=128, layers=12), optim.adamw(1e-3)), *wrappers, *more, ft.donated())
+        step = ft.compose(ft.train_step(gpt(width=128, layers=8), optim.adamw(1e-3)), *wrappers, *more, ft.donated())
         found.append(ft.anatomy(step, step.init(), batch))
     plain, fused = found
     weights = 4 * plain.params

@@ -93,6 +93,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     # Otherwise Dynamo would compile the counting, once for each part.
     uncompiled: Any = torch.compiler.disable(counting)  # type: ignore[no-untyped-call]
 
+    # `torch.compile` would compile a function that it is given itself, though it is disabled.
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         return uncompiled(params, batch, rng=rng, buffers=buffers)  # type: ignore[no-any-return]
 

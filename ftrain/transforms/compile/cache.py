@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -65,6 +66,24 @@ class ShapeRegistry:
             f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make "
             "a tensor of a number that changes, leave out a text that the loss does not read, or raise max_graphs"
         )
+
+
+def split_runner(
+    function: Callable[..., Any], compiler: Compiler, name: str, has_written: Callable[[], bool] = lambda: False
+) -> Callable[..., Any]:
+    """Return a function ``(tensors, batch, ...)`` whose loss `torch.compile` compiles, with the settings of a compiler.
+
+    It raises a CompilerError for an error before `has_written`, and a BatchError when batches need too many graphs.
+    """
+    # One graph of changing shapes takes any number of them.
+    shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
+
+    def run(tensors: PyTree, batch: PyTree, *more: Any) -> Any:
+        logging_slow = log_if_slow(name) if shapes.admit(batch=batch) else nullcontext()
+        with logging_slow, compiler.cache(), attempted(has_written):
+            return function(tensors, batch, *more)
+
+    return run
 
 
 def cache_key(trees: PyTree) -> Key:

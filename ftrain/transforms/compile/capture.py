@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
 from ftrain._torch.fake import CaptureFakeTensorMode, uninterrupted
-from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
+from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError, require_choice
 from ftrain.random import torch_ops
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile.fallback import attempted
@@ -206,14 +206,12 @@ def require_backend(backend: str, mode: str | None, options: Mapping[str, Any]) 
     """
     if backend == INDUCTOR and not (mode or options):
         return {}
-    known = sorted({*torch.compiler.list_backends(()), INDUCTOR})
-    if backend not in known:
-        raise OptionError(f"compiled: backend is {backend!r}; choices are {', '.join(known)}")
+    require_choice("compiled", "backend", backend, sorted({*torch.compiler.list_backends(()), INDUCTOR}))
     if backend != INDUCTOR and (mode or options):
         raise OptionError(f"compiled: mode and options are Inductor's, and the backend is {backend!r}")
     modes = torch_compile.inductor_modes()
-    if mode is not None and mode not in modes:
-        raise OptionError(f"compiled: mode is {mode!r}; choices are {', '.join(modes)}")
+    if mode is not None:
+        require_choice("compiled", "mode", mode, [*modes])
     unknown = [name for name in options if name.replace("-", "_") not in torch_compile.inductor_options()]
     if unknown:
         raise OptionError(

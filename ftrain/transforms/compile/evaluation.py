@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +11,9 @@ import torch
 from ftrain import tree
 from ftrain.errors import TraceError, log_on_first_rank
 from ftrain.step.eval_step import EagerMeans, EvalStep
-from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
+from ftrain.transforms.compile.cache import CompiledCache, split_runner
 from ftrain.transforms.compile.constants import Constants
-from ftrain.transforms.compile.fallback import CompilerError, attempted
+from ftrain.transforms.compile.fallback import CompilerError
 from ftrain.transforms.compile.microbatch_loop import stock_draws
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import Mean, PyTree
@@ -48,14 +45,14 @@ class _CompiledMeans:
         constants = Constants(eager.loss.fn, eager.loss.module)
         self._whole = CompiledCache(self._captured, compiler, self._name, donate=False, constants=constants)
         loss = dataclasses.replace(eager.loss, fn=eager.loss.on_compiled(compiler.compile_loss(eager.loss.fn)))
-        self._split = EagerMeans(loss)
-        self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
+        self._split = split_runner(EagerMeans(loss), compiler, self._name)
 
     def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
         if self._lowering == "eager":
             return self._eager(tensors, batch)
         try:
-            return self._run_split(tensors, batch) if self._lowering == "split" else self._run_whole(tensors, batch)
+            run = self._split if self._lowering == "split" else self._run_whole
+            return run(tensors, batch)
         except CompilerError as error:
             if not self._may_fall_back:
                 cause = error.__cause__ or error
@@ -81,15 +78,10 @@ class _CompiledMeans:
         else:
             return means  # type: ignore[no-any-return]
         self._lowering = "split"
-        return self._run_split(tensors, batch)
+        return self._split(tensors, batch)  # type: ignore[no-any-return]
 
     def _captured(self, carry: PyTree, batch: PyTree, tensors: Any) -> tuple[PyTree, dict[str, Mean]]:
         # A model that draws random numbers in evaluation draws the same ones each time.
         key = torch.zeros(2, dtype=torch.int64, device=tree.device_of(tensors[0]))
         with stock_draws(self._eager.loss.module, self._compiler, key):
             return carry, self._eager(tensors, batch)
-
-    def _run_split(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
-        logging_slow = log_if_slow(self._name) if self._shapes.admit(batch=batch) else nullcontext()
-        with logging_slow, self._compiler.cache(), attempted():
-            return self._split(tensors, batch)

@@ -34,13 +34,11 @@ def options() -> dict[str, Any]:
 
 
 def _change_first(graph: fx.Graph) -> None:
-    """Change a graph before the passes of Inductor."""
     scaling_apart(graph)
     products_apart(graph)
 
 
 def _change_last(graph: fx.Graph) -> None:
-    """Change a graph after the passes of Inductor."""
     copies_before_writes(graph)
     if onednn.is_faster():
         products_by_onednn(graph)

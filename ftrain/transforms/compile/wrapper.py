@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import struct
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -21,17 +20,15 @@ from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.core import Eager, assemble
-from ftrain.step.eval_step import EvalStep
 from ftrain.step.lowered import Lowered
 from ftrain.step.shared_memory import copy_shared, overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import log_if_slow
-from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
+from ftrain.transforms.compile.cache import CompiledCache, split_runner
 from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.evaluation import compile_evaluation
-from ftrain.transforms.compile.fallback import CompilerError, attempted
+from ftrain.transforms.compile.fallback import CompilerError
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
@@ -114,12 +111,6 @@ def compiled(
         is_split = dynamic or step.optimizer.offloaded
         return _Compiled(step, "split" if is_split else lowering, compiler, may_fall_back=lowering == "auto")
 
-    def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
-        return CompiledFunction(function, compiler, donate=donate)
-
-    def wrap_evaluation(evaluation: EvalStep) -> EvalStep:
-        return compile_evaluation(evaluation, compiler, "split" if dynamic else lowering)
-
     def validate(step: Step) -> None:
         if step.updates_in_backward and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_IN_BACKWARD}; leave out lowering='split' and dynamic=True")
@@ -129,6 +120,8 @@ def compiled(
                 "parts; leave out " + ("update_in_backward" if step.updates_in_backward else "lowering='whole'")
             )
 
+    wrap_function = partial(CompiledFunction, compiler=compiler, donate=donate)
+    wrap_evaluation = partial(compile_evaluation, compiler=compiler, lowering="split" if dynamic else lowering)
     on_step = OnStep(make_runner, wrap_function, wrap_evaluation, donate)
     return Wrapper("compiled", step=on_step, validate=validate)
 
@@ -138,8 +131,6 @@ class _Compiled:
 
     def __init__(self, step: Step, lowering: str, compiler: Compiler, *, may_fall_back: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
-        # One graph of changing shapes takes any number of them.
-        self._shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
         self._may_fall_back, self._eager = may_fall_back, Eager(step)
         # Why the step has its lowering, for print.
         self._why = OFFLOADED if step.optimizer.offloaded else ""
@@ -221,12 +212,10 @@ class _Compiled:
         ) -> tuple[TrainState, Metrics]:
             nonlocal is_updating
             is_updating = False
-            logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
-            # The update is the first to write to the state.
-            with logging_slow, self._compiler.cache(), attempted(lambda: is_updating):
-                return run(state, batch, hyper, key_data)
+            return run(state, batch, hyper, key_data)
 
-        return split
+        # The update is the first to write to the state.
+        return split_runner(split, self._compiler, step.base.name, lambda: is_updating)
 
     def _cached_update(self, update: UpdateFn) -> UpdateFn:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
@@ -358,6 +347,9 @@ def _groups(step: Step) -> Mapping[str, Group]:
 class CompiledFunction:
     """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
 
+    is_compiled = True
+    """As `Step.is_compiled`."""
+
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -381,11 +373,6 @@ class CompiledFunction:
 
 _RUN = {kind.__call__.__code__ for kind in (_Compiled, CompiledFunction)}
 _COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
-
-
-def is_compiled(step: Any) -> bool:
-    """Whether a step, or a function in its place, is compiled in its first calls."""
-    return isinstance(step, CompiledFunction) or getattr(step, "is_compiled", False)
 
 
 def is_compiling(frame: FrameType | None) -> bool:

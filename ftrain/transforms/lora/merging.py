@@ -51,7 +51,7 @@ def merge(step: Step, state: TrainState) -> TrainState:
         params = {name: leaf for name, leaf in base.items() if name not in adapters.names}
         slot["norms"] = {}
         for target in adapters.targets:
-            params[target.weight], norm = _merged(target, base, adapters)
+            params[target.weight], norm = _merged(target, base)
             if norm is not None:
                 slot["norms"][target.name] = norm
     return derived(state, params=params, frozen=None, slots={**state.slots, SLOT: slot})
@@ -65,26 +65,25 @@ def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
     return adapters
 
 
-def _merged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
+def _merged(target: Target, named: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return the weight with its adapter, divided as before, and with DoRA the norms of its rows."""
     if target.tied_to:
         raise StructureError(
             f"merge: {target.tie}, which does not have this adapter. Save the adapters (ft.adapters.save), give "
             f"{target.name} a weight of its own, and load them into a step of that model, whose state can be merged"
         )
-    weight, a, b, *magnitude = _gathered(target, named, adapters)
+    weight, a, b, *magnitude = _gathered(target, named)
     matrix, norm = target.matrix(weight), None
-    summed = adapted(matrix, a, b, adapters.config.scale)
+    summed = adapted(matrix, a, b, target.config.scale)
     if magnitude:
-        norm = norms(matrix, a, b, adapters.config.scale)
+        norm = norms(matrix, a, b, target.config.scale)
         summed = (magnitude[0] / norm)[:, None] * summed
     return divided(target.matrix(summed).to(weight.dtype).contiguous(), like=named[target.weight]), norm
 
 
-def _gathered(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> list[Tensor]:
+def _gathered(target: Target, named: dict[str, Tensor]) -> list[Tensor]:
     """Return the whole weight of a target and the whole tensors of its adapter."""
-    names = target.weight, *target.names(dora=adapters.config.dora).values()
-    return [dtensor.whole(named[name]) for name in names]
+    return [dtensor.whole(named[name]) for name in (target.weight, *target.names.values())]
 
 
 def _added_whole(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -120,7 +119,7 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     else:
         whole = {**merged.params, **{name: params[name] for name in adapters.names}}
         for target in adapters.targets:
-            whole[target.weight] = _unmerged(target, whole, adapters, slot["norms"].get(target.name))
+            whole[target.weight] = _unmerged(target, whole, slot["norms"].get(target.name))
     trained = set(tree.leaf_names(params))
     _, frozen = tree.split(whole, lambda name, leaf: name in trained)
     frozen = frozen if tree.leaves(frozen) else None
@@ -128,11 +127,11 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     return derived(merged, params=params, frozen=frozen, slots=slots)
 
 
-def _unmerged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters, norm: Tensor | None) -> Tensor:
-    weight, a, b, *magnitude = _gathered(target, named, adapters)
+def _unmerged(target: Target, named: dict[str, Tensor], norm: Tensor | None) -> Tensor:
+    weight, a, b, *magnitude = _gathered(target, named)
     matrix = target.matrix(weight)
     if norm is not None:
         matrix = matrix.to(a.dtype) / (magnitude[0] / norm)[:, None]
-    whole = target.matrix(adapted(matrix, a, b, -adapters.config.scale)).to(weight.dtype).contiguous()
+    whole = target.matrix(adapted(matrix, a, b, -target.config.scale)).to(weight.dtype).contiguous()
     new: Tensor = divided(whole, like=named[target.weight])
     return new

@@ -25,12 +25,11 @@ class ModuleAdapters:
     """The adapters of a module. Raises an OptionError for a pattern of targets that matches nothing."""
 
     def __init__(self, config: Config, module: nn.Module) -> None:
-        self.config, self.module, self.targets = config, module, find_targets(module, config.targets)
+        self.config, self.module, self.targets = config, module, find_targets(module, config)
         self._forwards = [
-            (target.part, _embedding(target, config) if target.is_embedding else _linear(target, config))
-            for target in self.targets
+            (target.part, _embedding(target) if target.is_embedding else _linear(target)) for target in self.targets
         ]
-        self._slots = {id(target.part): target.slots(dora=config.dora) for target in self.targets}
+        self._slots = {id(target.part): target.slots for target in self.targets}
         self._all_slots = [slot for slots in self._slots.values() for slot in slots]
         self._borrowed = Borrowed([target.tensors for target in self.targets])
         self.names = {slot.name for slot in self._all_slots}
@@ -55,7 +54,7 @@ class ModuleAdapters:
         for target, each in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
             if target.weight in base:
                 _warn_of_tie(target)
-                adapters.update(target.initial(base[target.weight], each, self.config))
+                adapters.update(target.initial(base[target.weight], each))
         return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
     def around(self, loss: Loss) -> LossFn:
@@ -105,10 +104,11 @@ def _warn_of_tie(target: Target) -> None:
         )
 
 
-def _linear(target: Target, config: Config) -> Callable[..., Tensor]:
+def _linear(target: Target) -> Callable[..., Tensor]:
     """Return the forward of a linear layer with its adapter, whose tensors are in ``target.tensors`` while it runs."""
     part: Any = target.part
-    tensors, base, scale, rate = target.tensors, part.forward, config.scale, config.dropout
+    tensors, base, config = target.tensors, part.forward, target.config
+    scale, rate = config.scale, config.dropout
 
     def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = base(x, *args, **kwargs)
@@ -129,17 +129,17 @@ def _linear(target: Target, config: Config) -> Callable[..., Tensor]:
     return linear
 
 
-def _embedding(target: Target, config: Config) -> Callable[..., Tensor]:
+def _embedding(target: Target) -> Callable[..., Tensor]:
     """As `_linear`, for an embedding."""
     part: Any = target.part
-    tensors, base, scale = target.tensors, part.forward, config.scale
+    tensors, base, scale = target.tensors, part.forward, target.config.scale
 
     def embedding(indices: Tensor) -> Tensor:
         result: Tensor = base(indices)
         a, b = tensors["a"], tensors["b"]
         rows = F.embedding(indices, a.T, part.padding_idx, scale_grad_by_freq=part.scale_grad_by_freq)
         product: Tensor = (rows * scale) @ b.T
-        if not config.dora:
+        if not target.config.dora:
             return (result + product).to(result.dtype)
         ratio: Tensor = tensors["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
         return (ratio * (result + product)).to(result.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
 from ftrain.errors import OptionError
-from ftrain.step.swap_params import Slot, slots_of
+from ftrain.step.swap_params import Slot
 from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.weights import adapter_dtype, kaiming, norms
 from ftrain.tree.name_patterns import near
@@ -30,6 +29,7 @@ class Target:
     `tied_to` has its names there. `tensors` are those of the adapter while the module runs, else None.
     """
 
+    config: Config
     name: str
     part: nn.Module
     weight: str
@@ -55,20 +55,22 @@ class Target:
         """Transpose a weight to (outputs, inputs), or such a matrix back to a weight, if the module needs it."""
         return weight.T if self.is_transposed else weight
 
-    def names(self, *, dora: bool) -> dict[str, str]:
-        """Return the names of the tensors `a`, `b` and with DoRA `magnitude`."""
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the tensors `a`, `b` and with DoRA `magnitude`."""
         a, b = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
         owner = f"{self.name}." if self.name else ""
         names = {"a": f"{owner}lora_{a}", "b": f"{owner}lora_{b}"}
-        return {**names, "magnitude": f"{owner}lora_magnitude_vector"} if dora else names
+        return {**names, "magnitude": f"{owner}lora_magnitude_vector"} if self.config.dora else names
 
-    def slots(self, *, dora: bool) -> list[Slot]:
-        """Return the slots of its tensors."""
-        return [Slot(self.tensors, key, name, False) for key, name in self.names(dora=dora).items()]
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its tensors."""
+        return [Slot(self.tensors, key, name, False) for key, name in self.names.items()]
 
-    def initial(self, weight: Tensor, key: Tensor, config: Config) -> dict[str, Tensor]:
+    def initial(self, weight: Tensor, key: Tensor) -> dict[str, Tensor]:
         """Return the initial tensors by name; with them the module computes the same as without the adapter."""
-        matrix = self.matrix(weight.detach())
+        matrix, config = self.matrix(weight.detach()), self.config
         outputs, inputs = matrix.shape
         options: dict[str, Any] = {"dtype": adapter_dtype(weight), "device": weight.device}
         if self.is_embedding:
@@ -80,11 +82,11 @@ class Target:
             tensors = {"a": a, "b": torch.zeros(outputs, config.rank, **options)}
         if config.dora:
             tensors["magnitude"] = norms(matrix, tensors["a"], tensors["b"], config.scale)
-        return {name: tensors[kind] for kind, name in self.names(dora=config.dora).items()}
+        return {name: tensors[kind] for kind, name in self.names.items()}
 
 
-def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
-    """Return the modules to adapt: those of a supported class whose names match a pattern.
+def find_targets(module: nn.Module, config: Config) -> list[Target]:
+    """Return the modules to adapt: those of a supported class whose names match a pattern of the options.
 
     Raises an OptionError for a pattern that matches none, with similar names, and for a weight of integers.
     """
@@ -93,7 +95,7 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     uncalled = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
     adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in uncalled}
     chosen: set[str] = set()
-    for pattern in patterns:
+    for pattern in config.targets:
         matches = [name for name in adaptable if fnmatchcase(name, pattern)]
         if not matches:
             raise OptionError(
@@ -103,8 +105,6 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
         chosen.update(matches)
     for name in chosen:
         _require_numbers(name, _torch.parameters_of(adaptable[name])["weight"])
-    slots = slots_of(module)
-    weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
     holders = defaultdict[int, list[str]](list)
     for name, part in parts.items():
         for key, tensor in _torch.parameters_of(part).items():
@@ -112,9 +112,9 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     targets = []
     for name, part in adaptable.items():
         if name in chosen:
-            tensors = _torch.parameters_of(part)
-            tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != _weight_of(name))
-            targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to))
+            weights = holders[id(_torch.parameters_of(part)["weight"])]
+            tied_to = tuple(other for other in weights if other != _weight_of(name))
+            targets.append(Target(config, name, part, weights[0], tied_to))
     return targets
 
 

@@ -10,13 +10,6 @@ from torch import Tensor
 from ftrain import _torch, random
 
 
-def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight, which may be quantised, as a dense tensor of another dtype."""
-    # Quantised weights are wrapper subclasses; `dequantize` would convert a plain tensor to float32.
-    values: Any = weight.dequantize() if _torch.is_wrapper_subclass(weight) else weight
-    return values.to(dtype)  # type: ignore[no-any-return]
-
-
 def adapter_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of the adapters of a weight: at least float32."""
     return torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
@@ -31,7 +24,9 @@ def kaiming(key: Tensor, rank: int, inputs: int, like: Tensor) -> Tensor:
 
 def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``W + scale * B A`` in the dtype of the adapters; W is (outputs, inputs), A (rank, inputs)."""
-    return torch.addmm(dense(weight, a.dtype), b, a, alpha=scale)
+    # Quantised weights are wrapper subclasses; `dequantize` would convert a plain tensor to float32.
+    dense: Any = weight.dequantize() if _torch.is_wrapper_subclass(weight) else weight
+    return torch.addmm(dense.to(a.dtype), b, a, alpha=scale)
 
 
 def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

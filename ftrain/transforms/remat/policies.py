@@ -126,7 +126,7 @@ class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._aliases:
             for leaf in _tensors(returned):
                 if (aliases := self._aliases.get(_storage(leaf))) is not None:
-                    aliases.append((_detached(leaf), _torch.version_of(leaf)))
+                    aliases.append((_torch.detach_counting_writes(leaf), _torch.version_of(leaf)))
 
     def _result(self, returned: Any, inputs: PyTree) -> _Result | None:
         """Return what to save; None if the operation returned memory of its inputs."""
@@ -184,8 +184,5 @@ def _storage(leaf: Tensor) -> int:
 
 def _all_detached(value: PyTree) -> PyTree:
     if isinstance(value, Tensor):
-        return _detached(value)
-    return tree.map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-
-_detached = _torch.detach_counting_writes
+        return _torch.detach_counting_writes(value)
+    return tree.map(lambda leaf: _torch.detach_counting_writes(leaf) if isinstance(leaf, Tensor) else leaf, value)

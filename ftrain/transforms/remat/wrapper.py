@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
-from ftrain.backends.transfers import is_abstract
 from ftrain.errors import ComposeError, LossError, OptionError, log_on_first_rank, require_range
 from ftrain.random import torch_ops
 from ftrain.step.blocks import Region, Wanted, find_blocks, through, within
@@ -171,9 +170,11 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
             chosen = NONE
         if chosen == NONE:
             return inside(*args, **kwargs)
-        tensors = _tensors_of(slots, (args, kwargs))
+        # Its parameters and buffers, or its inputs if it has none.
+        tensors = [place[key] for place, key, *_ in slots] or list(filter(tree.is_tensor, tree.leaves((args, kwargs))))
         device = device_off_host(tensors) if tensors else backends.default().device
-        repeatable = _Repeatable(inside, slots, chosen, _same_draws(tensors, device))
+        # torch.utils.checkpoint saves the generators of CUDA and XPU only, for the devices of its arguments.
+        repeatable = _Repeatable(inside, slots, chosen, torch_ops.rng_snapshot(device, tensors))
         returned = run_recomputed(repeatable.first, repeatable.again, args, kwargs, device=device)
         if _torch.is_capturing():
             repeatable.wait_for(returned)
@@ -245,18 +246,6 @@ class _Repeatable:
                 )
             values.append(value if version == first else value.clone())
         return values
-
-
-def _tensors_of(slots: Sequence[Slot], inputs: PyTree) -> list[Tensor]:
-    """Return the parameters and buffers of a block, or its inputs if it has none."""
-    return [place[key] for place, key, *_ in slots] or list(filter(tree.is_tensor, tree.leaves(inputs)))
-
-
-def _same_draws(tensors: Sequence[Tensor], device: torch.device) -> Context:
-    if any(map(is_abstract, tensors)) and torch_ops.current() is None:
-        return nullcontext
-    # torch.utils.checkpoint saves the generators of CUDA and XPU only, for the devices of its arguments.
-    return torch_ops.rng_snapshot(device)
 
 
 def _without_cache(module: nn.Module | None) -> Context:

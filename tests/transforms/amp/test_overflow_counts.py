@@ -139,6 +139,13 @@ def test_a_watched_step_is_the_same_to_the_bit(way, dtype):
         assert_equal({name: value for name, value in a.items() if "/" not in name}, b)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_split_step_runs_a_watched_loss_uncompiled():
+    torch._dynamo.utils.counters.clear()
+    run(build(ft.compiled(lowering="split", backend="eager")), 1)
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_buffers_ties_and_other_losses_stay_as_they_are(policy):
     """BatchNorm advances once, dropout draws what it would, and metrics of the loss's own are there too."""

@@ -66,7 +66,7 @@ def test_its_means_are_those_of_eager_evaluation_between_compiled_training_steps
 
 def test_inductors_code_is_as_exact_in_float64():
     loss = ft.from_module(model().double(), criterion)
-    eager, data = ft.eval_step(loss), batches(torch.float64)
+    eager, data = ft.eval_step(loss), batches(torch.float64)[:1]
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
     found = ft.evaluate(ft.compiled()(eager), state, data)
     torch.testing.assert_close(found, ft.evaluate(eager, state, data), rtol=1e-12, atol=0)
