@@ -9,7 +9,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends, tree
 from ftrain._torch import dtensor
-from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError, add_note
+from ftrain.errors import (
+    CheckpointError,
+    ComposeError,
+    ConsumedError,
+    FtrainError,
+    NonFiniteError,
+    OptionError,
+    RankError,
+    add_note,
+)
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rank_watch import watch
 from ftrain.step.microbatch import SPLIT
@@ -17,7 +26,7 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt
 from ftrain.training.history import History, column, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
-from ftrain.training.loggers import Logger, Record, rewind
+from ftrain.training.loggers import Logger, Record
 from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps, require_same_rates
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
@@ -180,7 +189,7 @@ class Run:
                 self._last = self._last._replace(settled=self.step)
                 self._require_best()
         self._save()
-        self._checkpoints.finish()
+        self._checkpoints.wait()
         # A run may be shorter than `log_every`.
         self._warn_if_not_additive()
         self._votes.at_end(place=END_OF_RUN)
@@ -191,7 +200,8 @@ class Run:
         shared = self._agreement.shares(error)
         if shared and not self._agreement.is_alone:
             # Leaving the context of checkpoints with an error would not wait for the other ranks.
-            self._checkpoints.wait()
+            with suppress(FtrainError):
+                self._checkpoints.wait()
         if not shared and not isinstance(error, RankError):
             try:
                 watch().explain(error)
@@ -233,7 +243,9 @@ class Run:
         # Seconds are counted on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
-            rewind(self._loggers, *point.logged)
+            for logger in self._loggers:
+                if callable(rewind := getattr(logger, "rewind", None)):
+                    rewind(*point.logged)
 
     def _reads_after(self, step: int) -> bool:
         options = self._options
