@@ -45,6 +45,7 @@ RAISED = {
     "parallel/agreement.py": {"error"},
     "parallel/stand_in.py": {"OutOfMemoryOnRankError"},
     "step/across_ranks.py": {"error"},
+    "training/fit.py": {"interrupted"},
     "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
     "training/progress.py": {"error"},
     "training/signals.py": {"Abandoned"},

@@ -9,16 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends, tree
 from ftrain._torch import dtensor
-from ftrain.errors import (
-    CheckpointError,
-    ComposeError,
-    ConsumedError,
-    FtrainError,
-    NonFiniteError,
-    OptionError,
-    RankError,
-    add_note,
-)
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError, add_note
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rank_watch import watch
 from ftrain.step.microbatch import SPLIT
@@ -200,7 +191,7 @@ class Run:
         shared = self._agreement.shares(error)
         if shared and not self._agreement.is_alone:
             # Leaving the context of checkpoints with an error would not wait for the other ranks.
-            with suppress(FtrainError):
+            with suppress(Exception):
                 self._checkpoints.wait()
         if not shared and not isinstance(error, RankError):
             try:
@@ -281,11 +272,9 @@ class Run:
 
     def _params_are_finite(self) -> bool:
         """Return whether all trained parameters are finite, on all ranks; waits for them and the device."""
-        state: Any = self._newest.state
-        params = [
-            dtensor.local_part(leaf) for leaf in tree.leaves(getattr(state, "params", state)) if tree.is_tensor(leaf)
-        ]
-        return self._agreement.largest(int(not tree.all_finite(params))) == 0
+        params = tree.leaves(getattr(self._newest.state, "params", self._newest.state))
+        local_parts = [dtensor.local_part(leaf) for leaf in params if tree.is_tensor(leaf)]
+        return self._agreement.largest(int(not tree.all_finite(local_parts))) == 0
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
@@ -304,7 +293,6 @@ class Run:
             warn_if_not_additive(function, self._step.loss, newest.state, newest.batch, is_first=is_first)
 
     def _evaluate_and_adapt(self, records: Records | None) -> None:
-        """Call `evaluate`, `stop` and `adapt`, if it is time to."""
         options, step = self._options, self.step
         evaluated = self._last.last_evaluation == step
         evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
@@ -329,7 +317,6 @@ class Run:
         self._throughput.exclude(time.perf_counter() - start)
 
     def _why_to_stop(self) -> str:
-        """Return the reason that `stop` gives, or "" to go on."""
         stop = self._options.stop
         return self._agreement.decide("stop", lambda: _reason(stop(self.history))) if stop else ""
 
