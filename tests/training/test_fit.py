@@ -496,14 +496,14 @@ def test_a_step_adds_its_record_to_memory_and_no_more():
 
     step = make()
     # This fills the caches, which grow too, up to a limit.
-    fit(step, batches(), steps=1000)
+    fit(step, batches(), steps=300)
     tracemalloc.start()
     try:
-        _, history = fit(step, batches(), steps=1000, evaluate=memory)
+        _, history = fit(step, batches(), steps=500, evaluate=memory)
     finally:
         tracemalloc.stop()
     # A record takes 310: a dict, a float for each name, and its place in the list.
-    assert history["eval_bytes"][0] / 1000 < 420
+    assert history["eval_bytes"][0] / 500 < 420
 
 
 SERVICES = {
