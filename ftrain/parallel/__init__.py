@@ -3,8 +3,8 @@
 How a step of `ftrain.sharded` goes through the files:
 
 1. `sharded` takes the local parts of a state of DTensors (`state`, `partition`) and this rank's examples (`rows`). In
-   the first step all ranks compare what they were given (`same_step`), and then what they run (`same_blocks`) and what
-   the loss returns (`same_results`).
+   the first step all ranks compare what they were given (`same_step`), and then what the loss runs and returns
+   (`same_loss`).
 2. `rank_gradient` computes the gradient of these examples, and combines those of all ranks.
 3. `loss_params` gives the loss whole parameters (`gather`): at levels 1 and 2 gathered once, at level 3 block by block
    (`block_gather`). `stock_draws` has random operations draw by example.

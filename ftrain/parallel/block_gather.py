@@ -21,7 +21,7 @@ from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.gather import Parameters
 from ftrain.parallel.rank_watch import Watch
-from ftrain.parallel.same_blocks import require_same_block
+from ftrain.parallel.same_loss import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.types import PyTree

@@ -16,7 +16,7 @@ from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
 from ftrain.parallel.partition import Part, start_gather_all, start_scatter_all, start_sum_all
 from ftrain.parallel.rows import Rows, computing_on
-from ftrain.parallel.same_blocks import SameProgram
+from ftrain.parallel.same_loss import SameProgram
 from ftrain.parallel.state import Layout, current_layout
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.forward import versions
