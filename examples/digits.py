@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ftrain as ft
 
-EPOCHS = 15
+EPOCHS = 8
 BATCH = 64
 
 

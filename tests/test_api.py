@@ -127,7 +127,7 @@ MODULES = {
         "UnreachableError",
         "VersionError",
     ],
-    "loggers": ["Logger", "Record", "jsonl", "rewind"],
+    "loggers": ["Logger", "Record", "jsonl"],
     "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],
     "optim": [
         "GradientTransform",

@@ -16,6 +16,7 @@ from ftrain import backends, tree
 from ftrain._torch import store
 from ftrain.errors import OptionError, RankError, kind_and_text
 from ftrain.parallel.rank_watch import watch
+from ftrain.parallel.same_step import ADDRESS
 
 T = TypeVar("T")
 
@@ -166,16 +167,16 @@ class Agreement:
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same arguments, given by name; of objects only the type is compared.
+        """Check that all ranks have the same arguments, given by name: they are compared as they print.
 
         Raises an OptionError on the ranks whose arguments differ from those of rank 0, and a RankError on the others.
         """
-        own = {name: _as_data(value) for name, value in arguments.items()}
+        own = {name: ADDRESS.sub("", repr(value)) for name, value in arguments.items()}
         first = self.from_first(own)
 
         def compare() -> None:
             for name, value in own.items():
-                if repr(value) != repr(first[name]):
+                if value != first[name]:
                     raise OptionError(
                         f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
                         "call it with the same arguments"
@@ -186,12 +187,3 @@ class Agreement:
     def shares(self, error: BaseException) -> bool:
         """Return whether all ranks have stopped at this error, or at their own in the same place."""
         return self._ranks == 1 or error is self._shared_error
-
-
-def _as_data(value: Any) -> Any:
-    """Return what processes can send each other of a value, and compare."""
-    if isinstance(value, Mapping):
-        return {name: _as_data(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_data(each) for each in value]
-    return value if value is None or type(value) in (bool, int, float, str) else f"a {type(value).__name__}"

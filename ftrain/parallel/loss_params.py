@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ftrain import tree
+from ftrain._context import setting
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import Parameters
 from ftrain.parallel.mesh import Group
@@ -36,13 +37,12 @@ _passing: ContextVar[Passing] = ContextVar("ftrain_passing")
 @contextmanager
 def passing(how: Passing) -> Iterator[None]:
     """Context of the forward passes of a step."""
-    token = _passing.set(how)
-    try:
-        yield
-    finally:
-        _passing.reset(token)
-        # A loss that has failed has announced gradients that its backward pass will not take.
-        announce(None)
+    with setting(_passing, how):
+        try:
+            yield
+        finally:
+            # A loss that has failed has announced gradients that its backward pass will not take.
+            announce(None)
 
 
 def loss_params(

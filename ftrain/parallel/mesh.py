@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.mesh import PlannedMesh, release_groups
-from ftrain.errors import DeviceError, OptionError, require_positive_number, warn
+from ftrain.errors import DeviceError, OptionError, require_positive_number, warn, whole_number
 from ftrain.parallel.process_group import at_exit, join
 from ftrain.parallel.rank_watch import watch
 from ftrain.tree.wrapped_tensors import plain_tensors
@@ -61,9 +60,9 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     timeout = require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
-    sizes: list[Any] = [size for size in (replicate, shard) if size is not None]
-    are_positive = all(not isinstance(size, bool) and isinstance(size, Integral) and int(size) > 0 for size in sizes)
-    if not are_positive or world % math.prod(sizes) or (len(sizes) == 2 and math.prod(sizes) != world):
+    given = {name: size for name, size in (("replicate", replicate), ("shard", shard)) if size is not None}
+    sizes = [whole_number("mesh", name, size, least=1) for name, size in given.items()]
+    if world % math.prod(sizes) or (len(sizes) == 2 and math.prod(sizes) != world):
         raise OptionError(
             f"mesh: the sizes are replicate={replicate!r} and shard={shard!r}; there are {world} ranks, those that "
             "torchrun has started (--nproc-per-node=...), or 1 without it: give one size that divides them"

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
-from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
+from ftrain.parallel.gradient_sums import BucketOrder, stream_plan
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
 from ftrain.parallel.partition import Part, start_gather_all, start_scatter_all, start_sum_all
 from ftrain.parallel.rows import Rows, computing_on
-from ftrain.parallel.same_blocks import SameProgram
+from ftrain.parallel.same_loss import SameProgram
 from ftrain.parallel.state import Layout, current_layout
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.forward import versions
@@ -51,8 +51,9 @@ class RankGradient:
                 wholes = start_gather_all(self._shard, leaves, parts)()
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
             how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
-            with program.required(state), passing(how):
-                local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
+            compute = partial(starting, state, rows.batch, rng)
+            with program.required(state), passing(how), computing_on(rows), sharding.over(None):
+                local, drawing = draws.run(compute, state)
             stream_grads = local.stream_grads
             if self._all.size == 1 and stream_grads is None:
                 return local
@@ -148,8 +149,3 @@ def _require_no_writes(buffers: PyTree, writes: list[int | None]) -> None:
             "calls torch.utils.checkpoint does, which ranks would lose; use ft.remat() in its place, or leave out "
             "update_in_backward"
         )
-
-
-def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-    with computing_on(rows), sharding.over(None):
-        return grad(state, rows.batch, rng)

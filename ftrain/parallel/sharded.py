@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import _torch, tree
 from ftrain._context import setting
 from ftrain._torch.collectives import waiting_after
-from ftrain.errors import ComposeError, OptionError, RankError
+from ftrain.errors import ComposeError, OptionError, RankError, require_choice
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression
 from ftrain.parallel.compression.memory_slot import SLOT
@@ -34,7 +34,7 @@ from ftrain.parallel.partition import broadcast_all, start_sum_all_wide
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, rows_of
-from ftrain.parallel.same_results import SameResults
+from ftrain.parallel.same_loss import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update.update import whole_update
@@ -57,7 +57,6 @@ from ftrain.types import (
 )
 
 NAME = SLOT
-LEVELS = range(4)
 
 
 @wrapper
@@ -113,13 +112,12 @@ def sharded(
         DeviceError: when torch was built without torch.distributed.
     """
     require_distributed("sharded")
-    if isinstance(level, bool) or level not in LEVELS:
+    if isinstance(level, bool) or level not in range(4):
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
     require_all_ranks_of(mesh)
-    if batches not in ("whole", "rows"):
-        raise OptionError(f"sharded: batches is {batches!r}; needs 'whole' or 'rows'")
+    require_choice("sharded", "batches", batches, ("whole", "rows"))
     if gather not in ("own", "amp") or (gather == "amp" and level < 3):
         raise OptionError(f"sharded: gather is {gather!r} at level {level}; needs 'own', or at level 3 'amp'")
     reduction = Reduction(reduce, mesh, level)
@@ -160,7 +158,7 @@ class _RankStep:
         optimizer = step.optimizer
         if self._level and not optimizer.by_element and optimizer.split is None:
             raise ComposeError(
-                f"{NAME}: {optimizer.text} says neither that it updates each element by itself "
+                f"sharded: {optimizer.text} says neither that it updates each element by itself "
                 "(Optimizer.by_element) nor how it updates a leaf without the others (Optimizer.split); say one of "
                 "them, or use level=0"
             )
@@ -169,12 +167,12 @@ class _RankStep:
             options = other.options or {}
             if options.get("lowering") == "split" or options.get("dynamic"):
                 raise ComposeError(
-                    f"{NAME}: {other.text} compiles the loss alone, in which random operations would draw by their "
+                    f"sharded: {other.text} compiles the loss alone, in which random operations would draw by their "
                     "place on a rank; leave out lowering='split' and dynamic=True"
                 )
             if self._level == 3 and options.get("watch"):
                 raise ComposeError(
-                    f"{NAME}: {other.text} runs parts of the model again in float32, and level 3 gathers the "
+                    f"sharded: {other.text} runs parts of the model again in float32, and level 3 gathers the "
                     "parameters of a block only for its own forward; use level=2 to watch, or leave out watch=True"
                 )
 
@@ -237,7 +235,7 @@ class _RankStep:
         """Return the local part of a state, this rank's rows, and a function that makes DTensors of the new state."""
         require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
-            raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
+            raise ComposeError("sharded: gather='amp' is the dtype of with_amp, which the step has not; add it")
         if self._all.size > 1:  # One rank has no others to inform.
             self._watch.begin(state.step)
         with self._watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +44,10 @@ def _first_zero(rate: Callable[[int], float], begin: int, total: int) -> int | N
     """Return from where on a rate is 0, if it is above 0 before `begin` and 0 after it; else None."""
     if any(rate(step) for step in _samples(begin, total)):
         return None
-    low = max((step for step in _samples(0, begin) if rate(step)), default=None)
-    if low is None:
+    last = max((step for step in _samples(0, begin) if rate(step)), default=None)
+    if last is None:
         return None
-    high = begin
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if rate(middle) else (low, middle)
-    return high
+    return bisect.bisect_left(range(begin), True, last, key=lambda step: not rate(step))
 
 
 def _samples(begin: int, end: int) -> list[int]:

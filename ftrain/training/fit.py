@@ -198,10 +198,6 @@ def _end_by(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *
     if prints:
         Display().say(f"fit: ended by {number.name}{where}")
     if checkpoints is not None:
-        raise _interrupted(number, run.result)
-
-
-def _interrupted(number: signal.Signals, result: FitResult[Any]) -> Interrupted:
-    error = Interrupted(EXIT_CODE_BASE + number)
-    error.result = result
-    return error
+        interrupted = Interrupted(EXIT_CODE_BASE + number)
+        interrupted.result = run.result
+        raise interrupted

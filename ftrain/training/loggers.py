@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,7 +37,7 @@ def jsonl(path: str | Path) -> Logger:
 
 class _Lines:
     def __init__(self, path: Path) -> None:
-        self._path, self._ends_whole = path, False
+        self._path = path
 
     def __repr__(self) -> str:
         return f"jsonl({str(self._path)!r})"
@@ -46,18 +46,13 @@ class _Lines:
         (numbers,) = read_metrics([record])  # In a loop of one's own, metrics are tensors.
         line = json.dumps(_finite(numbers), allow_nan=False, default=str)
         try:
-            self._append(f"{line}\n")
+            start = "" if _ends_whole(self._path) else "\n"
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{start}{line}\n")
         except OSError as error:  # That of a full disk does not name the file.
             raise FtrainError(
                 f"jsonl: {str(self._path)!a} could not be written: {error}; make room, or choose another path"
             ) from error
-
-    def _append(self, line: str) -> None:
-        start = "" if self._ends_whole or _ends_whole(self._path) else "\n"
-        self._ends_whole = False  # A full disk may take a part of the line.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(start + line)
-        self._ends_whole = True
 
     def rewind(self, step: int, count: int) -> None:
         """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line.
@@ -80,7 +75,6 @@ class _Lines:
                 break
         # The steps of a run only rise. Another file in its place would need room, and lose its mode and the link to it.
         os.truncate(self._path, sum(map(len, lines[:end])))
-        self._ends_whole = False
 
 
 def _ends_whole(path: Path) -> bool:
@@ -98,13 +92,6 @@ def _step(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
-    """Call the method ``rewind`` of the loggers that have one."""
-    for logger in loggers:
-        if callable(remove := getattr(logger, "rewind", None)):
-            remove(step, count)
 
 
 def _finite(value: Any) -> Any:

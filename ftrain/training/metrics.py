@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,8 +19,6 @@ Evaluate: TypeAlias = Callable[[Any], Mapping[str, float]]
 
 EVALUATION = "eval_"
 """Prefix of the names under which the results of an evaluation are recorded."""
-
-_kind = attrgetter("dtype", "device", "shape")
 
 
 class StepMetrics(NamedTuple):
@@ -98,7 +95,7 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name, metric in row.items():
             value = metric.value if isinstance(metric, Mean) else metric
             if isinstance(value, Tensor):
-                groups.setdefault(_kind(value), []).append((row, name, value))
+                groups.setdefault((value.dtype, value.device, value.shape), []).append((row, name, value))
             else:
                 row[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     for tensors in groups.values():

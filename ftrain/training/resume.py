@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +16,13 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
-from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, require_choice, warn
+from ftrain.errors import CheckpointError, DeviceError, OptionError, StructureError, require_choice, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of_state, num_batches_of
 from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
-
-RESUME = "auto", "must", "never"
 
 PLACE = "epoch", "window", "batch"
 """The numbers in a position of `ftrain.data.Loader`, which are 0 at the beginning."""
@@ -64,7 +61,7 @@ class RunCheckpoints:
     def __init__(
         self, checkpoints: Checkpoints | None, step: Any, data: Iterable[PyTree], resume: str, *, is_first: bool
     ) -> None:
-        require_choice("fit", "resume", resume, RESUME)
+        require_choice("fit", "resume", resume, ("auto", "must", "never"))
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
@@ -202,12 +199,6 @@ class RunCheckpoints:
         )
 
     def wait(self) -> None:
-        """Wait for a save in the background, whether it succeeds or not."""
-        if self._checkpoints is not None:
-            with suppress(FtrainError):
-                self._checkpoints.wait()
-
-    def finish(self) -> None:
         """Wait for a save in the background; raises its CheckpointError if it failed."""
         if self._checkpoints is not None:
             self._checkpoints.wait()

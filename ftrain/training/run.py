@@ -17,7 +17,7 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt
 from ftrain.training.history import History, column, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
-from ftrain.training.loggers import Logger, Record, rewind
+from ftrain.training.loggers import Logger, Record
 from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps, require_same_rates
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
@@ -179,7 +179,7 @@ class Run:
                 self._last = self._last._replace(settled=self.step)
                 self._require_best()
         self._save()
-        self._checkpoints.finish()
+        self._checkpoints.wait()
         # A run may be shorter than `log_every`.
         self._warn_if_not_additive()
         self._votes.at_end(place=END_OF_RUN)
@@ -190,7 +190,8 @@ class Run:
         shared = self._agreement.shares(error)
         if shared and not self._agreement.is_alone:
             # Leaving the context of checkpoints with an error would not wait for the other ranks.
-            self._checkpoints.wait()
+            with suppress(Exception):
+                self._checkpoints.wait()
         if not shared and not isinstance(error, RankError):
             try:
                 watch().explain(error)
@@ -232,7 +233,9 @@ class Run:
         # Seconds are counted on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
-            rewind(self._loggers, *point.logged)
+            for logger in self._loggers:
+                if callable(rewind := getattr(logger, "rewind", None)):
+                    rewind(*point.logged)
 
     def _reads_after(self, step: int) -> bool:
         options = self._options
@@ -268,11 +271,9 @@ class Run:
 
     def _params_are_finite(self) -> bool:
         """Return whether all trained parameters are finite, on all ranks; waits for them and the device."""
-        state: Any = self._newest.state
-        params = [
-            dtensor.local_part(leaf) for leaf in tree.leaves(getattr(state, "params", state)) if tree.is_tensor(leaf)
-        ]
-        return self._agreement.largest(int(not tree.all_finite(params))) == 0
+        params = tree.leaves(getattr(self._newest.state, "params", self._newest.state))
+        local_parts = [dtensor.local_part(leaf) for leaf in params if tree.is_tensor(leaf)]
+        return self._agreement.largest(int(not tree.all_finite(local_parts))) == 0
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
@@ -291,7 +292,6 @@ class Run:
             warn_if_not_additive(function, self._step.loss, newest.state, newest.batch, is_first=is_first)
 
     def _evaluate_and_adapt(self, records: Records | None) -> None:
-        """Call `evaluate`, `stop` and `adapt`, if it is time to."""
         options, step = self._options, self.step
         evaluated = self._last.last_evaluation == step
         evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
@@ -316,7 +316,6 @@ class Run:
         self._throughput.exclude(time.perf_counter() - start)
 
     def _why_to_stop(self) -> str:
-        """Return the reason that `stop` gives, or "" to go on."""
         stop = self._options.stop
         return self._agreement.decide("stop", lambda: _reason(stop(self.history))) if stop else ""
 

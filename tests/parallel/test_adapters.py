@@ -7,11 +7,12 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, StructureError
+from tests.exhaustive import choose, exhaustive
 from tests.parallel import models
 from tests.parallel.ranks import run
 
 TARGETS = ["inner", "blocks.*.hidden", "head"]
-levels = pytest.mark.parametrize("level", [0, 1, 3])
+levels = pytest.mark.parametrize("level", choose([0, 1, 3], [0, 3]))
 
 
 def adapted(level, **options):
@@ -59,7 +60,7 @@ def merged_and_back(level, dora):
 
 
 @levels
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [True, *exhaustive([False])])
 def test_what_ranks_merge_and_unmerge_is_what_one_rank_does_and_divided_as_before(level, dora):
     (needed,) = run(1, merged_and_back(0, dora))
     for found in run(2, merged_and_back(level, dora)):

@@ -12,7 +12,7 @@ import ftrain as ft
 from ftrain._torch import store
 from ftrain.checkpoint import Checkpoints, directory_lock, files
 from ftrain.errors import CheckpointError, RankError
-from tests.exhaustive import exhaustive_rows
+from tests.exhaustive import choose, exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_ol
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", choose([1, 2], [2]))
 @pytest.mark.parametrize("is_full", [False, True])
 def test_an_error_of_all_ranks_leaves_the_save_in_the_background_whole_or_says_that_it_failed(
     size, is_full, tmp_path, monkeypatch
@@ -211,7 +211,7 @@ def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one
             for step in (1, 2):
                 checkpoints.save(step, at_step(drawn(), step))
 
-    run(3, write)
+    run(2, write)
     damaged = tmp_path / "step-000000000002" / file
     tensors = [item for item in ft.checkpoint.verify(damaged.parents[file.count("/")]).tensors if item.file == file]
     data = damaged.read_bytes()
@@ -225,9 +225,9 @@ def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one
         assert_bits(newest.parts["state"], at_step(state, 1)["state"])
 
     assert len(tensors) > 5
-    for end in (len(data) - 1, len(data) // 2, len(data) - len(data) // 3):
+    for end in (len(data) - 1, len(data) - len(data) // 3):
         damaged.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :])
-        run(3, read)
+        run(2, read)
 
 
 def test_ranks_that_save_different_states_are_told_so(tmp_path):

@@ -12,6 +12,7 @@ from ftrain.parallel.compression import Exchange
 from ftrain.parallel.compression.reduction import compression_of
 from ftrain.parallel.compression.sign import packed, unpacked
 from ftrain.parallel.mesh import ALL, groups
+from tests.exhaustive import choose, exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -259,7 +260,7 @@ def test_a_step_that_is_not_made_leaves_the_memory_as_it_was(name, guard):
         after, _ = step(state, {**bad, "y": bad["y"] * factor})
         return ft.parallel.whole(state), ft.parallel.whole(after)
 
-    for state, after in run(3, rank):
+    for state, after in run(2, rank):
         assert all(map(torch.equal, ft.tree.leaves(state.params), ft.tree.leaves(after.params)))
         memories = ft.tree.leaves(state.slots["sharded"])
         assert any(memory.any() for memory in memories)
@@ -267,10 +268,19 @@ def test_a_step_that_is_not_made_leaves_the_memory_as_it_was(name, guard):
 
 
 @pytest.mark.parametrize(
-    ("size", "level", "mesh"),
-    [(3, 0, {}), pytest.param(4, 0, {"replicate": 2}, marks=pytest.mark.exhaustive), (4, 2, {"replicate": 2})],
+    ("name", "size", "level", "mesh"),
+    [
+        ("sign", 3, 0, {}),
+        ("powersgd", 4, 2, {"replicate": 2}),
+        *exhaustive_rows(
+            [
+                ("powersgd", 3, 0, {}),
+                ("sign", 4, 2, {"replicate": 2}),
+                *((name, 4, 0, {"replicate": 2}) for name in ("powersgd", "sign")),
+            ]
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", REMEMBERING)
 def test_a_run_goes_on_to_the_bit_from_its_whole_state(name, size, level, mesh):
     def rank(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh(**mesh), level, METHODS[name]()))
@@ -300,7 +310,7 @@ def test_a_checkpoint_has_what_each_rank_has_not_sent(size, level, mesh, tmp_pat
         assert all(map(torch.equal, ft.tree.leaves(loaded), ft.tree.leaves(saved)))
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("name", choose(REMEMBERING, ["powersgd"]))
 def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
     saved = trained(4, 1, name, mesh={"replicate": 2})[0][0]
 
@@ -330,7 +340,7 @@ def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
     assert "sharded" not in alone.slots
 
 
-@pytest.mark.parametrize("name", [*REMEMBERING, "bf16"])
+@pytest.mark.parametrize("name", choose([*REMEMBERING, "bf16"], ["powersgd", "bf16"]))
 def test_fit_goes_on_with_other_ranks(name, tmp_path):
     """4 -> 3 -> 1 ranks: the sum of what is left stays, and with one rank there is nothing to send."""
 

@@ -12,7 +12,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
 from ftrain.parallel import rows
-from ftrain.parallel.not_gathered import NotGathered
+from ftrain.parallel.block_gather import NotGathered
 from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run

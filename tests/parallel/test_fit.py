@@ -254,22 +254,22 @@ def samples():
 def test_a_run_that_resumes_on_ranks_has_the_bits_of_one_that_was_not_interrupted(size, level, tmp_path):
     def fit(rank, directory, steps, **options):
         step = models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(), level))
-        data = ft.data.loader(samples(), 7, seed=3)
+        data = ft.data.loader(samples()[:28], 7, seed=3)
         checkpoints = ft.Checkpoints(tmp_path / directory, every=2, best="eval_loss")
         evaluate = lambda state: ft.evaluate(ft.eval_step(step.loss), state, models.batches(1))  # noqa: E731
         named = {"evaluate": evaluate, "evaluate_every": 2, "progress": False, "log_every": 3}
         result = ft.fit(step, step.init(seed=5), data, steps=steps, checkpoints=checkpoints, **named, **options)
         return ft.parallel.whole(result.state), result.history, checkpoints.latest(best=True).step
 
-    once = run(size, lambda rank: fit(rank, "once", 9))
-    run(size, lambda rank: fit(rank, "twice", 5, loggers=[ft.loggers.jsonl(tmp_path / "log")]))
-    twice = run(size, lambda rank: fit(rank, "twice", 9, resume="must", loggers=[ft.loggers.jsonl(tmp_path / "log")]))
+    once = run(size, lambda rank: fit(rank, "once", 5))
+    run(size, lambda rank: fit(rank, "twice", 3, loggers=[ft.loggers.jsonl(tmp_path / "log")]))
+    twice = run(size, lambda rank: fit(rank, "twice", 5, resume="must", loggers=[ft.loggers.jsonl(tmp_path / "log")]))
     for (state, history, best), (resumed, records, best_resumed) in zip(once, twice, strict=True):
         assert all(map(torch.equal, ft.tree.leaves(resumed), ft.tree.leaves(state)))
         assert best == best_resumed
         without = [[{**record, "seconds": 0} for record in each] for each in (records, history)]
         # The end of the first part was evaluated, too.
-        assert [record for record in without[0] if record["step"] != 5] == [r for r in without[1] if r["step"] != 5]
+        assert [record for record in without[0] if record["step"] != 3] == [r for r in without[1] if r["step"] != 3]
     logged = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
     assert logged == [record["step"] for record in twice[0][1]]
 

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
+from tests.exhaustive import exhaustive_rows
 from tests.parallel.test_blocks import of_blocks
 
 WIDTH, RANKS = 8, 4
@@ -185,8 +186,13 @@ def dropped(net, x):
     return x
 
 
-@pytest.mark.parametrize("wrappers", [(), (ft.remat(),)], ids=["alone", "remat"])
-@pytest.mark.parametrize("forward", [backwards, repeated, dropped])
+@pytest.mark.parametrize(
+    ("forward", "wrappers"),
+    [
+        *((backwards, ()), (repeated, (ft.remat(),)), (dropped, ()), (dropped, (ft.remat(),))),
+        *exhaustive_rows([(backwards, (ft.remat(),)), (repeated, ())]),
+    ],
+)
 def test_blocks_may_run_in_another_order_than_registered(forward, wrappers):
     gathered_once, by_block = (of_blocks(2, level, forward, *wrappers, steps=6, allow_unused=True) for level in (2, 3))
     # A sum over two ranks has one order; but the gradients of two runs of a block are added after it, and not before.

@@ -130,7 +130,7 @@ def compressing(tell, rank, path, names):
         torch.save(results, path)
 
 
-@pytest.mark.parametrize("names", [["bf16", "powersgd", "sign"], *exhaustive([["fp16"]])], ids="+".join)
+@pytest.mark.parametrize("names", [["powersgd", "sign"], *exhaustive([["bf16", "fp16"]])], ids="+".join)
 def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(names, tmp_path):
     path = tmp_path / "states.pt"
     with started(2, compressing, path, names) as ranks:

@@ -21,7 +21,7 @@ from tests.parallel.processes import started
 
 SIZE, FAULTY, AT = 3, 2, 3
 """Ranks; the one that fails; its last step."""
-SECONDS = 4.0
+SECONDS = 2.0
 """The deadline."""
 
 

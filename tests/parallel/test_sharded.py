@@ -97,8 +97,13 @@ def test_a_rank_without_examples_does_not_count_the_one_that_it_computes_on():
     assert run(3, rank) == [(1.75, -0.75)] * 3
 
 
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("level", "accumulates"),
+    [
+        *((0, False), (1, True), (2, False), (3, True)),
+        *exhaustive_rows([(0, True), (1, False), (2, True), (3, False)]),
+    ],
+)
 def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(level, accumulates):
     def rank(_):
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -125,8 +130,10 @@ def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(level, accumulates)
         assert all(map(torch.equal, ft.tree.leaves(state.params), ft.tree.leaves(states[0].params)))
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("criterion", [models.loss, models.plain_loss])
+@pytest.mark.parametrize(
+    ("criterion", "level"),
+    [(models.plain_loss, 0), (models.loss, 3), *exhaustive_rows([(models.loss, 0), (models.plain_loss, 3)])],
+)
 def test_ranks_that_read_their_rows_alone_equal_one_with_the_whole_batch(criterion, level):
     """Dropout too: one rank has their examples one after the other, whatever its microbatches are."""
 
@@ -158,8 +165,16 @@ def test_rows_of_different_lengths_are_an_error_on_every_rank():
     run(2, rank)
 
 
-@pytest.mark.parametrize("shape", [{"replicate": 2}, {"shard": 4, "replicate": 1}, {"shard": 1}])
-@pytest.mark.parametrize("level", [0, 1, 3])
+COPIES, ONE_COPY, NO_SHARDS = {"replicate": 2}, {"shard": 4, "replicate": 1}, {"shard": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "level"),
+    [
+        *((COPIES, 1), (COPIES, 3), (ONE_COPY, 1), (NO_SHARDS, 3)),
+        *exhaustive_rows([*((shape, 0) for shape in (COPIES, ONE_COPY, NO_SHARDS)), (ONE_COPY, 3), (NO_SHARDS, 1)]),
+    ],
+)
 def test_every_shape_of_a_mesh_equals_one_rank(shape, level):
     (reference,) = trained(1, 0, lambda: [ft.clip(0.05)])
     assert_same(trained(4, level, lambda: [ft.clip(0.05)], shape), reference)

@@ -155,7 +155,7 @@ def operations(step, index, **options):
     return mode.seen
 
 
-STRIDE = 11
+STRIDE = 17
 """One of so many operations is tried, and the last; others in each case. `make test-all` tries all of them."""
 
 strides = pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=pytest.mark.exhaustive)])
