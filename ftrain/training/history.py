@@ -11,6 +11,11 @@ from ftrain.errors import OptionError
 from ftrain.tree.name_patterns import near
 from ftrain.types import PyTree
 
+MAX_RECORDS, MAX_COLUMNS = 8, 8
+"""The largest number of records and columns that are printed."""
+MAX_CELL_WIDTH = 16
+"""The largest number of characters of a value that are printed."""
+
 
 class History(list[dict[str, Any]]):
     """The records of a run, one for each step and each evaluation.
@@ -23,11 +28,22 @@ class History(list[dict[str, Any]]):
     """Why the run ended: ``"steps"``, ``"data"``, ``"interrupt"``, or what `stop` said."""
 
     def __repr__(self) -> str:
-        """Return the number of records and the names in them, which is short however many there are."""
-        names = dict.fromkeys(name for record in self for name in record)
-        columns = f" of {', '.join(names)}" if names else ""
-        ended = f", ended by {self.stopped}" if self.stopped else ""
-        return f"History of {len(self):,} records{columns}{ended}"
+        """Return a table of the first and the last records, short however many there are."""
+        count, half = len(self), MAX_RECORDS // 2
+        shown = [*self[:half], *self[-half:]] if count > MAX_RECORDS else [*self]
+        names = list(dict.fromkeys(name for record in shown for name in record))
+        columns, more = names[:MAX_COLUMNS], names[MAX_COLUMNS:]
+        rows = [columns, *([_text(record.get(name, "")) for name in columns] for record in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if count > MAX_RECORDS:
+            lines.insert(1 + half, "...")
+        if more:
+            lines.append(f"and {', '.join(more[:MAX_COLUMNS])}{', ...' if len(more) > MAX_COLUMNS else ''}")
+        title = f"History of {count:,} {'record' if count == 1 else 'records'}"
+        if self.stopped:
+            title += f", ended by {self.stopped}"
+        return "\n".join([title, *lines]).rstrip()
 
     def __getitem__(self, key: Any) -> Any:
         """Return a record by its position, or a column by its name. Raises an OptionError for a name without values."""
@@ -76,3 +92,8 @@ def unpack(packed: PyTree) -> History:
 def _values(column: Any) -> list[Any]:
     """Return the numbers of a column of a checkpoint, which is on the host: nothing waits for the device."""
     return column.tolist() if isinstance(column, torch.Tensor) else column
+
+
+def _text(value: Any) -> str:
+    text = f"{value:.5g}" if isinstance(value, float) else str(value).replace("\n", " ")
+    return text if len(text) <= MAX_CELL_WIDTH else f"{text[: MAX_CELL_WIDTH - 3]}..."

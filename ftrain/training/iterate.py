@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.data.stateful import has_position
-from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive, warn
+from ftrain.errors import (
+    ComposeError,
+    DataError,
+    OptionError,
+    log_on_first_rank,
+    require_callable,
+    require_positive,
+    warn,
+)
 from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -221,6 +229,11 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
         raise DataError(
             f"fit: data is {type(data).__name__}; needs an iterable of batches: pass a dataset to a DataLoader or to "
             "ft.data.loader(dataset, batch_size)"
+        )
+    if isinstance(data, itertools.cycle):
+        log_on_first_rank(
+            "fit: itertools.cycle repeats the batches of its first pass: a loader under it does not shuffle or augment "
+            "again, and all batches stay in memory. Pass what it cycles over: steps= makes as many passes as it needs"
         )
     if epochs is not None and epochs > 1 and isinstance(data, Iterator):
         raise OptionError(

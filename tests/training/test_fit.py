@@ -168,6 +168,13 @@ def test_a_run_that_is_done_does_nothing_and_says_so(steps, caplog):
     assert f"no step is made, for steps={steps}, and 3 were made before" in message
 
 
+def test_a_cycle_over_the_data_is_logged(caplog):
+    fit(make(), itertools.cycle(batches()), steps=3)
+    (message,) = caplog.messages
+    assert "does not shuffle or augment again" in message
+    assert "Pass what it cycles over" in message
+
+
 def test_another_epoch_of_a_state_that_has_steps_already():
     step = make()
     state, _ = fit(step, batches(), epochs=1)
@@ -562,9 +569,23 @@ def test_an_adapt_that_returns_no_state_is_an_error_and_no_step_is_lost(returned
     assert int(caught.value.result.state.step) == 2
 
 
-def test_a_history_prints_what_it_has_and_not_its_records():
+def test_a_history_prints_as_a_short_table():
     history = fit(make(), batches(3), evaluate=lambda state: {"f1": 0.5}).history
-    assert repr(history) == "History of 4 records of step, seconds, loss, largest, lr, eval_f1, ended by data"
+    lines = repr(history).splitlines()
+    assert lines[0] == "History of 4 records, ended by data"
+    assert lines[1].split() == ["step", "seconds", "loss", "largest", "lr", "eval_f1"]
+    assert lines[2].split()[0] == "1"
+    assert lines[-1].split() == ["3", "0.5"]
+    assert len(lines) == 6
+    each = [0.1] * 1000
+    many = type(history)({"step": i, "loss": 1 / (i + 1), "each": each} for i in range(100_000))
+    text = repr(many)
+    assert text.startswith("History of 100,000 records\n step")
+    assert "\n...\n" in text
+    assert len(text) < 1000
+    assert text.splitlines()[-1].split()[0] == "99999"
+    wide = repr(type(history)([{f"column{i}": i for i in range(20)}]))
+    assert wide.splitlines()[-1].startswith("and column8, column9")
     assert repr(type(history)()) == "History of 0 records"
 
 
