@@ -8,7 +8,7 @@ How a step of `ftrain.sharded` goes through the files:
 2. `rank_gradient` computes the gradient of these examples, and combines those of all ranks.
 3. `loss_params` gives the loss whole parameters (`gather`): at levels 1 and 2 gathered once, at level 3 block by block
    (`block_gather`). `stock_draws` has random operations draw by example.
-4. `gradient_sums` sends gradients in buckets (`partition`) while the backward pass runs, and
+4. `gradient_sums` sends gradients in buckets (`bucket_order`, `partition`) while the backward pass runs, and
    `loss_results` the loss, metrics and buffers; `compression` sends gradients in fewer bytes when it is over.
 5. The optimizer updates the local parts, and if it needs whole leaves, `whole_update` sends each to one rank.
 6. `state` makes DTensors of the new parts.

@@ -171,7 +171,9 @@ class Agreement:
 
         Raises an OptionError on the ranks whose arguments differ from those of rank 0, and a RankError on the others.
         """
-        own = {name: ADDRESS.sub("", repr(value)) for name, value in arguments.items()}
+        own = {
+            name: value if isinstance(value, str) else ADDRESS.sub("", repr(value)) for name, value in arguments.items()
+        }
         first = self.from_first(own)
 
         def compare() -> None:

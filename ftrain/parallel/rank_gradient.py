@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
+from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.gradient_sums import BucketOrder, stream_plan
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group

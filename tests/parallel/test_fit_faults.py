@@ -153,7 +153,7 @@ DIFFERENT = {
     "log_every is 1 on rank 1, and 2 on rank 0": {"log_every": lambda rank: 2 - rank},
     "log_every is 0 on rank 1, and 2 on rank 0": {"log_every": lambda rank: 2 * (1 - rank)},
     "steps is 3 on rank 1, and None on rank 0": {"steps": lambda rank: 3 * rank or None},
-    "evaluate is None on rank 1, and 'a function' on rank 0": {"evaluate": lambda rank: None if rank else dict},
+    "evaluate is None on rank 1, and a function on rank 0": {"evaluate": lambda rank: None if rank else dict},
     "checkpoints is None on rank 1, and {'every': 2, 'keep': 3, 'best': None, 'mode': 'min'} on rank 0": {
         "checkpoints": lambda rank: None if rank else ft.Checkpoints("runs", every=2)
     },

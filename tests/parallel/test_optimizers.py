@@ -9,7 +9,7 @@ import torch
 
 import ftrain as ft
 from ftrain.optim import offloaded
-from ftrain.parallel import gradient_sums
+from ftrain.parallel import bucket_order
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.whole_update import ownership
 from tests.exhaustive import exhaustive
@@ -100,7 +100,7 @@ def tolerance_of(name):
 @pytest.fixture
 def small(monkeypatch):
     """Few bytes in each group, for there to be several groups and rounds of small leaves."""
-    for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (gradient_sums, "STREAM_BYTES")):
+    for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (bucket_order, "STREAM_BYTES")):
         monkeypatch.setattr(module, constant, 100)
     monkeypatch.setattr(update_in_backward, "GROUP_BYTES", 150)
 

@@ -128,10 +128,11 @@ def captured(rank, shape, level, optimizer, *wrappers):
 @pytest.mark.parametrize(
     ("shape", "level", "optimizer", "wrappers"),
     [
+        ((1, 3), 2, lambda: ft.optim.adamw(0.01), ()),
         ((1, 2), 1, lambda: ft.optim.lamb(0.01), ()),
         ((1, 2), 3, lambda: ft.optim.sgd(0.01), (ft.accumulate(2),)),
     ],
-    ids=["whole-leaves", "blocks-of-uneven-rows"],
+    ids=["uneven-rows", "whole-leaves", "blocks-of-uneven-rows"],
 )
 def test_the_graphs_of_all_ranks_issue_the_same_collectives(shape, level, optimizer, wrappers):
     collectives = [captured(rank, shape, level, optimizer, *wrappers) for rank in range(shape[0] * shape[1])]

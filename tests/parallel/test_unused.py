@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
-from ftrain.parallel import gradient_sums
+from ftrain.parallel import bucket_order, gradient_sums
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -94,7 +94,7 @@ def test_experts_of_some_ranks_in_another_order_on_each(level, around, monkeypat
     """A bucket for each parameter: they travel in one order, whatever order gradients come in, or do not."""
     monkeypatch.setattr(gradient_sums, "SMALLEST", 1)
     monkeypatch.setattr(gradient_sums, "BUCKETS", 1000)
-    monkeypatch.setattr(gradient_sums, "STREAM_BYTES", 1)
+    monkeypatch.setattr(bucket_order, "STREAM_BYTES", 1)
     chosen = [("first", "second"), ("second", "spare", "first"), ()]
 
     def forward(net, x, number):
