@@ -191,7 +191,9 @@ def test_a_worker_that_dies_while_a_tensor_is_fetched_from_it(error):
 def test_a_worker_that_cannot_import_the_program():
     """As that of a notebook, whose classes are in no file; and a program without a guard dies in the same place."""
     read = "list(ft.data.loader(Rows([1, 2]), 1, num_workers=1, context='spawn'))"
-    code = f"import ftrain as ft\nclass Rows(list): pass\n{read}"
+    # Torch looks every five seconds whether a worker has ended.
+    quick = "import torch.utils.data._utils as u; u.MP_STATUS_CHECK_INTERVAL = 0.2"
+    code = f"import ftrain as ft\n{quick}\nclass Rows(list): pass\n{read}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert re.search(r"DataError: .*started by 'spawn' imports .* if __name__ == \"__main__\":, and", ran.stderr)
 
@@ -209,13 +211,13 @@ def test_shared_memory_that_is_full():
 
 def test_a_worker_that_hangs(quick_end):
     # Long enough for a worker to start on a busy machine.
-    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3, context="fork")
-    with pytest.raises(DataError, match=r"hung for longer than timeout=3 seconds.*samples 4, 5 of epoch 0"):
+    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=2, context="fork")
+    with pytest.raises(DataError, match=r"hung for longer than timeout=2 seconds.*samples 4, 5 of epoch 0"):
         list(loader)
 
 
 def test_a_worker_that_hangs_over_a_pass_that_was_left(quick_end):
-    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=3, context="fork")
+    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=2, context="fork")
     next(iter(loader))
     with pytest.raises(DataError, match="hung for longer"):
         list(loader)
