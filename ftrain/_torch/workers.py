@@ -50,6 +50,8 @@ class WatchedLoader(DataLoader[Any]):
 
 def stop_workers(iterator: Any) -> None:
     """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
+    # The garbage collector would take five seconds per worker: it closes the queues before the loader can tell
+    # the workers to end.
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         _stop_workers(iterator)
 

@@ -28,7 +28,6 @@ class FrozenFiles:
 
     def __init__(self) -> None:
         self._written: Written | None = None
-        self._files: set[str] = set()
         self._fingerprints: list[Any] = []
         self._new_fingerprints: list[Any] = []
 
@@ -45,18 +44,19 @@ class FrozenFiles:
         if not all(ranks.together(can_share)):
             return tree
         local = {number: tensor for number, tensor in tree.locals.items() if number not in tree.frozen}
-        return dataclasses.replace(tree, locals=local, written=self._written or Written(Path(), {}))
+        return dataclasses.replace(tree, locals=local, written=self._written or Written(Path(), (), {}))
 
     def _are_there(self) -> bool:
         written = self._written
-        return written is not None and all(files.can_link(written.directory / file) for file in self._files)
+        return written is not None and all(files.can_link(written.directory / file) for file in written.files)
 
     def remember(self, tree: LocalTree, path: Path, manifest: Manifest | None) -> None:
         """Record that a tree was written as the checkpoint `path`; only the first rank has its manifest."""
         self._fingerprints = self._new_fingerprints
         if manifest is not None:
-            self._written = Written(path, {number: manifest.tensors[number].sha256 for number in tree.frozen})
-            self._files = {manifest.tensors[number].file for number in tree.frozen}
+            frozen = {number: manifest.tensors[number] for number in tree.frozen}
+            digests = {number: entry.sha256 for number, entry in frozen.items()}
+            self._written = Written(path, {entry.file for entry in frozen.values()}, digests)
 
 
 def _fingerprints(tree: LocalTree) -> list[Any]:

@@ -106,22 +106,6 @@ def load(
     return Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like)))).each(read_tree)
 
 
-def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
-    """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
-
-    With `on_host`, tensors stay on the CPU. Raises as `load` does.
-    """
-    with error_names(path):
-        reader = _Reader(path, _read_manifest(path))
-        parts = {
-            key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
-            for key, node in children(reader.manifest.tree).items()
-        }
-    if missing := [key for key in like if key not in parts]:
-        raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
-    return reader.manifest, parts
-
-
 def load_checkpoint(
     path: Path,
     step: int,
@@ -133,14 +117,22 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Load the checkpoint of a step on all ranks; the arguments are those of `Checkpoints.latest`.
 
-    Raises a CheckpointError on every rank when it is damaged, of another step, or rejected by `accept`.
+    A tree that has no name in `like` is loaded as it was saved. Raises on every rank as `load` does, and a
+    CheckpointError when it is of another step, or rejected by `accept`.
     """
 
     def load() -> LoadedCheckpoint:
-        manifest, parts = load_parts(path, like, on_host=on_host)
-        if manifest.step != step:
-            raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
-        loaded = LoadedCheckpoint(step, path, parts, manifest)
+        with error_names(path):
+            reader = _Reader(path, _read_manifest(path))
+            parts = {
+                key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
+                for key, node in children(reader.manifest.tree).items()
+            }
+        if missing := [key for key in like if key not in parts]:
+            raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
+        if reader.manifest.step != step:
+            raise CheckpointError(f"{path}: is of step {reader.manifest.step}, and was renamed")
+        loaded = LoadedCheckpoint(step, path, parts, reader.manifest)
         if accept is not None and ranks.is_first:
             accept(loaded)
         return loaded

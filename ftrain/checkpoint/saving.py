@@ -7,7 +7,7 @@ import functools
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,9 +40,10 @@ MANIFEST_BYTES = 4096
 
 
 class Written(NamedTuple):
-    """Where the frozen parameters are on the disk already, and the sha256 of each by its number."""
+    """A checkpoint that has the frozen parameters, their files in it, and the sha256 of each by its number."""
 
     directory: Path
+    files: Collection[str]
     digests: Mapping[int, str]
 
 
@@ -73,11 +74,6 @@ class LocalTree:
     def indices(self) -> dict[str, str]:
         """The texts of the indices of models with two files, by name."""
         return indices(self.entries) if self.frozen else {}
-
-    @property
-    def frozen_files(self) -> set[str]:
-        """The files of the frozen parameters."""
-        return {self.entries[number].file for number in self.frozen}
 
     @property
     def to_write(self) -> list[int]:
@@ -150,7 +146,7 @@ def _link_written(directory: Path, tree: LocalTree) -> dict[int, str]:
     """Give the files that are written already a name in a new checkpoint; return the sha256 of each tensor in them."""
     if tree.written is None:
         return {}
-    for file in sorted(tree.frozen_files):
+    for file in sorted(tree.written.files):
         files.link(tree.written.directory / file, directory / file)
     return {**tree.written.digests}
 

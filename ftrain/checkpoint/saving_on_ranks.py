@@ -106,7 +106,7 @@ def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[
     if ranks.size == 1:
         write(path, tree, draft, texts)
         # What it shares with an earlier checkpoint was verified when that one was written.
-        return verify_files(path, but=tree.frozen_files if tree.written else ())
+        return verify_files(path, but=tree.written.files if tree.written else ())
 
     def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
         return _write_and_verify(path.parent, directory.name, _make_files(directory, tree), tree, ranks)

@@ -125,7 +125,7 @@ def read_from_workers(
             ) from error
         except (RuntimeError, EOFError, OSError) as error:
             reason = f"{str(error) or type(error).__name__}{how_workers_ended(batches)}"
-            _stop(batches)
+            stop_workers(batches)
             # Errors of the data arrive as values, so this one comes from the processes or from a truncated message.
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {describe_next()} "
@@ -133,7 +133,7 @@ def read_from_workers(
                 f"raise timeout={_how_it_starts(loader)}"
             ) from error
         if batch.error is not None:
-            _stop(batches)
+            stop_workers(batches)
         yield batch
 
 
@@ -152,12 +152,6 @@ def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:
         f". A worker that is started by {method!r} imports the program first: start the training under "
         'if __name__ == "__main__":, and define the dataset in a file, not in a notebook or with python -c'
     )
-
-
-def _stop(batches: Any) -> None:
-    # The garbage collector would take five seconds per worker: it closes the queues before the loader can tell
-    # the workers to end.
-    stop_workers(batches)
 
 
 class _PendingRequests:

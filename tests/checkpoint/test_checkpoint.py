@@ -420,16 +420,17 @@ def test_inspect_verify_and_diff(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(": there is no checkpoint, which is a directory with a MANIFEST.json\n")
 
 
-def test_the_command_runs_as_a_module(tmp_path):
+def test_inspect_shows_what_is_no_tensor(tmp_path, capsys):
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2), "n": float("nan")})
-    run = [sys.executable, "-m", "ftrain.checkpoint", "inspect", str(tmp_path / "a")]
-    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert command.main(["inspect", str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out
     assert "x  float32[2]  8 B" in shown
     assert "n  nan" in shown
 
 
 @pytest.mark.parametrize("command", [["ftrain.checkpoint", "verify"], ["ftrain", "doctor", "cpu"]])
 def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(command, tmp_path):
+    """Each is run as a module, and has written something."""
     checkpoint.save(tmp_path / "a", {"x": torch.ones(3)})
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,6 +1,7 @@
 """Resuming: however a run was cut into pieces, it is the uninterrupted one, to the bit."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.training.history import History
+from tests.exhaustive import choose, exhaustive_rows
 
 ROOT = Path(ft.__file__).parents[1]
 STEPS, BATCHES, EVERY = 12, 5, 3
@@ -119,7 +121,7 @@ def test_position_is_sought_and_not_walked_to(tmp_path):
     assert data.read == 20
 
 
-@pytest.mark.parametrize(("epochs", "at"), [(1, 4), (1, 5), (2, 5), (3, 6)])
+@pytest.mark.parametrize(("epochs", "at"), [(1, 5), (2, 5), (3, 6), *exhaustive_rows([(1, 4)])])
 @pytest.mark.parametrize("kind", [list, Positioned])
 def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
     options = {"steps": None, "epochs": epochs}
@@ -162,8 +164,11 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("steps", [4, 5, 7])
+ENDS = [*(("stateful", steps) for steps in (4, 5, 7)), ("loader", 5), ("loader with workers", 4), ("prefetched", 7)]
+OTHER_ENDS = [end for end in itertools.product(DATA, (4, 5, 7)) if end not in ENDS]
+
+
+@pytest.mark.parametrize(("data", "steps"), [*ENDS, *exhaustive_rows(OTHER_ENDS)])
 def test_two_fits_of_one_process_go_on_in_the_data(data, steps):
     step, given = make(), DATA[data]()
     first = fit(step, given, steps=steps)
@@ -521,7 +526,7 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
 # Replay
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, 5, 6, 9, STEPS])
+@pytest.mark.parametrize("at", choose([1, 2, 4, 5, 6, 9, STEPS], [1, 4, 6, STEPS]))
 @pytest.mark.parametrize("kind", [list, Positioned])
 def test_a_step_is_replayed(at, kind, tmp_path):
     step, data = make(ft.clip(1.0)), kind(batches())

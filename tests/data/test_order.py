@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ftrain import data, random
 from ftrain.data import permutation
 from ftrain.errors import OptionError
+from tests.exhaustive import exhaustive_rows
 
 HUGE = 10**15
 
@@ -81,9 +82,7 @@ def deviations(counts, each):
     return (((counts - each) ** 2 / each).sum() - degrees) / (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("size", "each"), [(2, 120), (3, 120), (4, 40), (5, 20), (6, 5), pytest.param(7, 5, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("size", "each"), [(2, 120), (3, 60), (4, 30), *exhaustive_rows([(5, 20), (6, 5), (7, 5)])])
 def test_all_permutations_are_equally_likely(size, each):
     orders = list(itertools.permutations(range(size)))
     counts = Counter(

@@ -34,7 +34,7 @@ def scribble(tree, draw):
 
 @pytest.mark.parametrize("kind", ["donated steps", "everything in place", "while files are written"])
 def test_a_file_has_the_state_of_the_call(kind, tmp_path, monkeypatch):
-    count, draw = times({"donated steps": 600}.get(kind, 200), 20), random.Random(kind)
+    count, draw = times({"donated steps": 600}.get(kind, 200), 6), random.Random(kind)
     step, state = problem()
     more = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
     if kind == "while files are written":

@@ -9,6 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import TraceError
+from tests.exhaustive import choose, exhaustive_rows
 from tests.faults.problem import batch as regression_batch
 from tests.faults.problem import make, params, squares
 
@@ -144,7 +145,7 @@ def test_a_check_of_values_is_made_in_each_step(donate):
     torch.testing.assert_close(state.params, needed.params)
 
 
-@pytest.mark.parametrize("of_params", [False, True], ids=["of the batch", "of parameters"])
+@pytest.mark.parametrize("of_params", choose([False, True], [True]), ids=["of the batch", "of parameters"])
 def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_params):
     def loss(params, batch, condition=torch.cond):
         operand = params["w"] if of_params else batch["y"]
@@ -187,8 +188,10 @@ def of_module(module):
     return ft.from_module(module, lambda model, batch: (model(batch["x"])[:, 0] - batch["y"]).square().mean())
 
 
-@pytest.mark.parametrize("as_tuple", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "as_tuple"),
+    [("aot_eager", False), ("inductor", True), *exhaustive_rows([("aot_eager", True), ("inductor", False)])],
+)
 def test_branches_of_a_condition_may_use_parameters_and_run_eagerly_afterwards(backend, as_tuple):
     loss = of_module(Conditional(torch.sin, as_tuple))
     whole, eager = make(loss, ft.compiled(backend=backend, lowering="whole")), make(loss)
@@ -200,7 +203,7 @@ def test_branches_of_a_condition_may_use_parameters_and_run_eagerly_afterwards(b
     torch.testing.assert_close(state.params, needed.params)
 
 
-@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("as_tuple", choose([False, True], [False]))
 def test_a_branch_that_draws_is_no_part_of_a_graph_which_would_not_draw_from_the_key(as_tuple, caplog):
     loss = of_module(Conditional(nn.Dropout(), as_tuple))
     given = {"x": regression_batch(64)["x"] + 1, "y": torch.ones(64)}

@@ -98,7 +98,7 @@ def crash(tell, directory, act, step, options, at, moment):
         act(directory, step, **options)
 
 
-STRIDE = times(1, 16)
+STRIDE = times(1, 32)
 """One of so many points is tried, and the last; another one in each story."""
 
 

@@ -19,6 +19,7 @@ import pytest
 from ftrain.checkpoint import files, load, save
 from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
+from tests.exhaustive import choose
 from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import forked, quiet_forks
@@ -160,7 +161,7 @@ def chosen(made, *which):
 
 @modes
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
 def test_a_call_fails(mode, when, error, fast):
     made = calls(fast / "all", mode)
     numbers = chosen(made, (mode, MODES), (when, WHEN), (error, ERRORS))
@@ -183,7 +184,7 @@ def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
 @modes
 def test_a_write_takes_but_a_part(mode, fast):
     made = calls(fast / "all", mode)
-    writes = [number for number, name in enumerate(made) if name == "write"][:: times(1, 3)]
+    writes = [number for number, name in enumerate(made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
         assert fails(tries, fast, mode, "short", writes) == (len(writes), 0)
 
@@ -288,7 +289,7 @@ def on_a_small_disk(tell, root, what):
     if not mounted(root, f"size={PAGES * PAGE},nr_inodes={NODES}"):
         tell(None)
         return
-    made = [tried(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 3))]
+    made = [tried(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))]
     tell(made)
 
 
@@ -316,7 +317,7 @@ LONGEST = 12_000
 
 
 def with_small_files(tell, root):
-    tell([tried(root / str(most), lambda most=most: small_files(most)) for most in range(0, LONGEST, times(8, 800))])
+    tell([tried(root / str(most), lambda most=most: small_files(most)) for most in range(0, LONGEST, times(8, 2000))])
 
 
 @quiet_forks

@@ -59,7 +59,7 @@ def heard(child):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, fast):
     draw, directory, options, within, left = random.Random(mode), fast / "run", MODES[mode], 0, 0
-    count = times(3400, 8)
+    count = times(3400, 4)
     span = took(directory, options)
     known = newest(directory)
     with tally(f"SIGKILL in a save, {mode}") as tries:
@@ -98,7 +98,7 @@ def took(directory, options):
 # Runs
 
 STEPS, SAMPLES, BATCH = 20, 33, 4
-LATEST = 8
+LATEST = times(8, 14)
 """Steps of a process before it is killed at most: more than twice as many as between checkpoints."""
 DATA = {
     "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
@@ -245,7 +245,7 @@ def test_a_run_is_killed_again_and_again(data, fast):
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(1, STEPS + 1))
     assert {line.get("skipped") for line in whole[1] if "loss" in line} == {0.0, 1.0}
     with tally(f"SIGKILL in a run, {data}") as tries:
-        while kills + len(tries.failures) < times(200, 4):
+        while kills + len(tries.failures) < times(200, 2):
             directory = fast / str(runs)
             directory.mkdir()
             runs += 1

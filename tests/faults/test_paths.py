@@ -63,10 +63,17 @@ def watched(monkeypatch):
     return made
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "checkpoint"
+    save(path, {"state": state()}, texts={TEXT: "{}"})
+    return path
+
+
 @pytest.fixture
-def checkpoint(tmp_path):
-    save(tmp_path / "checkpoint", {"state": state()}, texts={TEXT: "{}"})
-    return tmp_path / "checkpoint"
+def checkpoint(tmp_path, template):
+    # A copy, since syncing takes most of the time of a save.
+    return shutil.copytree(template, tmp_path / "checkpoint")
 
 
 @pytest.fixture

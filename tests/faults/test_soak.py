@@ -15,7 +15,7 @@ from tests.faults.forks import forked, quiet_forks
 from tests.faults.problem import batch, make, squares
 from tests.faults.specimens import everything, state
 
-SAMPLES = 40
+SAMPLES = times(40, 20)
 SLACK = 4 * 2**20
 """Bytes by which the second half of a run may be larger than the first: pages that come and go."""
 
@@ -118,11 +118,11 @@ HISTORY = {"fit": 512}
 """Bytes that a step may add to what a run returns: a dict of floats of its history. Told is what it does add."""
 
 KINDS = {
-    "saves": (saving, 10_000, 40),
-    "loads": (loading, 10_000, 40),
-    "runs": (entering, 2_000, 40),
-    "steps": (stepping, 200_000, 1_000),
-    "fit": (fitting, 40_000, 400),
+    "saves": (saving, 10_000, 20),
+    "loads": (loading, 10_000, 20),
+    "runs": (entering, 2_000, 20),
+    "steps": (stepping, 200_000, 400),
+    "fit": (fitting, 40_000, 200),
 }
 
 
