@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import DeviceError, OptionError, StructureError, require_choice, require_switches
+from ftrain.errors import DeviceError, OptionError, StructureError, require_switches
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
@@ -72,7 +72,9 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
         StructureError: from `Step.init`, for trainable parameters in float16, and under ``"fp16"`` in bfloat16, whose
             gradients would vanish when they are divided by the scale. Frozen parameters may be narrow.
     """
-    name = require_choice("with_amp", "dtype", name_of(dtype), CHOICES)
+    name = name_of(dtype)
+    if name not in CHOICES:
+        raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     require_switches("with_amp", watch=watch)
     if watch and name not in DTYPES:
         raise OptionError(f"with_amp: watch=True with {name}; watch bf16 or fp16, given by name")
