@@ -161,8 +161,9 @@ def _reason(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """Return the innermost line of the user's own code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    # Generated functions have no lines.
-    user_frames = [frame for frame in frames if frame.line and not frame.filename.startswith(LIBRARIES)]
+    # Generated functions, in "<string>", have no lines, or, from Python 3.13 on, those of `python -c`.
+    others = (*LIBRARIES, "<string>")
+    user_frames = [frame for frame in frames if frame.line and not frame.filename.startswith(others)]
     if not user_frames:
         return "torch"
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}"
