@@ -107,7 +107,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
 def _require_module(module: Any, criterion: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise LossError(f"from_module: the module is {module!r}; needs an nn.Module")
+        raise LossError(
+            f"from_module: the module is {module!r:.60}; needs an nn.Module, as in from_module(module, criterion). A "
+            "function (params, batch) is a loss as it is: ft.train_step(loss_fn, optimizer)"
+        )
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         raise LossError(

@@ -63,7 +63,7 @@ def train_step(
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
             f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
-            "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in TrainState"
+            "needs one of ft.optim, as in train_step(loss_fn, ft.optim.adamw(3e-4)): its state is in TrainState"
         )
     require_switches("train_step", allow_unused=allow_unused)
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
