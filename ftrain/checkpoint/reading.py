@@ -255,7 +255,11 @@ def read_manifest(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
-        raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
+        if not files.exists(path):
+            raise CheckpointError("there is no such checkpoint")
+        raise CheckpointError(
+            "is not a directory, as ft.checkpoint.save writes it (torch.load reads files of torch.save)"
+        )
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     in_manifest = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}

@@ -176,7 +176,7 @@ def test_noise_follows_its_schedule_the_key_and_a_compiler():
 
 def test_what_cannot_be_chained():
     sgd = optim.sgd(0.1)
-    with pytest.raises(ComposeError, match=r"chain: the last part is .*sign.*; needs an optimizer"):
+    with pytest.raises(ComposeError, match=r"chain: the last part is sign\(\); needs an optimizer"):
         optim.chain(sgd, optim.sign())
     with pytest.raises(ComposeError, match=r"chain: the last part is None"):
         optim.chain()
