@@ -170,10 +170,10 @@ def _weigher(module: nn.Module) -> Weigh | None:
     # The layers of torch have no loss, which the first step says.
     if weigh is None and not type(module).__module__.startswith("torch.nn."):
         log_on_first_rank(
-            "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
-            "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "
-            "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean; if it is "
-            "a sum, as CTC losses are by default, make it a mean (config.ctc_loss_reduction = 'mean')",
+            "from_module: the loss of %s is not known to be a mean over labels, so it is a plain number, in which "
+            "each example counts the same. If it is a mean over something that examples have different numbers of "
+            "(tokens), pass a criterion(model, batch) that returns a Mean; if it is a sum, as CTC losses are by default, "
+            "make it a mean (config.ctc_loss_reduction = 'mean')",
             type(module).__name__,
         )
     return weigh
