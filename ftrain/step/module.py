@@ -172,8 +172,8 @@ def _weigher(module: nn.Module) -> Weigh | None:
         log_on_first_rank(
             "from_module: the loss of %s is not known to be a mean over labels, so it is a plain number, in which "
             "each example counts the same. If it is a mean over something that examples have different numbers of "
-            "(tokens), pass a criterion(model, batch) that returns a Mean; if it is a sum, as CTC losses are by default, "
-            "make it a mean (config.ctc_loss_reduction = 'mean')",
+            "(tokens), pass a criterion(model, batch) that returns a Mean; if it is a sum, as CTC losses are by "
+            "default, make it a mean (config.ctc_loss_reduction = 'mean')",
             type(module).__name__,
         )
     return weigh
