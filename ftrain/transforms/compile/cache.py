@@ -17,9 +17,9 @@ from ftrain.errors import BatchError, TraceError, listed, log_on_first_rank
 from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.constants import MISSING, Constants, changed
 from ftrain.transforms.compile.fallback import attempted
+from ftrain.transforms.compile.log_if_slow import log_if_slow
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
 from ftrain.tree.wrapped_tensors import context_of, of_plain_tensors, parts_of, plain_tensors
