@@ -230,9 +230,8 @@ class Wrapper:
             return wrap_function(step)  # type: ignore[return-value]
         name = "the argument" if is_module else getattr(step, "__name__", repr(step))
         raise ComposeError(
-            f"{self.text}: changes the {self.arrow} inside a Step, but {name} is a {type(step).__name__}, whose "
-            f"{self.arrow} cannot be changed from outside. Build it with ft.train_step(loss_fn, optimizer), or wrap "
-            "the Steps that it calls; pass options by name"
+            f"{self.text}: changes the {self.arrow} of a Step, and {name} is a {type(step).__name__}; needs a Step: "
+            "make one with ft.train_step(loss_fn, optimizer), or wrap the Steps that it calls. Pass options by name"
         )
 
 

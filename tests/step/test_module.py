@@ -994,11 +994,11 @@ def test_arguments_in_the_wrong_place_are_named():
         (step.optimizer, "adamw.*"),
         (decay, "cosine.*"),
     ):
-        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper, after the step"):
+        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper. The step comes first"):
             ft.compose(ft.clip(1.0), wrong)
     with pytest.raises(ComposeError, match="argument 2 returned None; a wrapper returns a step"):
         ft.compose(step, ft.clip(1.0), print)
-    with pytest.raises(ComposeError, match=r"but loss\(Linear\) is a Loss"):
+    with pytest.raises(ComposeError, match=r"and loss\(Linear\) is a Loss"):
         ft.compose(loss, ft.clip(1.0))
     with pytest.raises(
         StructureError, match=r"eval_step: the state is Tensor; needs the TrainState of step\.init\(\)$"
