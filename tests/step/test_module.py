@@ -1008,6 +1008,16 @@ def test_arguments_in_the_wrong_place_are_named():
         step(step(step.init(), torch.ones(3)), torch.ones(3))
 
 
+def test_a_checkpoint_is_no_state(tmp_path):
+    step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(0, {"state": step.init()}, wait=True)
+    loaded = checkpoints.latest()
+    with pytest.raises(StructureError, match=r"the state is LoadedCheckpoint; .* in \.parts\['state'\]"):
+        step(loaded, torch.ones(3))
+    step(loaded.parts["state"], torch.ones(3))
+
+
 def test_a_loss_and_an_optimizer_print_as_in_the_step():
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch)), ft.optim.adamw(1e-3))
     assert f"{step.loss}, {step.optimizer}" == "loss(Linear), adamw(constant(1e-3))"
