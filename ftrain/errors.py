@@ -173,11 +173,11 @@ SMALLER_IS_BETTER = {"loss", "error", "err", "perplexity", "ppl", "nll", "mse", 
 """Words in the names of metrics of which less is better."""
 
 NEGATED = {"neg", "negative", "minus"}
-"""Words that turn the direction round, as in neg_log_loss of scikit-learn."""
+"""Words that reverse which is better, as in neg_log_loss of scikit-learn."""
 
 
 def warn_of_mode(function: str, metric: str, mode: str) -> None:
-    """Warn if less of a metric is to be better, by whose name more is, or the other way round."""
+    """Warn if the mode contradicts the name of a metric: "min" for an accuracy, or "max" for a loss."""
     words = {*re.split("[^a-z0-9]+", str(metric).lower())}
     words |= {word.rstrip("0123456789") for word in words}  # acc1, bleu4
     if "loss" in words:  # dice_loss

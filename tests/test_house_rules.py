@@ -10,7 +10,7 @@ from tests.source import FILES, ROOT, imports, label, offenders, tree_of, unit, 
 LONGEST_FILE = 400
 # Profiling measures rates and times; the others talk to whoever runs the training.
 TALKERS = {"profiling", "training"}
-TALKING_FILES = {"transforms/compile/announce.py"}
+TALKING_FILES = {"transforms/compile/log_if_slow.py"}
 CLOCKS = {"time", "datetime"}
 DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hip", "ipu", "vulkan", "privateuseone"}
 # And what is one platform's own: packages, libraries, compilers, collectives.

@@ -1,4 +1,4 @@
-"""Runs on fake tensors: models with experts, checks of values, and interrupts."""
+"""What torch's fake tensors lack for captures: products of experts, checks of values, and safe interrupts."""
 
 from __future__ import annotations
 

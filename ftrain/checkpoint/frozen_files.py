@@ -1,6 +1,6 @@
 """Frozen parameters in the checkpoints of a run: written once, in a file that later checkpoints share by a hard link.
 
-No step changes them, so that every checkpoint of a fine-tuned model would else hold the bytes of its base again.
+No step changes them. Without this, every checkpoint of a fine-tuned model would hold the bytes of its base again.
 """
 
 from __future__ import annotations

@@ -92,4 +92,4 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
             name: StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
         }
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error

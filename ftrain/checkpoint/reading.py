@@ -154,6 +154,7 @@ class _Reader(NamedTuple):
     manifest: Manifest
 
     def as_saved(self, treedef: Json) -> PyTree:
+        """Return a saved tree with the types that were saved."""
         used = {id(item) for item in items_by_path(treedef, self.manifest.tensors).values()}
         entries = {number: item for number, item in enumerate(self.manifest.tensors) if id(item) in used}
         return unflatten(treedef, dict(zip(entries, self.read([*entries.values()]), strict=True)))
@@ -167,6 +168,7 @@ class _Reader(NamedTuple):
         rename: Mapping[str, str] | None = None,
         on_host: bool = False,
     ) -> PyTree:
+        """Return a saved tree with the types and devices of `like`; of its divided tensors, the blocks of this rank."""
         saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path()
         items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
         stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
@@ -174,9 +176,9 @@ class _Reader(NamedTuple):
         whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
         tensors = dict(zip(whole, self.read([*whole.values()]), strict=True))
         blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
-        locals_ = dict(zip(divided, self.read_blocks(blocks), strict=True))
+        local_blocks = dict(zip(divided, self.read_blocks(blocks), strict=True))
         values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
-        return fill_like(like, {**values, **locals_}, on_host=on_host)
+        return fill_like(like, {**values, **local_blocks}, on_host=on_host)
 
     def read(self, items: Sequence[TensorEntry]) -> list[Tensor]:
         """Read and verify tensors, to the CPU."""
@@ -255,7 +257,11 @@ def read_manifest(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
-        raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
+        if not files.exists(path):
+            raise CheckpointError("there is no such checkpoint")
+        raise CheckpointError(
+            "is not a directory, as ft.checkpoint.save writes it (torch.load reads files of torch.save)"
+        )
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     in_manifest = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}

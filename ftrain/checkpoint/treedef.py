@@ -140,10 +140,10 @@ class _Flattener:
         try:
             return encode(value)
         except CheckpointError:
-            self.problems.append(
-                f"{dotted(path)}: {value!r:.60} is a {class_name(type(value))}; needs a tensor, bool, int, float, "
-                "complex, str or bytes"
-            )
+            plain = "a tensor, bool, int, float, complex, str or bytes"
+            needed = "its state_dict()" if isinstance(value, torch.nn.Module) else plain
+            found = " ".join(repr(value).split())
+            self.problems.append(f"{dotted(path)}: {found:.60} is a {class_name(type(value))}; needs {needed}")
             return None
 
 

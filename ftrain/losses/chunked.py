@@ -154,12 +154,12 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
     logits -= logits.amax(1, keepdim=True)
     at_label = logits.gather(1, label).squeeze(1)
     mean = None if targets.spread is None else logits @ targets.spread
-    odds = logits.exp_().sum(1)
-    losses = targets.slope * odds.log() - targets.peak * at_label
+    exp_sums = logits.exp_().sum(1)
+    losses = targets.slope * exp_sums.log() - targets.peak * at_label
     if mean is not None:
         losses -= targets.floor * mean
     total = torch.where(targets.not_ignored, losses, 0.0).sum()
-    logits *= (targets.slope / odds)[:, None]
+    logits *= (targets.slope / exp_sums)[:, None]
     if targets.spread is not None:
         logits.addr_(targets.floor, targets.spread, alpha=-1)
     logits.scatter_add_(1, label, -targets.peak[:, None])

@@ -23,8 +23,8 @@ matches no parameter.
 from ftrain.optim.adafactor import adafactor
 from ftrain.optim.adagrad import adagrad
 from ftrain.optim.adam import adam, adamw, adamw_8bit
+from ftrain.optim.adjustable import adjust, adjustable
 from ftrain.optim.chain import GradientTransform, centralize, chain, noise, project, sign
-from ftrain.optim.inject_hyperparams import adjust, adjustable
 from ftrain.optim.lamb import lamb
 from ftrain.optim.lion import lion
 from ftrain.optim.lookahead import lookahead

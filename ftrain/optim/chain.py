@@ -22,7 +22,7 @@ from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matri
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientTransform:
     """A pure function of a gradient, to use in `chain`.
 
@@ -42,6 +42,9 @@ class GradientTransform:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     needs_rng: bool = False
     by_element: bool = False
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def centralize(mask: Mask = matrices) -> GradientTransform:

@@ -92,9 +92,9 @@ class BlockGather:
         self._names_by_block = [[*dict.fromkeys(slot.name for slot in slots)] for slots in self._slots.values()]
         self.names = {name for names in self._names_by_block for name in names}
         """The names of parameters that are gathered by block."""
-        self._gathered_again: list[_Again] = []
+        self._gathered_again: list[_BlockRun] = []
         self._pass: _Pass | None = None
-        self._latest: dict[str, _Again] = {}
+        self._latest: dict[str, _BlockRun] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Parameters) -> dict[str, Tensor]:
@@ -164,14 +164,14 @@ class BlockGather:
             self._require_same(number)
             tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
-            again = _Again(current.params, names, self._gathered_again, tell)
-            wholes = current.params.sums.at_once(current.params.take(names), again.finish)
+            run = _BlockRun(current.params, names, self._gathered_again, tell)
+            wholes = current.params.sums.at_once(current.params.take(names), run.finish)
             if _torch.in_backward():
                 current.start_before(number)
             else:
-                current.start_after(number, again)
-            self._latest |= dict.fromkeys(names, again)
-            with bound(slots, [wholes[slot.name] for slot in slots]), again.saving(wholes):
+                current.start_after(number, run)
+            self._latest |= dict.fromkeys(names, run)
+            with bound(slots, [wholes[slot.name] for slot in slots]), run.saving(wholes):
                 return forward(*args, **kwargs)
 
         return gathering
@@ -192,7 +192,7 @@ class _Pass:
         self.params = params
         self._names_by_block = names_by_block
         self._is_in_order, self._guess = True, 0
-        self._runs: list[tuple[int, _Again]] = []
+        self._runs: list[tuple[int, _BlockRun]] = []
 
     def gather_as_autocast(self) -> None:
         """Gather in the dtype of autocast from now on, if the first block of the pass runs under it."""
@@ -204,7 +204,7 @@ class _Pass:
         """Return the parameters of each block that is registered after the last one that has run."""
         return self._names_by_block[self._guess :]
 
-    def start_after(self, number: int, run: _Again) -> None:
+    def start_after(self, number: int, run: _BlockRun) -> None:
         """Start the gather of the block that is registered after the one that runs now.
 
         A model may leave out blocks. If it runs an earlier block again, its order is unknown and nothing is prefetched.
@@ -226,7 +226,7 @@ class _Pass:
                 return
 
 
-class _Again:
+class _BlockRun:
     """Saves references instead of gathered tensors for the backward pass, and gathers the tensors again there.
 
     Each tensor is freed once the graph has moved on from the last node that saved it. `before` is the block that has
@@ -234,7 +234,7 @@ class _Again:
     """
 
     def __init__(
-        self, params: Parameters, names: Sequence[str], gathered_again: list[_Again], tell: Callable[[], None]
+        self, params: Parameters, names: Sequence[str], gathered_again: list[_BlockRun], tell: Callable[[], None]
     ) -> None:
         self._tell = tell
         self._params, self._names, self._gathered_again = params, names, gathered_again
@@ -247,7 +247,7 @@ class _Again:
         self._nbytes: dict[str, int] = {}
         self._node = -1
         self._has_started_before = False
-        self.before: _Again | None = None
+        self.before: _BlockRun | None = None
         self.is_needed = False
 
     @contextmanager

@@ -235,7 +235,7 @@ class _RankStep:
         """Return the local part of a state, this rank's rows, and a function that makes DTensors of the new state."""
         require_ranks(self._mesh, batch)
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
-            raise ComposeError("sharded: gather='amp' is the dtype of with_amp, which the step has not; add it")
+            raise ComposeError("sharded: gather='amp' is the dtype of with_amp, which the step does not have; add it")
         if self._all.size > 1:  # One rank has no others to inform.
             self._watch.begin(state.step)
         with self._watch:

@@ -51,8 +51,8 @@ class StockDraws:
             self._is_drawing = True
             if self._ranks.size > 1:
                 log.warning(
-                    "sharded: torch's generator moved in step %d, and did not in the first step: what the loss drew in "
-                    "this step depends on the number of ranks; from now on it does not",
+                    "sharded: the loss drew from torch's generator in step %d, but not in the first step: what it drew "
+                    "in this step depends on the number of ranks; from now on it does not",
                     int(state.step),
                 )
                 return result, nullcontext()

@@ -46,7 +46,7 @@ def parts_of(function: str, key: Any) -> tuple[Tensor, Tensor | None]:
     """
     if not isinstance(key, Tensor):
         raise OptionError(
-            f"{function}: the key is {'None' if key is None else type(key).__name__}; needed a tensor, as "
+            f"{function}: the key is {'None' if key is None else type(key).__name__}; needs a tensor, as "
             "ftrain.random.key, split or fold_in make. The rng of a loss is None in an evaluation: draw nothing then."
         )
     if key.shape == (2,) and key.dtype == torch.int64:
@@ -54,7 +54,7 @@ def parts_of(function: str, key: Any) -> tuple[Tensor, Tensor | None]:
     if key.shape == (4,) and key.dtype == torch.int64:
         return key[:2], key[2:]
     raise OptionError(
-        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needs int64 of shape "
         "(2,), as ftrain.random.key, split or fold_in make."
     )
 
@@ -114,5 +114,5 @@ def halves(function: str, name: str, value: int) -> tuple[int, int]:
     except TypeError as error:  # also of a tensor, such as a key
         raise ComposeError(f"{function}: {name} is {value!r:.100}, needs a whole number") from error
     if not -(1 << 63) <= value < 1 << 64:
-        raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
+        raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needs -2**63 <= {name} < 2**64.")
     return value & MASK, (value >> 32) & MASK

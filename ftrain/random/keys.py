@@ -62,7 +62,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     key, examples = parts_of("fold_in", key)
     if isinstance(data, Tensor):
         if data.is_floating_point() or data.is_complex():
-            raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
+            raise OptionError(f"fold_in: data has dtype {data.dtype}; needs an integer tensor.")
         data = to_device(data, key.device).to(torch.int64)
         low, high = data & MASK, (data >> 32) & MASK
     else:
@@ -94,7 +94,7 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     """
     key, examples = parts_of("for_examples", key)
     if (not isinstance(start, Tensor) and start < 0) or length < 1:
-        raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
+        raise OptionError(f"for_examples: start = {start}, length = {length}; needs at least 0 and 1.")
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
     return torch.cat([key, torch.stack([first, full(key, length)])])
 
@@ -189,7 +189,7 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     parts_of("dropout", key)  # Before it is moved to a device.
     _check_p("dropout", p)
     if not (x.is_floating_point() or x.is_complex()):
-        raise OptionError(f"dropout: x has dtype {x.dtype}; needed a floating point tensor.")
+        raise OptionError(f"dropout: x has dtype {x.dtype}; needs a floating point tensor.")
     if p == 0:
         return x
     keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)
@@ -209,7 +209,7 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
     """
     is_whole = isinstance(low, SupportsIndex) and isinstance(high, SupportsIndex)
     if not is_whole or not -_INT64_MAX <= low < high <= _INT64_MAX or high - low > _INT64_MAX:
-        raise OptionError(f"randint: low = {low}, high = {high}; needed integers, low < high, less than 2**63 apart.")
+        raise OptionError(f"randint: low = {low}, high = {high}; needs integers, low < high, less than 2**63 apart.")
 
     def columns(block: Words) -> tuple[Tensor, ...]:
         return tuple(value % (high - low) + low for value in _join(block, 63))
@@ -238,7 +238,7 @@ def _draw(
     """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
     key, examples = parts_of(function, key)
     if isinstance(shape, int) or any(size < 0 for size in shape):
-        raise OptionError(f"{function}: shape = {shape}; needed a sequence of sizes that are not negative.")
+        raise OptionError(f"{function}: shape = {shape}; needs a sequence of sizes that are not negative.")
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
@@ -296,7 +296,7 @@ def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
 def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return the smallest and the largest value of `dtype` in [low, high)."""
     if not (low < high and math.isfinite(high - low)):
-        raise OptionError(f"{function}: low = {low}, high = {high}; needed finite numbers, low < high.")
+        raise OptionError(f"{function}: low = {low}, high = {high}; needs finite numbers, low < high.")
     smallest = -_round_down(-low, dtype)
     largest = _round_down(math.nextafter(high, -math.inf), dtype)
     if smallest > largest:
@@ -313,7 +313,7 @@ def _round_down(value: float, dtype: torch.dtype) -> float:
 
 def _digits(function: str, dtype: torch.dtype) -> int:
     if dtype not in _DIGITS:
-        raise OptionError(f"{function}: dtype = {dtype}; needed one of {', '.join(map(str, _DIGITS))}.")
+        raise OptionError(f"{function}: dtype = {dtype}; needs one of {', '.join(map(str, _DIGITS))}.")
     return _DIGITS[dtype]
 
 
@@ -323,4 +323,4 @@ def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:
 
 def _check_p(function: str, p: Any) -> None:
     if isinstance(p, Tensor) or not 0 <= p <= 1:
-        raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1, that is no tensor.")
+        raise OptionError(f"{function}: p = {p}; needs a probability, 0 <= p <= 1, that is no tensor.")

@@ -50,6 +50,12 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
             f"the batch has NumPy arrays ({', '.join(arrays)}), with which torch does not compute: convert them with "
             "torch.from_numpy, or use ft.data.loader or a DataLoader, which do so"
         )
+    lists = [name for name, value in batch.items() if isinstance(value, list)] if isinstance(batch, Mapping) else []
+    if lists and "list" in str(error):
+        yield (
+            f"the batch has lists in place of tensors ({listed(lists)}): convert them with torch.as_tensor, call a "
+            "tokenizer with return_tensors='pt', or collate samples with ft.data.pad()"
+        )
     if not isinstance(error, IndexError | RuntimeError):
         return
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor)}
@@ -62,7 +68,8 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
         if ranges:
             yield (
                 f"{', '.join(ranges)}: a label must be from 0 to the number of classes - 1, or be the ignore_index of "
-                "the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1"
+                "the loss (-100 by default), and an index of an embedding from 0 to its number of rows - 1, which also "
+                "holds for positions in a row that is too long"
             )
     if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
         yield NEW_LEAF if torch.is_grad_enabled() else NO_GRAPH

@@ -21,7 +21,7 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
         if not callable(wrap) or isinstance(wrap, Step | Call):
             raise ComposeError(
                 f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
-                "wrapper, after the step and one by one: compose(step, ft.clip(1.0), ft.ema(0.999))"
+                "wrapper. The step comes first, then each wrapper: compose(step, ft.clip(1.0), ft.ema(0.999))"
             )
         step = wrap(step)
         if not callable(step):

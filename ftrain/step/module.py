@@ -107,7 +107,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
 def _require_module(module: Any, criterion: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise LossError(f"from_module: the module is {module!r}; needs an nn.Module")
+        raise LossError(
+            f"from_module: the module is {module!r:.60}; needs an nn.Module, as in from_module(module, criterion). A "
+            "function (params, batch) is a loss as it is: ft.train_step(loss_fn, optimizer)"
+        )
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         raise LossError(
@@ -167,10 +170,10 @@ def _weigher(module: nn.Module) -> Weigh | None:
     # The layers of torch have no loss, which the first step says.
     if weigh is None and not type(module).__module__.startswith("torch.nn."):
         log_on_first_rank(
-            "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
-            "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "
-            "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean; if it is "
-            "a sum, as CTC losses are by default, make it a mean (config.ctc_loss_reduction = 'mean')",
+            "from_module: the loss of %s is not known to be a mean over labels, so it is a plain number, in which "
+            "each example counts the same. If it is a mean over something that examples have different numbers of "
+            "(tokens), pass a criterion(model, batch) that returns a Mean; if it is a sum, as CTC losses are by "
+            "default, make it a mean (config.ctc_loss_reduction = 'mean')",
             type(module).__name__,
         )
     return weigh

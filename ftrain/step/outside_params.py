@@ -56,8 +56,8 @@ class OutsideParams:
         if outside:
             log.warning(
                 "%s: uses %d parameters that are not in the state, and do not train: %s. Pass one module with them to "
-                "ft.from_module, or a tree with them to step.init(params); if they shall not train, freeze them: "
-                "requires_grad_(False). Points at which the loss takes a derivative belong into the batch",
+                "ft.from_module, or a tree with them to step.init(params); if they should not train, freeze them: "
+                "requires_grad_(False). Points at which the loss takes a derivative belong in the batch",
                 self._name,
                 len(outside),
                 listed([*map(tree.describe, outside)]),

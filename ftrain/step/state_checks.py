@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftrain import tree
+from ftrain.checkpoint.reading import LoadedCheckpoint
 from ftrain.errors import StructureError
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.tree.name_patterns import Mask, Select, as_select, require_matches
@@ -17,11 +18,13 @@ from ftrain.types import PyTree, TrainState
 def require_state(function: str, state: Any) -> None:
     """Check that an argument is a state. Raises a StructureError that says what was found."""
     if not isinstance(state, TrainState):
-        unpack = (
-            "; a step and fit return a pair: state, metrics = step(state, batch)" if isinstance(state, tuple) else ""
-        )
+        hint = ""
+        if isinstance(state, LoadedCheckpoint):
+            hint = ", which this checkpoint has in .parts['state']"
+        elif isinstance(state, tuple):
+            hint = "; a step and fit return a pair: state, metrics = step(state, batch)"
         raise StructureError(
-            f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init(){unpack}"
+            f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init(){hint}"
         )
 
 
@@ -47,6 +50,11 @@ def require_params(params: PyTree) -> None:
             raise StructureError(
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}, whose tensors are not found: "
                 f"{OPEN_OBJECT}"
+            )
+        if not name and not isinstance(leaf, Tensor):
+            raise StructureError(
+                f"Step.init: params is {tree.describe(leaf)}; needs a tree of tensors, such as a dict by name: for the "
+                "parameters of a module, ft.from_module(module, criterion) and step.init()"
             )
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.itemsize < 2:
             raise StructureError(

@@ -63,7 +63,7 @@ def train_step(
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(
             f"train_step: the optimizer is {type(optimizer).__name__} {getattr(optimizer, '__name__', 'object')}; "
-            "needs one that a function of ft.optim returns, such as ft.optim.adamw(3e-4): its state is in TrainState"
+            "needs one of ft.optim, as in train_step(loss_fn, ft.optim.adamw(3e-4)): its state is in TrainState"
         )
     require_switches("train_step", allow_unused=allow_unused)
     return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
@@ -356,7 +356,7 @@ class Step:
             require_same_trainable(self.trainable, self.base.module, state.params, state.frozen)
         params = tree.map(_torch.on_meta, state.params)
         needed = {"opt_state": self.optimizer.init(params), "slots": self.init_slots(params)}
-        what = "the state, which must be of this step's own init,"
+        what = "the state (make it with this step's own init)"
         tree.require_same("Step", what, {"opt_state": state.opt_state, "slots": state.slots}, needed)
 
     def _require_device(self, params: PyTree) -> None:
@@ -388,7 +388,4 @@ def _warn_of_autocast(params: PyTree) -> None:
     """Warn if the caller has turned on autocast for the device of the parameters."""
     device_type = tree.device_of(params).type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        warn(
-            "Step: it is called within torch.autocast, which changes what it computes; leave autocast out, and use "
-            "ft.with_amp"
-        )
+        warn("Step: called within torch.autocast, which changes what it computes; leave it out, and use ft.with_amp")

@@ -124,10 +124,10 @@ class Borrowed:
             self._original = None
 
     def kept_from(self, compiled: LossFn, slots: Sequence[Slot]) -> LossFn:
-        """Return a loss of `torch.compile`, whose tensors then stay in the dicts too, in these slots.
+        """Return a loss of `torch.compile` that leaves its tensors in the slots for the backward pass, as an eager one.
 
-        A compiled run restores the dicts at its end. But where Dynamo breaks its graph within `torch.utils.checkpoint`,
-        this runs again in the backward pass.
+        A compiled run itself restores the dicts at its end. But where Dynamo breaks its graph within
+        `torch.utils.checkpoint`, a part of the module runs again in the backward pass, and needs the tensors.
         """
 
         def run(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:

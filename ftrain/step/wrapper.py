@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain.backends import Backend
 from ftrain.errors import ComposeError
@@ -224,13 +224,14 @@ class Wrapper:
         """
         if hasattr(step, "wrapped"):
             return step.wrapped(self)  # type: ignore[no-any-return]
-        if self.step is not None and self.step.wrap_function is not None and callable(step):
-            return self.step.wrap_function(step)  # type: ignore[return-value]
-        name = getattr(step, "__name__", repr(step))
+        wrap_function = self.step.wrap_function if self.step is not None else None
+        is_module = isinstance(step, nn.Module)
+        if wrap_function is not None and callable(step) and not is_module:
+            return wrap_function(step)  # type: ignore[return-value]
+        name = "the argument" if is_module else getattr(step, "__name__", repr(step))
         raise ComposeError(
-            f"{self.text}: changes the {self.arrow} inside a Step, but {name} is a {type(step).__name__}, whose "
-            f"{self.arrow} cannot be changed from outside. Build it with ft.train_step(loss_fn, optimizer), or wrap "
-            "the Steps that it calls; pass options by name"
+            f"{self.text}: changes the {self.arrow} of a Step, and {name} is a {type(step).__name__}; needs a Step: "
+            "make one with ft.train_step(loss_fn, optimizer), or wrap the Steps that it calls. Pass options by name"
         )
 
 

@@ -98,14 +98,16 @@ class Run:
         return FitResult(self._newest.state, self.history)
 
     def start(self) -> None:
-        """Do what was still to be done after the step of the checkpoint, if an error ended the run that saved it."""
+        """Evaluate, adapt and stop after the step of the checkpoint, if an error has kept the earlier run from it."""
         if not self._can_save:
             return
         self._between_steps = True
         reads, evaluated = self._reads_after(self.step), self._last.last_evaluation == self.step
+        # `stop` is called after evaluations, and without `evaluate` each time that metrics are read.
+        may_stop = evaluated if self._options.evaluate else reads
         if (reads or evaluated) and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
-        elif evaluated if self._options.evaluate else reads:
+        elif may_stop:
             self.stopped = self._why_to_stop() if self.history else ""
         self._between_steps = False
 

@@ -310,10 +310,11 @@ def test_leaves_that_cannot_be_saved_are_named_all_at_once(tmp_path):
         "bad": [object(), torch.ones(2, device="meta"), torch.ones(2).to_sparse()],
         "numpy": torch.ones(2).numpy(),
         "key": {1.5: 1},
+        "module": torch.nn.Sequential(torch.nn.Linear(1, 1)),
     }
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path / "a", tree)
-    for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "1.5"):
+    for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "1.5", "needs its state_dict()"):
         assert piece in str(caught.value)
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,7 @@ from torch._inductor.exc import CppCompileError
 
 import ftrain as ft
 from ftrain._torch import FakeTensorMode, active_modes
-from ftrain.transforms.compile import announce, capture
+from ftrain.transforms.compile import capture, log_if_slow
 from tests.faults.problem import assert_bitwise, batch, make, params, squares
 
 # What Dynamo trips over where it resumes after a graph break.
@@ -238,7 +238,7 @@ def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monke
                 assert said.wait(60)
             return super().forward(x)
 
-    monkeypatch.setattr(announce, "SLOW", 0.0 if slow else 1e6)
+    monkeypatch.setattr(log_if_slow, "SLOW", 0.0 if slow else 1e6)
     heard, logger = Heard(), logging.getLogger("ftrain.compiling")
     logger.addHandler(heard)
     try:

@@ -143,6 +143,12 @@ def test_a_module_given_as_the_step(name):
         CALLS[name](torch.nn.Linear(2, 1), make().init(params()))
 
 
+@pytest.mark.parametrize("wrapper", [ft.compiled, ft.remat])
+def test_a_module_given_to_a_wrapper(wrapper):
+    with failing(ComposeError, "of a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
+        wrapper()(torch.nn.Linear(2, 1))
+
+
 def test_a_step_that_returns_no_pair():
     with failing(ComposeError, "iterate: the step returned TrainState; needs a pair (state, metrics)"):
         CALLS["iterate"](lambda state, batch: state, make().init(params()))
@@ -168,7 +174,7 @@ def plain_of_blocks(name, module):
 
 @pytest.mark.parametrize("wrapper", [ft.remat, ft.clip], ids=["remat", "clip"])
 def test_a_function_given_by_position_is_no_step(wrapper):
-    with failing(ComposeError, wrapper.__name__, "plain_of_blocks is a function", "pass options by name"):
+    with failing(ComposeError, wrapper.__name__, "plain_of_blocks is a function", "Pass options by name"):
         wrapper(plain_of_blocks)
 
 

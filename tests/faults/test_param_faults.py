@@ -26,6 +26,11 @@ def test_a_leaf_that_cannot_be_trained(tree, found):
         make().init(tree)
 
 
+def test_what_is_no_tree():
+    with failing(StructureError, "Step.init: params is generator; needs a tree of tensors", "ft.from_module"):
+        make().init(nn.Linear(3, 1).parameters())
+
+
 @pytest.mark.parametrize("tree", [{}, [], {"a": None}, ()])
 def test_no_parameters(tree):
     with failing(StructureError, "Step.init", "no parameter", "at least one tensor"):

@@ -176,7 +176,7 @@ def test_noise_follows_its_schedule_the_key_and_a_compiler():
 
 def test_what_cannot_be_chained():
     sgd = optim.sgd(0.1)
-    with pytest.raises(ComposeError, match=r"chain: the last part is .*sign.*; needs an optimizer"):
+    with pytest.raises(ComposeError, match=r"chain: the last part is sign\(\); needs an optimizer"):
         optim.chain(sgd, optim.sign())
     with pytest.raises(ComposeError, match=r"chain: the last part is None"):
         optim.chain()
@@ -493,5 +493,5 @@ def test_what_swa_and_averaged_refuse():
     with pytest.raises(OptionError, match="swa: start is -1"):
         ft.swa(-1)
     state = train(optim.sgd(0.1), 1, ft.ema(0.5))
-    with pytest.raises(StructureError, match=r"averaged: the state holds no averages; compose the step with ft\.swa"):
+    with pytest.raises(StructureError, match="averaged: the state holds no average of 'swa', but one of ema"):
         ft.averaged(state, "swa")

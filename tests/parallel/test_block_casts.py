@@ -109,7 +109,9 @@ def test_the_dtype_of_autocast_needs_autocast_and_level_3(mesh):
             ft.sharded(mesh, **options)
     loss = ft.from_module(nn.Linear(3, 2), lambda net, x: net(x).mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(mesh, gather="amp"))
-    with pytest.raises(ft.errors.ComposeError, match="gather='amp' is the dtype of with_amp, which the step has not"):
+    with pytest.raises(
+        ft.errors.ComposeError, match="gather='amp' is the dtype of with_amp, which the step does not have"
+    ):
         step(step.init(), torch.ones(4, 3))
 
 

@@ -197,7 +197,7 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
     ):
         state_of(on_meta(Model), params=file)
     file.write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read as safetensors"):
         state_of(on_meta(Model), params=file)
 
 

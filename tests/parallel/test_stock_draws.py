@@ -27,4 +27,4 @@ def test_a_draw_that_comes_in_a_later_step_is_noticed(size, caplog):
     stock = torch.rand(2)
     assert not torch.equal(later, stock)
     assert torch.equal(unexpected, later if size == 1 else stock)
-    assert ("torch's generator moved in step 0" in caplog.text) == (size > 1)
+    assert ("drew from torch's generator in step 0" in caplog.text) == (size > 1)

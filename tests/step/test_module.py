@@ -994,11 +994,11 @@ def test_arguments_in_the_wrong_place_are_named():
         (step.optimizer, "adamw.*"),
         (decay, "cosine.*"),
     ):
-        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper, after the step"):
+        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper. The step comes first"):
             ft.compose(ft.clip(1.0), wrong)
     with pytest.raises(ComposeError, match="argument 2 returned None; a wrapper returns a step"):
         ft.compose(step, ft.clip(1.0), print)
-    with pytest.raises(ComposeError, match=r"but loss\(Linear\) is a Loss"):
+    with pytest.raises(ComposeError, match=r"and loss\(Linear\) is a Loss"):
         ft.compose(loss, ft.clip(1.0))
     with pytest.raises(
         StructureError, match=r"eval_step: the state is Tensor; needs the TrainState of step\.init\(\)$"
@@ -1006,6 +1006,16 @@ def test_arguments_in_the_wrong_place_are_named():
         ft.eval_step(loss)(torch.ones(3), step.init())
     with pytest.raises(StructureError, match=r"Step: the state is tuple; .* return a pair: state, metrics = step"):
         step(step(step.init(), torch.ones(3)), torch.ones(3))
+
+
+def test_a_checkpoint_is_no_state(tmp_path):
+    step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(0, {"state": step.init()}, wait=True)
+    loaded = checkpoints.latest()
+    with pytest.raises(StructureError, match=r"the state is LoadedCheckpoint; .* in \.parts\['state'\]"):
+        step(loaded, torch.ones(3))
+    step(loaded.parts["state"], torch.ones(3))
 
 
 def test_a_loss_and_an_optimizer_print_as_in_the_step():

@@ -17,9 +17,9 @@ from ftrain.errors import BatchError, TraceError, listed, log_on_first_rank
 from ftrain.parallel.stand_in import graph_runner
 from ftrain.step.microbatch import OPEN_OBJECT, holds_tensor
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.constants import MISSING, Constants, changed
 from ftrain.transforms.compile.fallback import attempted
+from ftrain.transforms.compile.log_if_slow import log_if_slow
 from ftrain.transforms.compile.settings import Compile, Compiler, resolved
 from ftrain.tree.fast_flatten import reader
 from ftrain.tree.wrapped_tensors import context_of, of_plain_tensors, parts_of, plain_tensors
@@ -108,6 +108,7 @@ def _settings(leaves: Sequence[Any]) -> Hashable:
 
 
 def _static(leaf: Any) -> Hashable:
+    """Return what a graph holds of a leaf: all but a tensor's values. Raises a BatchError if it is not hashable."""
     if isinstance(leaf, Tensor):
         if _is_ragged(leaf):
             return leaf.layout, leaf.dtype, leaf.device, leaf.ndim
@@ -237,7 +238,12 @@ class CompiledCache:
             "compiled: %s is compiled again, since %s; a number that changes often should be a tensor in the batch "
             "('A number that changes with the step' in docs/guide.md)",
             self._name,
-            listed([f"{n} is {news.get(n, MISSING)} and was {olds.get(n, MISSING)}" for n in changed(olds, news)]),
+            listed(
+                [
+                    f"{name} is {news.get(name, MISSING)} and was {olds.get(name, MISSING)}"
+                    for name in changed(olds, news)
+                ]
+            ),
         )
 
 

@@ -245,9 +245,11 @@ class _Search:
             yield from self._of_object(owner)
 
     def _named(self, values: Mapping[Any, Any]) -> list[Any]:
+        """Return the keys that the code of the function has as names."""
         return [name for name in [*values] if _is_key(name) and name in self._read_names]
 
     def _of_object(self, owner: Any) -> Iterator[tuple[str, Any, Place | None]]:
+        """Yield as `_children`, of an object: parts and hooks of a module, methods and attributes that are read."""
         if isinstance(owner, nn.Module):
             yield from ((name, part, None) for name, part in owner.named_children())
             hooks = *owner._forward_pre_hooks.values(), *owner._forward_hooks.values()

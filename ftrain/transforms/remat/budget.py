@@ -109,39 +109,49 @@ class Budget:
         return costs
 
 
+class _Choice(NamedTuple):
+    """Policies for the first blocks, and the bytes and the work that they take together."""
+
+    size: int
+    work: int
+    policies: tuple[Any, ...]
+    """The policies of the blocks before, nested like this, and that of the last block; empty without blocks."""
+
+
 def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
     """Return a policy for each block, so that the least is recomputed within a share of the sum of the largest sizes.
 
     `costs` are for each block those of its policies, one of which keeps nothing.
     """
     limit = share * sum(max(cost.size for cost in block_costs) for block_costs in costs)
-    # A multiple-choice knapsack. Of the partial sums only those stay that no other one beats in memory and work.
-    states: list[tuple[int, int, tuple[Any, ...]]] = [(0, 0, ())]
+    # A multiple-choice knapsack, block after block.
+    choices = [_Choice(0, 0, ())]
     for block_costs in costs:
-        sums = [
-            (size + cost.size, work + cost.work, (chosen, cost.policy))
-            for size, work, chosen in states
+        longer = [
+            _Choice(choice.size + cost.size, choice.work + cost.work, (choice.policies, cost.policy))
+            for choice in choices
             for cost in block_costs
-            if size + cost.size <= limit
+            if choice.size + cost.size <= limit
         ]
-        states = _pareto_front(sums, limit)
-    _, _, chosen = min(states, key=lambda state: (state[1], state[0]))
+        choices = _pareto_front(longer, limit)
+    rest = min(choices, key=lambda choice: (choice.work, choice.size)).policies
     policies: list[str] = []
-    while chosen:
-        chosen, policy = chosen
+    while rest:
+        rest, policy = rest
         policies.append(policy)
     return policies[::-1]
 
 
-def _pareto_front(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[int, int, Any]]:
-    best: list[tuple[int, int, Any]] = []
-    for state in sorted(states, key=lambda state: state[:2]):
-        if not best or state[1] < best[-1][1]:
-            best.append(state)
+def _pareto_front(choices: list[_Choice], limit: float) -> list[_Choice]:
+    """Return the choices that no other one beats in memory and work, smallest first; at most about `MAX_SUMS`."""
+    best: list[_Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.size, choice.work)):
+        if not best or choice.work < best[-1].work:
+            best.append(choice)
     if len(best) <= MAX_SUMS:
         return best
-    # Of sums of nearly the same size, keep the one with the least work, which is the last.
-    return list({int(state[0] / limit * MAX_SUMS): state for state in best}.values())
+    # Of choices of nearly the same size, keep the one with the least work, which is the last.
+    return list({int(choice.size / limit * MAX_SUMS): choice for choice in best}.values())
 
 
 class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -175,7 +175,7 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
         device = device_off_host(tensors) if tensors else backends.default().device
         # torch.utils.checkpoint saves the generators of CUDA and XPU only, for the devices of its arguments.
         repeatable = _Repeatable(inside, slots, chosen, torch_ops.rng_snapshot(device, tensors))
-        returned = run_recomputed(repeatable.first, repeatable.again, args, kwargs, device=device)
+        returned = run_recomputed(repeatable.first, repeatable.recompute, args, kwargs, device=device)
         if _torch.is_capturing():
             repeatable.wait_for(returned)
         return returned
@@ -214,7 +214,7 @@ class _Repeatable:
         with nullcontext() if self._results is None else self._results:
             return self._function(*args, **kwargs)
 
-    def again(self, *args: Any, **kwargs: Any) -> Any:
+    def recompute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block again."""
         stream, key = torch_ops.current(), None
         if self._gradient is not None:

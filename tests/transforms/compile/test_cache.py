@@ -161,7 +161,7 @@ def test_the_log_names_a_count_that_a_compiled_step_does_not_keep(caplog):
     assert "the loss sets calls" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:Step. it is called within torch.autocast")
+@pytest.mark.filterwarnings("ignore:Step. called within torch.autocast")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_setting_of_torch_that_changes_between_steps_is_another_graph(backend):
     def loss(params, batch):

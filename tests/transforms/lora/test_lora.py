@@ -372,7 +372,7 @@ def test_put_together_wrongly():
         step_of(make(), ft.lora(2, targets=["head"]), ft.lora(3, targets=["*.up"]))
     with pytest.raises(ComposeError, match="lora: needs the argument rank"):
         ft.lora(step_of(make()))
-    with pytest.raises(ComposeError, match="changes the loss inside a Step"):
+    with pytest.raises(ComposeError, match="changes the loss of a Step"):
         ft.lora(2, targets=["head"])(lambda state, batch: (state, {}))
 
 
