@@ -17,6 +17,7 @@ from ftrain.data.stateful import has_position
 from ftrain.errors import (
     ComposeError,
     DataError,
+    FtrainError,
     OptionError,
     log_on_first_rank,
     require_callable,
@@ -97,6 +98,9 @@ def iterate(
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
     batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
+    if position and position.data is not None and index and index == _length(data):
+        # Data may report either the end of this pass or the start of the next one.
+        epoch, index = epoch + 1, 0
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
     ranks = getattr(getattr(step, "loss", None), "ranks", None)
     takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
@@ -191,11 +195,15 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
 
 def num_batches_of(data: Iterable[PyTree]) -> int | None:
     """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
+    return None if has_position(data) or not isinstance(data, Sequence | DataLoader) else _length(data)
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches in a pass over data; None if it is not known."""
     # Torch warns of a length of an iterable dataset, which is a guess.
-    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
-    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
+    if isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
-    with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
+    with suppress(TypeError, NotImplementedError, FtrainError):  # Of a sampler or a loader without a length.
         return len(data)
     return None
 
