@@ -50,6 +50,13 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
             f"the batch has NumPy arrays ({', '.join(arrays)}), with which torch does not compute: convert them with "
             "torch.from_numpy, or use ft.data.loader or a DataLoader, which do so"
         )
+    lists = [f"batch.{name}" for name, part in batch.items() if type(part) is list] if type(batch) is dict else []
+    if lists and "list" in str(error):
+        yield (
+            f"the batch has lists ({listed(lists)}): default_collate makes of samples with lists of numbers a list of "
+            "tensors, one for each place; pass a loader collate=ft.data.pad(), which makes one tensor, or give it "
+            'samples of tensors (of Hugging Face: dataset.with_format("torch"))'
+        )
     if not isinstance(error, IndexError | RuntimeError):
         return
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor)}
