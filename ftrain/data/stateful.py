@@ -41,5 +41,7 @@ def seek(data: Any, position: Mapping[str, Any]) -> None:
 
 
 def _methods(data: Any) -> tuple[str, str] | None:
-    pairs = (pair for pair in PROTOCOLS if all(callable(getattr(data, name, None)) for name in pair))
+    # A loader of Accelerate has these methods even if the one that it wraps has no position.
+    owners = data, getattr(data, "base_dataloader", data)
+    pairs = (pair for pair in PROTOCOLS if all(callable(getattr(o, name, None)) for o in owners for name in pair))
     return next(pairs, None)

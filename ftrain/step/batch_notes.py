@@ -50,11 +50,13 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
             f"the batch has NumPy arrays ({', '.join(arrays)}), with which torch does not compute: convert them with "
             "torch.from_numpy, or use ft.data.loader or a DataLoader, which do so"
         )
-    lists = [name for name, value in batch.items() if isinstance(value, list)] if isinstance(batch, Mapping) else []
+    columns = batch.items() if isinstance(batch, Mapping) else ()
+    lists = [f"batch.{name}" for name, column in columns if type(column) is list]
     if lists and "list" in str(error):
         yield (
-            f"the batch has lists in place of tensors ({listed(lists)}): convert them with torch.as_tensor, call a "
-            "tokenizer with return_tensors='pt', or collate samples with ft.data.pad()"
+            f"the batch has lists in place of tensors ({listed(lists)}), as default_collate makes of lists of "
+            "numbers: pass a loader collate=ft.data.pad(), give it samples of tensors (of Hugging Face: "
+            "dataset.with_format('torch')), or call a tokenizer with return_tensors='pt'"
         )
     if not isinstance(error, IndexError | RuntimeError):
         return

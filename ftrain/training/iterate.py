@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import data as sources
 from ftrain import tree
@@ -17,6 +17,7 @@ from ftrain.data.stateful import has_position
 from ftrain.errors import (
     ComposeError,
     DataError,
+    FtrainError,
     OptionError,
     log_on_first_rank,
     require_callable,
@@ -26,9 +27,6 @@ from ftrain.errors import (
 from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
-
-SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-"""Samplers of torch whose order goes on from pass to pass with their generator."""
 
 
 class Position(NamedTuple):
@@ -100,6 +98,9 @@ def iterate(
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
     batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
+    if position and position.data is not None and index and index == _length(data):
+        # Data may report either the end of this pass or the start of the next one.
+        epoch, index = epoch + 1, 0
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
     ranks = getattr(getattr(step, "loss", None), "ranks", None)
     takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
@@ -178,17 +179,14 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
             f"fit: the data has {num_batches} batches, and the run that is resumed had read {position.batch} in this "
             "pass; it continues with the next pass. Pass the same data for the same run"
         )
-    elif position.epoch and isinstance(data, DataLoader) and isinstance(data.sampler, SHUFFLING):
-        warn(
-            f"fit: a DataLoader that shuffles saves no position, and the run that is resumed had made {position.epoch} "
-            "passes over it: the next batches are not those of a run that was not interrupted, and may be those of the "
-            "first passes again (ft.data.loader(dataset, batch_size, seed=0) saves its position)"
-        )
-    elif position.batch and not isinstance(data, Sequence):
+    elif (position.epoch or position.batch) and not isinstance(data, Sequence):
         has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
+        again = f", so {position.batch} batches are read again and skipped" if position.batch else ""
+        # Data that shuffles goes on from pass to pass, and made anew it begins with the order of its first pass.
+        same = "all passes have the same order, not if it shuffles" if position.epoch else "the order is the same"
         warn(
-            f"fit: {type(data).__name__} {has}, so {position.batch} batches are read again and "
-            "skipped; the run is the same only if they come in the same order (ftrain.data.loader saves its position)"
+            f"fit: {type(data).__name__} {has}{again}; the run is the same only if {same} (ftrain.data.loader saves "
+            "its position)"
         )
     if isinstance(data, Sequence):
         return (data[index] for index in range(position.batch, len(data)))
@@ -197,11 +195,15 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
 
 def num_batches_of(data: Iterable[PyTree]) -> int | None:
     """Return the number of batches in a pass over data that keeps no position; None if it is not known."""
+    return None if has_position(data) or not isinstance(data, Sequence | DataLoader) else _length(data)
+
+
+def _length(data: Any) -> int | None:
+    """Return the number of batches in a pass over data; None if it is not known."""
     # Torch warns of a length of an iterable dataset, which is a guess.
-    is_iterable = isinstance(getattr(data, "dataset", None), IterableDataset)
-    if has_position(data) or is_iterable or not isinstance(data, Sequence | DataLoader):
+    if isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
-    with suppress(TypeError, NotImplementedError):  # Of a sampler without a length.
+    with suppress(TypeError, NotImplementedError, FtrainError):  # Of a sampler or a loader without a length.
         return len(data)
     return None
 

@@ -54,6 +54,19 @@ class Positioned:
         self.at, self.resumed = state["at"], True
 
 
+class WrapsAround(Positioned):
+    """Data whose position after its last batch is that before its first one."""
+
+    def __iter__(self):
+        self.resumed = True
+        for _ in range(self.at, len(self.given)):
+            self.at = (self.at + 1) % len(self.given)
+            yield self.given[self.at - 1]
+
+    def __len__(self):
+        return len(self.given)
+
+
 def squares(model, batch):
     return model(batch).square().mean()
 
@@ -122,7 +135,7 @@ def test_position_is_sought_and_not_walked_to(tmp_path):
 
 
 @pytest.mark.parametrize(("epochs", "at"), [(1, 5), (2, 5), (3, 6), *exhaustive_rows([(1, 4)])])
-@pytest.mark.parametrize("kind", [list, Positioned])
+@pytest.mark.parametrize("kind", [list, Positioned, WrapsAround])
 def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
     options = {"steps": None, "epochs": epochs}
     needed = fit(make(), kind(batches()), **options)

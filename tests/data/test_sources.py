@@ -347,6 +347,24 @@ def test_half_a_protocol_is_none():
     assert data.position(Half()) is None
 
 
+@pytest.mark.parametrize("has_position", [False, True])
+def test_a_loader_of_accelerate_has_a_position_if_the_one_that_it_wraps_has_one(has_position):
+    class Adapter:
+        """As ``accelerator.prepare`` returns one."""
+
+        def __init__(self, loader):
+            self.base_dataloader = loader
+
+        def state_dict(self):
+            return self.base_dataloader.state_dict()
+
+        def load_state_dict(self, state):
+            self.base_dataloader.load_state_dict(state)
+
+    loader = data.loader([1, 2], 1) if has_position else DataLoader([1, 2])
+    assert data.position(Adapter(loader)) == (loader.state_dict() if has_position else None)
+
+
 def test_a_loader_in_a_thread():
     found = []
     thread = threading.Thread(target=lambda: found.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))

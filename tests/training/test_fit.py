@@ -1366,12 +1366,13 @@ def _calls(wrappers, batch):
     [
         ({"x": torch.zeros(2, 3).numpy()}, r"NumPy arrays \(batch\.x\), .*torch\.from_numpy, .*ft\.data\.loader"),
         ({"x": torch.zeros(2, 3).double()}, r"batch\.x is float64\[2, 3\], but the parameters are float32: convert"),
-        ({"x": [[0.0] * 3] * 2}, r"lists in place of tensors \(x\): .*torch\.as_tensor, .*ft\.data\.pad\(\)$"),
+        ({"x": [[0.0] * 3] * 2}, r"lists in place of tensors \(batch\.x\), .*\.pad\(\), .*return_tensors='pt'$"),
         ({"x": torch.zeros(2, 3).byte()}, r"uint8 tensors \(batch\.x\), .*x\.float\(\) / 255"),
+        ({"x": [torch.zeros(2)] * 3}, r"lists in place of tensors \(batch\.x\), .*collate=ft\.data\.pad\(\)"),
         ({"y": torch.zeros(2, 3)}, r"Linear\): its second argument was this batch: batch\.y is float32\[2, 3\]$"),
         ((torch.zeros(2, 3), 7), r"this batch: batch\.0 is float32\[2, 3\], batch\.1 is int$"),
     ],
-    ids=["numpy", "float64", "lists", "uint8", "names", "tuple"],
+    ids=["numpy", "float64", "lists", "uint8", "columns", "names", "tuple"],
 )
 def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
     with pytest.raises((TypeError, RuntimeError, KeyError)) as raised:

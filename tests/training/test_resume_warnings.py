@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 
 import ftrain as ft
 from ftrain.errors import DataError
@@ -168,28 +168,46 @@ def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path, as_loader
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("sampler", [None, "weighted"])
-@pytest.mark.parametrize(("done", "warns"), [(2, False), (3, False), (4, True), (6, True)])
-def test_a_loader_that_shuffles_begins_again_with_the_order_of_its_first_pass(tmp_path, done, warns, sampler):
-    def read(until):
-        generator, batches = torch.Generator().manual_seed(0), []
-        chooses = (
-            {"shuffle": True}
-            if sampler is None
-            else {"sampler": WeightedRandomSampler([1.0] * 6, 6, generator=generator)}
-        )
-        data = DataLoader(torch.arange(6.0)[:, None].expand(6, 2), 2, generator=generator, **chooses)
+class Wrapped:
+    """Data without a position around a loader that has one."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def shuffles(kind):
+    rows, generator = torch.arange(6.0)[:, None].expand(6, 2), torch.Generator().manual_seed(0)
+    if kind == "wrapped":
+        return Wrapped(ft.data.loader(ft.data.arrays(rows), 2))
+    if kind == "shuffle":
+        return DataLoader(rows, 2, shuffle=True, generator=generator)
+    sampler = WeightedRandomSampler([1.0] * 6, 6, generator=generator)
+    if kind == "sampler":
+        return DataLoader(rows, 2, sampler=sampler)
+    return DataLoader(rows, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "shuffle", "sampler", "batch_sampler"])
+@pytest.mark.parametrize(
+    ("done", "warns"),
+    [({"steps": 2}, False), ({"steps": 3}, False), ({"epochs": 1}, True), ({"steps": 4}, True), ({"steps": 6}, True)],
+)
+def test_data_that_shuffles_begins_again_with_the_order_of_its_first_pass(tmp_path, done, warns, kind):
+    def read(**until):
+        batches = []
         step = ft.train_step(lambda params, batch: batches.append(batch) or loss(params, batch), ft.optim.sgd(0.1))
-        checkpoints = None if until is None else ft.Checkpoints(tmp_path, every=100)
-        kept = {"checkpoints": checkpoints, "progress": False}
-        ft.fit(step, step.init({"w": torch.ones(2)}), data, steps=until or 12, **kept)
+        kept = {"checkpoints": ft.Checkpoints(tmp_path, every=100) if until else None, "progress": False}
+        ft.fit(step, step.init({"w": torch.ones(2)}), shuffles(kind), **(until or {"steps": 12}), **kept)
         return batches
 
-    uninterrupted, first = read(None), read(done)
+    uninterrupted, first = read(), read(**done)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed = read(12)
-    assert any("had made" in str(each.message) for each in caught) is warns
+        resumed = read(steps=12)
+    assert any("all passes have the same order" in str(each.message) for each in caught) is warns
     assert all(map(torch.equal, first + resumed, uninterrupted)) is not warns
 
 
