@@ -257,7 +257,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
-        raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
+        what = "is not a directory, or a link, which is not followed: pass where it leads to"
+        raise CheckpointError(what if files.exists(path) else "there is no such checkpoint")
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     in_manifest = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
