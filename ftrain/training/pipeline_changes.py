@@ -27,7 +27,8 @@ def pipeline_texts(step: Any) -> dict[str, list[str]]:
     """
     if not isinstance(step, Step):
         return {PIPELINE: [], OPTIONS: [], LOSS: []}
-    wrappers = [wrapper for wrapper in step.wrappers if wrapper.step is None]
+    # By the part that they work on: the order of those of different parts makes no difference.
+    wrappers = sorted((wrapper for wrapper in step.wrappers if wrapper.step is None), key=lambda each: each.arrow)
     texts = [step.optimizer.text, *(wrapper.text for wrapper in wrappers)]
     return {
         PIPELINE: [without_places(text, wrappers) for text in texts],
