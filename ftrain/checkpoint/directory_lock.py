@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ftrain.checkpoint import files
+from ftrain.checkpoint.manifest import NAME as MANIFEST
 from ftrain.errors import CheckpointError, warn
 
 LOCK = ".lock"
@@ -21,7 +22,15 @@ PATIENCE, PAUSE = 60.0, 0.1
 
 
 def lock_directory(directory: Path) -> files.Lock:
-    """Lock a directory for this process; warn if the file system has no locks."""
+    """Lock a directory for this process; warn if the file system has no locks.
+
+    Raises a CheckpointError if it is a checkpoint: what a run writes there would be taken for damage to it.
+    """
+    if files.exists(directory / MANIFEST):
+        raise CheckpointError(
+            f"Checkpoints: {directory} is a checkpoint, and not the directory of a run; pass the directory that it is "
+            f"in, {directory.parent}, to continue that run, or another one for a new run"
+        )
     held = files.lock(directory / LOCK, _this_process())
     if not held.excludes:
         warn(

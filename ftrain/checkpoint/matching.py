@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -12,14 +13,14 @@ from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import Container, class_name, dotted, printable
-from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines
+from ftrain.errors import MAX_LINES, OptionError, StructureError, first_lines, listed
 from ftrain.tree import dtype_name
 from ftrain.tree.wrapped_tensors import parts_of, with_parts
 from ftrain.types import NAMESPACE, PyTree, TrainState, tree_tag
 
 CHANGED = (
-    "if a dtype alone differs, load without like=, then ft.tree.cast; to keep the leaf of like instead, partial=True "
-    "with rename={its path: 'unused'}"
+    "if dtypes alone differ, load without like= and convert, ft.tree.map(lambda leaf, other: leaf.to(other.dtype), "
+    "loaded, like); to keep the leaf of like instead, partial=True with rename={its path: 'unused'}"
 )
 """What to do about a leaf of another shape or dtype."""
 OTHER_NAMES = "partial=True loads the leaves that it has, rename= maps names"
@@ -28,28 +29,37 @@ FROZEN_THERE = (
     "ft.to_module(module, state), and begin with step.init()"
 )
 """What to do about a parameter that a state of `like` trains and the saved one does not."""
+STATE = Container(tree_tag(TrainState))
+ADAPTER = re.compile(r"params\.(?:(?:.*\.)?lora_.*|adapters\..*\.[AB])")
+"""The path in a state of a tensor of `ftrain.lora`: of a module, or of a tree."""
 
 
 def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
     """Return the items of a checkpoint under their new paths, which are written with dots.
 
+    A leaf that is renamed takes the place of one that has this path already: averages that of parameters, for example.
     Raises an OptionError when no path begins with one of the old names.
     """
     if not rename:
         return saved
-    renamed, used = {}, set()
+    kept, moved, used = {}, {}, set()
     for path, item in saved.items():
         name = dotted(path)
         old_names = [old for old in rename if name == old or name.startswith(f"{old}.")]
         longest = max(old_names, key=len, default="")
         used.update(old_names)
-        renamed[rename[longest] + name[len(longest) :] if old_names else name] = item
+        if old_names:
+            moved[rename[longest] + name[len(longest) :]] = item
+        else:
+            kept[name] = item
     if unused := [old for old in rename if old not in used]:
         known = ", ".join(map(dotted, saved))
         raise OptionError(
             f"load: rename has {', '.join(map(repr, unused))}, and no path begins with it; there are {known:.300}"
         )
-    return renamed
+    # Not so a container: the None of what is not frozen, say, if `frozen` becomes `params`.
+    containers = {name: item for name, item in moved.items() if isinstance(item, Container)}
+    return {**containers, **kept, **{name: item for name, item in moved.items() if name not in containers}}
 
 
 def match_leaves(
@@ -57,7 +67,8 @@ def match_leaves(
 ) -> dict[tuple[Any, ...], Any]:
     """Return the saved item for each leaf of `like`.
 
-    Raises a StructureError that lists the differences; with ``partial`` only those in shape and dtype.
+    Raises a StructureError that lists the differences; with ``partial`` only those in shape and dtype, or that it would
+    load nothing of a model, or a model without its adapters.
     """
     by_name = any(isinstance(key, str) for key in saved)
     if partial:
@@ -69,7 +80,8 @@ def match_leaves(
         item = saved.get(key, need)
         used.add(key)
         if key not in saved:
-            if not partial:
+            # Renaming gives the leaves of a container other paths, and not the container.
+            if not partial and not (by_name and isinstance(need, Container)):
                 problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
         elif not _agree(item, need) and not (containers_may_differ and isinstance(need, Container)):
             problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
@@ -83,7 +95,39 @@ def match_leaves(
     if problems:
         text = f"load: {where} does not have the structure of like ({len(problems)} differences; "
         raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
+    if partial:
+        tensors = [key for key, item in saved.items() if key not in used and isinstance(item, TensorEntry)]
+        _require_models(wanted, chosen, [key if by_name else dotted(key) for key in tensors], where)
     return chosen
+
+
+def _require_models(
+    wanted: Mapping[tuple[Any, ...], Any], chosen: Collection[tuple[Any, ...]], unused: Sequence[str], where: str
+) -> None:
+    """Check that a run would not take what ``partial`` keeps of `like` for what was loaded.
+
+    Raises a StructureError when nothing was chosen, or no parameter of a state, or not the adapters of a state.
+    """
+    needs = listed([dotted(path) for path, need in wanted.items() if isinstance(need, Tensor)])
+    differs = (
+        f"of like, which would stay as it is: it has {printable(listed(unused))}, and like has {printable(needs)}. "
+        "Nest like as what was saved is, such as {'state': state}, or map names with rename="
+    )
+    if not chosen:
+        raise StructureError(f"load: {where} has no leaf {differs}")
+    for state in [path for path, need in wanted.items() if need == STATE]:
+        start = "".join(f"{part}." for part in state)
+        within = [name.removeprefix(start) for name in unused if name.startswith(start)]
+        takes_parameter = any(path[: len(state) + 1] in ((*state, "params"), (*state, "frozen")) for path in chosen)
+        if not takes_parameter and any(name.startswith("params.") for name in within):
+            raise StructureError(f"load: {where} has no parameter {differs}")
+        if adapters := [f"{start}{name}" for name in within if ADAPTER.fullmatch(name)]:
+            raise StructureError(
+                f"load: {where} has adapters, for which like has no place, and without which its weights are those of "
+                f"before the fine-tuning: {printable(listed(adapters))}. Add them to the weights with the step of that "
+                "run, merged = ft.adapters.merge(step, state), given the state that is loaded without like=, and begin "
+                "with ft.to_module(module, merged); to leave them out, rename= their paths to 'unused'"
+            )
 
 
 def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *, by_name: bool) -> dict[Any, Any]:
@@ -91,10 +135,10 @@ def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *
 
     Without them that state would keep the values that it has, as if they had never been trained.
     """
-    state, frozen = Container(tree_tag(TrainState)), {}
+    frozen = {}
     for path, need in wanted.items():
         for depth, field in enumerate(path):
-            if field == "frozen" and isinstance(need, Tensor) and wanted[path[:depth]] == state:
+            if field == "frozen" and isinstance(need, Tensor) and wanted[path[:depth]] == STATE:
                 trained = (*path[:depth], "params", *path[depth + 1 :])
                 new, old = (dotted(path), dotted(trained)) if by_name else (path, trained)
                 if isinstance(saved.get(old), TensorEntry) and not isinstance(saved.get(new), TensorEntry):

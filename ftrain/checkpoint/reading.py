@@ -82,12 +82,14 @@ def load(
         like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
             the devices of those of `like`. Default: the types that were saved, on the CPU.
         partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
-        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
+        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``. A leaf that is renamed
+            takes the place of one that has the new path.
 
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
-        StructureError: when it differs from `like`; the message lists the paths, at most 20.
+        StructureError: when it differs from `like`; the message lists the paths, at most 20. With `partial`, when
+            nothing would be loaded, or a model without its adapters.
         OptionError: if `path` is no path, or no path in the tree begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
@@ -260,7 +262,8 @@ def _read_manifest(path: Path) -> Manifest:
         if not files.exists(path):
             raise CheckpointError("there is no such checkpoint")
         raise CheckpointError(
-            "is not a directory, as ft.checkpoint.save writes it (torch.load reads files of torch.save)"
+            "is not a directory, as ft.checkpoint.save writes it, but a file (those of torch.save: torch.load) or a "
+            "link, which is not followed: pass where it leads to"
         )
     _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))

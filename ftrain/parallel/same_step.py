@@ -101,11 +101,16 @@ def _digest(content: bytes) -> int:
 
 def _description(step: Any) -> list[str]:
     """Return what must be equal on all ranks: a step as it prints, and options; not addresses and directories."""
-    text = ADDRESS.sub("", repr(step))
-    for wrapper in step.wrappers:
+    text = without_places(repr(step), step.wrappers)
+    return [*text.splitlines(), *option_texts(step, step.wrappers), f"torch {torch.__version__}"]
+
+
+def without_places(text: str, wrappers: Iterable[Any]) -> str:
+    """Return the text of a step, or of a part of it, without addresses and the directories of wrappers."""
+    for wrapper in wrappers:
         directory = (wrapper.options or {}).get("directory")
         text = text if directory is None else text.replace(str(directory), "a directory")
-    return [*text.splitlines(), *option_texts(step, step.wrappers), f"torch {torch.__version__}"]
+    return ADDRESS.sub("", text)
 
 
 def option_texts(step: Any, wrappers: Iterable[Any]) -> list[str]:

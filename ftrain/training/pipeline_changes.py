@@ -10,7 +10,7 @@ from typing import Any
 from ftrain.checkpoint.reading import LoadedCheckpoint
 from ftrain.errors import warn
 from ftrain.optim.schedules.call import is_told_by_text
-from ftrain.parallel.same_step import ADDRESS, option_texts
+from ftrain.parallel.same_step import option_texts, without_places
 from ftrain.step.step import Step
 
 PIPELINE, OPTIONS, LOSS = "pipeline", "options", "loss"
@@ -27,12 +27,13 @@ def pipeline_texts(step: Any) -> dict[str, list[str]]:
     """
     if not isinstance(step, Step):
         return {PIPELINE: [], OPTIONS: [], LOSS: []}
-    wrappers = [wrapper for wrapper in step.wrappers if wrapper.step is None]
+    # By the part that they work on: the order of those of different parts makes no difference.
+    wrappers = sorted((wrapper for wrapper in step.wrappers if wrapper.step is None), key=lambda each: each.arrow)
     texts = [step.optimizer.text, *(wrapper.text for wrapper in wrappers)]
     return {
-        PIPELINE: [ADDRESS.sub("", text) for text in texts],
+        PIPELINE: [without_places(text, wrappers) for text in texts],
         OPTIONS: option_texts(step, wrappers),
-        LOSS: [ADDRESS.sub("", step.base.text)],
+        LOSS: [without_places(step.base.text, ())],
     }
 
 

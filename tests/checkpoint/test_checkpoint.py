@@ -279,13 +279,34 @@ def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_pa
     checkpoint.save(tmp_path / "a", {"head": {"w": torch.ones(2)}, "body": torch.ones(1)})
     like = {"head": {"w": other}, "body": torch.zeros(1)}
     for partial in (False, True):
-        with pytest.raises(StructureError, match=r"without like=, then ft\.tree\.cast; .*rename={its path: 'unused'}"):
+        with pytest.raises(
+            StructureError, match=r"without like= and convert, ft\.tree\.map\(.*rename={its path: 'unused'}"
+        ):
             checkpoint.load(tmp_path / "a", like=like, partial=partial)
     found = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"head.w": "unused"})
     assert same_trees(found, {"head": {"w": other}, "body": torch.ones(1)})
-    assert ft.tree.cast(checkpoint.load(tmp_path / "a"), torch.float64)["head"]["w"].dtype == torch.float64
     with pytest.raises(StructureError, match=r"\(1 differences; partial=True loads the leaves that it has, rename="):
         checkpoint.load(tmp_path / "a", like={"head": {"w": torch.ones(2)}})
+
+
+def test_a_state_of_float32_is_converted_to_that_of_another_dtype_as_the_error_says(tmp_path):
+    def step_of(dtype):
+        return ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adam(0.1)), {
+            "w": torch.ones(2, dtype=dtype)
+        }
+
+    step, params = step_of(torch.float32)
+    state, _ = step(step.init(params), torch.ones(2))
+    checkpoint.save(tmp_path / "a", state)
+    like = step.init({"w": torch.ones(2, dtype=torch.bfloat16)})
+    with pytest.raises(
+        StructureError, match=r"ft\.tree\.map\(lambda leaf, other: leaf\.to\(other\.dtype\), loaded, like\)"
+    ):
+        checkpoint.load(tmp_path / "a", like=like)
+    loaded = checkpoint.load(tmp_path / "a")
+    converted = ft.tree.map(lambda leaf, other: leaf.to(other.dtype), loaded, like)
+    state, _ = step(converted, torch.ones(2, dtype=torch.bfloat16))
+    assert int(state.step) == 2
 
 
 def test_the_first_differences_are_listed_and_the_others_counted(tmp_path):
@@ -379,6 +400,18 @@ def test_partial_loading_and_renaming_are_asked_for(tmp_path):
         checkpoint.load(tmp_path / "a", like=like, rename={"enc": "body", "head": "h"})
     with pytest.raises(OptionError, match=r"'encoder'.*enc"):
         checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"encoder": "body"})
+    deeper = {"whole": {"enc": {"w": torch.zeros(2)}}, "head": torch.zeros(1)}
+    assert checkpoint.load(tmp_path / "a", like=deeper, rename={"enc": "whole.enc"})["whole"]["enc"]["w"].tolist() == [
+        1,
+        1,
+    ]
+
+
+def test_a_leaf_that_is_renamed_takes_the_place_of_one_that_has_the_name(tmp_path):
+    for names in ("ab", "ba"):
+        checkpoint.save(tmp_path / names, {name: {"w": torch.tensor(float(ord(name)))} for name in names})
+        found = checkpoint.load(tmp_path / names, like={"b": {"w": torch.tensor(0.0)}}, partial=True, rename={"a": "b"})
+        assert found["b"]["w"] == ord("a")
 
 
 def test_what_is_no_checkpoint(tmp_path):

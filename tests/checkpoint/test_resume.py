@@ -249,6 +249,33 @@ def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(t
         )
 
 
+def test_parameters_that_were_frozen_and_trained_are_put_together_by_a_rename(tmp_path):
+    step = ft.train_step(lambda params, batch: (params["a"] * params["b"] * batch).sum(), ft.optim.adam(0.1))
+    freezing = ft.compose(ft.train_step(step.base, ft.optim.adam(0.1), trainable=["b"]))
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    state, _ = freezing(freezing.init(params), torch.ones(2))
+    ft.checkpoint.save(tmp_path / "a", {"state": state})
+    like = {"state": step.init({name: torch.zeros(2) for name in params})}
+    rename = {"state.frozen": "state.params", "state.opt_state": "unused"}
+    found = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
+    assert torch.equal(found.params["a"], torch.ones(2))
+    assert torch.equal(found.params["b"], state.params["b"])
+
+
+@pytest.mark.parametrize("rename", [{}, {"state.step": "unused"}])
+def test_parameters_under_other_names_are_not_taken_for_loaded_ones(rename, tmp_path):
+    step = make()
+    ft.checkpoint.save(tmp_path / "a", {"state": step.init()})
+    wrapped = make(module=nn.Sequential(step.loss.module))
+    for like in (step.init(), {"state": wrapped.init()}):  # Nested in another way, or with a prefix.
+        with pytest.raises(
+            StructureError, match=r"has no (leaf|parameter) of like, which would stay as it is: it has "
+        ):
+            ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)
+    other = {"state": step.init(), "critic": wrapped.init()}
+    assert ft.checkpoint.load(tmp_path / "a", like=other, partial=True, rename=rename).keys() == other.keys()
+
+
 @pytest.mark.parametrize("data", DATA)
 def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
     data = DATA[data]

@@ -360,6 +360,13 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(call, tmp_path, monkeypat
     assert checkpoints.latest().step == 2
 
 
+def test_a_checkpoint_in_place_of_the_directory_of_a_run_is_refused_and_stays_whole(tmp_path):
+    path = fill(tmp_path, [1]).path(1)
+    with pytest.raises(CheckpointError, match=r"is a checkpoint, and not the directory of a run; pass .* in, "):
+        fill(path, [2])
+    ft.checkpoint.verify(path)
+
+
 def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_path):
     fill(tmp_path, [1, 2])
     with pytest.raises(CheckpointError, match=r"is the directory of a run, .*step-0+1, step-0+2; pass one of them"):

@@ -43,6 +43,24 @@ def test_another_pipeline_is_named_once(tmp_path):
         run(tmp_path, 6, ft.optim.lamb(lambda step: 1e-3), ft.clip(1.0), ft.sam(0.1))
 
 
+def test_the_order_of_wrappers_of_different_parts_may_change(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path, 2, ft.optim.adamw(0.1), ft.clip(1.0), ft.ema(0.9), ft.matmul_precision("high"))
+        run(tmp_path, 3, ft.optim.adamw(0.1), ft.matmul_precision("high"), ft.ema(0.9), ft.clip(1.0))
+    with pytest.warns(UserWarning, match="another pipeline has saved"):
+        run(tmp_path, 4, ft.optim.adamw(0.1), ft.ema(0.9), ft.accumulate(2), ft.clip(1.0))
+    with pytest.warns(UserWarning, match="another pipeline has saved"):
+        run(tmp_path, 5, ft.optim.adamw(0.1), ft.ema(0.9), ft.clip(1.0), ft.accumulate(2))
+
+
+def test_where_optimizer_state_is_offloaded_to_may_change(tmp_path):
+    for steps, place in ((2, "a"), (3, "b")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(tmp_path / "run", steps, ft.optim.adamw(0.1), ft.offload("opt_state", directory=tmp_path / place))
+
+
 def test_an_option_that_does_not_print_is_named(tmp_path):
     run(tmp_path, 2, ft.optim.adamw(0.1))
     with pytest.warns(

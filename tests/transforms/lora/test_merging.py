@@ -119,3 +119,32 @@ def test_what_cannot_be_merged_or_unmerged():
         ft.adapters.merge(step_of(model), state)
     with pytest.raises(StructureError, match="these are adapters: merge them first"):
         ft.to_module(model, state)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.lora(3, 5, targets=TARGETS[:1], dora=True),)])
+def test_adapters_are_not_left_out_by_loading_what_fits(wrappers, tmp_path):
+    model, step, state = trained("dora")
+    ft.checkpoint.save(tmp_path / "a", {"state": state})
+    like = {"state": step_of(make(dtype=torch.float64), *wrappers).init()}
+    rename = {} if wrappers else {"state.frozen": "state.params"}
+    options = {"like": like, "partial": True}
+    dropping = {"state.params": "unused", "state.opt_state": "unused", **rename}
+    rename = {"state.opt_state": "unused", **rename}
+    with pytest.raises(
+        StructureError, match=r"has adapters, for which like has no place.*lora_A\.weight.*merge"
+    ) as caught:
+        ft.checkpoint.load(tmp_path / "a", rename=rename, **options)
+    assert ("embed.lora" in str(caught.value)) == (not wrappers)
+    # As the error says.
+    merged = ft.adapters.merge(step, ft.checkpoint.load(tmp_path / "a")["state"])
+    assert evaluated(ft.from_module(ft.to_module(model, merged), loss), merged) == evaluated(step.base, merged)
+    assert ft.checkpoint.load(tmp_path / "a", rename=dropping, **options)["state"].step == state.step
+
+
+def test_adapters_of_a_tree_are_not_left_out_either(tmp_path):
+    step = ft.train_step(lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.sgd(0.1))
+    adapting, params = ft.compose(step, ft.lora(2, 4, targets=["w"])), {"w": torch.ones(3, 2)}
+    state, _ = adapting(adapting.init(params), torch.ones(4, 3))
+    ft.checkpoint.save(tmp_path / "a", state)
+    with pytest.raises(StructureError, match=r"has adapters, for which like has no place.*params\.adapters\.w\.A"):
+        ft.checkpoint.load(tmp_path / "a", like=step.init(params), partial=True, rename={"frozen.base": "params"})
