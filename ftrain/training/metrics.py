@@ -104,7 +104,10 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _collect(
     container: Any, items: Iterable[tuple[Any, Any]], groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]]
 ) -> None:
-    """Add the tensors of a dict or list to those of their dtype, device and shape, with the places of their numbers."""
+    """Add the tensors of a dict or list to those of their dtype, device and shape, with the places of their numbers.
+
+    What is of numpy becomes numbers at once: it is on the host, and nothing waits for the device.
+    """
     for key, metric in items:
         value = metric.value if isinstance(metric, Mean) else metric
         if isinstance(value, Tensor):
