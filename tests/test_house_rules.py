@@ -32,6 +32,7 @@ WAITS = {
     ("random/host_keys.py", "key_data"),
     ("step/microbatch.py", "difference"),
     ("training/history.py", "_values"),
+    ("training/metrics.py", "_collect"),
     ("training/metrics.py", "read_metrics"),
     ("transforms/compile/capture.py", "_identity"),
 }

@@ -194,6 +194,11 @@ def _require_numbers(metrics: Metrics) -> None:
             )
 
 
+def _shape(metric: Any) -> tuple[int, ...]:
+    value = metric.total if isinstance(metric, Mean) else metric
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
 def _first(piece: Gradients) -> Gradients:
     _require_numbers(piece.metrics)
     metrics = {name: summable(each) if isinstance(each, Tensor) else each for name, each in piece.metrics.items()}
@@ -206,6 +211,13 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
+    for name, each in total.metrics.items():
+        if _shape(each) != _shape(piece.metrics[name]):  # They may be ones that broadcast.
+            raise LossError(
+                f"accumulate: the metric {name!r} has the shape {[*_shape(each)]} in one microbatch, and "
+                f"{[*_shape(piece.metrics[name])]} in another; return its mean, or a tensor of one shape for every "
+                "batch"
+            )
     metrics = {
         name: each.pooled(piece.metrics[name]) if isinstance(each, Mean) else each + piece.metrics[name]
         for name, each in total.metrics.items()

@@ -121,7 +121,7 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
         chosen = {part: wanted(name, part) for name, part in named.items()}
         blocks = {part: choice for part, choice in chosen.items() if choice is not None}
     if not blocks:
-        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
+        lists = [name or "itself" for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
         problem = (
             "has no repeated children with children of their own in a ModuleList or Sequential"
             if wanted is None

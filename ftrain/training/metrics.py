@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,19 +87,36 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
 def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copy the metrics of several steps to the host, waiting for the device once for each dtype and shape.
 
-    Numbers, or nested lists of them, take the place of tensors of any shape, of `Mean`, and of what is of numpy.
+    Numbers, or nested lists of them, take the place of tensors of any shape, of `Mean`, and of what is of numpy, also
+    within dicts, lists and tuples; these become dicts and lists.
     """
     read = [*map(dict, rows)]
-    groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]] = {}
     for row in read:
-        for name, metric in row.items():
-            value = metric.value if isinstance(metric, Mean) else metric
-            if isinstance(value, Tensor):
-                groups.setdefault((value.dtype, value.device, value.shape), []).append((row, name, value))
-            else:
-                row[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+        _collect(row, row.items(), groups)
     for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
-        for (row, name, _), value in zip(tensors, values, strict=True):
-            row[name] = float(value) if isinstance(value, bool) else value
+        for (container, key, _), value in zip(tensors, values, strict=True):
+            container[key] = float(value) if isinstance(value, bool) else value
     return read
+
+
+def _collect(
+    container: Any, items: Iterable[tuple[Any, Any]], groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]]
+) -> None:
+    """Add the tensors of a dict or list to those of their dtype, device and shape, with the places of their numbers.
+
+    What is of numpy becomes numbers at once: it is on the host, and nothing waits for the device.
+    """
+    for key, metric in items:
+        value = metric.value if isinstance(metric, Mean) else metric
+        if isinstance(value, Tensor):
+            groups.setdefault((value.dtype, value.device, value.shape), []).append((container, key, value))
+        elif isinstance(value, dict):
+            container[key] = copied = dict(value)
+            _collect(copied, copied.items(), groups)
+        elif isinstance(value, list | tuple):
+            container[key] = numbers = list(value)
+            _collect(numbers, enumerate(numbers), groups)
+        else:
+            container[key] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value

@@ -172,6 +172,8 @@ class OomRetry:
 
     def _with_pieces(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
         """Add the number of pieces to the metrics of the first step that has so many, and print it."""
+        # Also if it is not returned: a run that resumes would take another metric of that name for the pieces.
+        with_pieces = report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
         if self._pieces == self._recorded:
             return metrics
         if self._recorded == 1:
@@ -179,7 +181,7 @@ class OomRetry:
             warn_if_not_additive("fit(on_oom='split')", self._original.loss, state, batch, is_first=is_first)
         self._recorded = self._pieces
         self._say(f"step {int(state.step)}  out of memory: from now on in {self._pieces} pieces, one after the other")
-        return report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
+        return with_pieces
 
 
 def recorded_pieces(history: History) -> int:

@@ -18,6 +18,11 @@ def test_a_module_without_repeated_children():
         make(of(nn.Linear(3, 3)), ft.remat())
 
 
+def test_a_module_that_is_a_list_itself_without_repetition():
+    with failing(OptionError, "remat", "no repeated children", "its lists: itself", "blocks=[...]"):
+        make(of(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), ft.remat())
+
+
 def test_a_list_without_repetition_is_named():
     module = nn.Module()
     module.stages = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)])

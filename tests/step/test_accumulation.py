@@ -228,6 +228,19 @@ def test_a_metric_that_has_no_mean(metric, found):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
 
 
+@pytest.mark.parametrize("length", [3, 8])
+def test_a_metric_of_another_shape_in_each_microbatch(length):
+    """Of three examples, the microbatches have two and one: shapes that would broadcast."""
+
+    def loss(params, batch):
+        errors = (params["a"] * batch["x"]).mean(1)
+        return errors.mean(), {"each": errors.detach()}
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2 if length == 3 else 3))
+    with pytest.raises(LossError, match=r"accumulate: the metric 'each' has the shape \[.\] in one microbatch, and \["):
+        step(step.init({"a": torch.ones(3)}), {"x": torch.ones(length, 3)})
+
+
 @pytest.mark.parametrize(("value", "dtype"), [(6e4, torch.float16), (250, torch.uint8), (1, torch.bool)])
 @pytest.mark.parametrize(("ranks", "pieces"), [(1, 60), (2, 30), (2, 1)])
 def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):

@@ -218,6 +218,20 @@ def test_metrics_of_any_kind_are_recorded():
     assert history["number"] == [0.5, 0.5]
 
 
+def test_metrics_within_dicts_and_lists_are_recorded_as_numbers(tmp_path):
+    def loss(params, batch):
+        value, _ = squares(params, batch)
+        weighted = ft.Mean(torch.tensor(6.0), torch.tensor(4.0))
+        return value, {"layers": {"first": torch.tensor(2.0), "all": [weighted, (torch.ones(2), "text")]}}
+
+    path, needed = tmp_path / "log.jsonl", {"first": 2.0, "all": [1.5, [[1.0, 1.0], "text"]]}
+    checkpoints = ft.Checkpoints(tmp_path / "run", every=1)
+    _, history = fit(make(loss=loss), batches(2), loggers=[ft.loggers.jsonl(path)], checkpoints=checkpoints)
+    assert history["layers"] == [json.loads(line)["layers"] for line in path.read_text().splitlines()] == [needed] * 2
+    _, resumed = fit(make(loss=loss), batches(2), steps=3, checkpoints=checkpoints)
+    assert resumed["layers"] == [needed] * 3
+
+
 def test_jsonl_writes_one_line_for_each_record(tmp_path):
     path = tmp_path / "runs" / "new" / "log.jsonl"
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import ftrain as ft
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, LossError, OptionError
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
 from ftrain.training.oom_retry import split_step
@@ -521,6 +521,15 @@ def test_a_run_goes_on_with_its_split(tmp_path, every):
     assert tried == [3] * 4, "nothing that did not fit was tried again"
     assert splits(history) == {1: 2}
     assert history["step"] == [1, 2, 3, 4]
+
+
+def test_a_metric_of_the_name_of_the_pieces_is_an_error_before_a_run_resumes_with_it():
+    def named(params, batch):
+        return still(params, batch)[0], {"split": torch.tensor(2)}
+
+    with pytest.raises(LossError, match="fit: a metric is called 'split'"):
+        fit(make(loss=named), batches())
+    assert fit(make(loss=named), batches(), on_oom="raise").history["split"] == [2, 2, 2]
 
 
 def test_a_signal_ends_the_run_before_a_step_is_tried_again(tmp_path):
