@@ -142,8 +142,8 @@ class _Flattener:
         except CheckpointError:
             plain = "a tensor, bool, int, float, complex, str or bytes"
             needed = "its state_dict()" if isinstance(value, torch.nn.Module) else plain
-            found = " ".join(repr(value).split())
-            self.problems.append(f"{dotted(path)}: {found:.60} is a {class_name(type(value))}; needs {needed}")
+            text = " ".join(repr(value).split())
+            self.problems.append(f"{dotted(path)}: {text:.60} is a {class_name(type(value))}; needs {needed}")
             return None
 
 

@@ -43,5 +43,7 @@ def seek(data: Any, position: Mapping[str, Any]) -> None:
 def _methods(data: Any) -> tuple[str, str] | None:
     # A loader of Accelerate has these methods even if the one that it wraps has no position.
     owners = data, getattr(data, "base_dataloader", data)
-    pairs = (pair for pair in PROTOCOLS if all(callable(getattr(o, name, None)) for o in owners for name in pair))
+    pairs = (
+        pair for pair in PROTOCOLS if all(callable(getattr(owner, name, None)) for owner in owners for name in pair)
+    )
     return next(pairs, None)

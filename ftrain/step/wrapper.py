@@ -229,8 +229,9 @@ class Wrapper:
         if wrap_function is not None and callable(step) and not is_module:
             return wrap_function(step)  # type: ignore[return-value]
         name = "the argument" if is_module else getattr(step, "__name__", repr(step))
+        changes = "wraps" if self.arrow == "step" else f"changes the {self.arrow} of"
         raise ComposeError(
-            f"{self.text}: changes the {self.arrow} of a Step, and {name} is a {type(step).__name__}; needs a Step: "
+            f"{self.text}: {changes} a Step, and {name} is a {type(step).__name__}; needs a Step: "
             "make one with ft.train_step(loss_fn, optimizer), or wrap the Steps that it calls. Pass options by name"
         )
 

@@ -96,11 +96,7 @@ def iterate(
     count = first = int(getattr(state, "step", position.step if position else 0))
     device = device_of_state(state)
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
-    epoch, index = (position.epoch, position.batch) if position else (0, 0)
-    batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
-    if position and position.data is not None and index and index == _length(data):
-        # Data may report either the end of this pass or the start of the next one.
-        epoch, index = epoch + 1, 0
+    epoch, index, batches = _first_pass(data, position)
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
     ranks = getattr(getattr(step, "loss", None), "ranks", None)
     takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
@@ -162,6 +158,17 @@ def _replace_state(old: Any, new: Any) -> Any:
 def position_of(record: StepRecord, data: Iterable[PyTree]) -> Position:
     """Return the position of a run in its data after the step that `iterate` has just yielded."""
     return Position(record.step, record.epoch, record.batches, sources.position(data))
+
+
+def _first_pass(data: Iterable[PyTree], position: Position | None) -> tuple[int, int, Iterable[PyTree]]:
+    """Return the numbers of the first pass and of its first batch, and the batches that are left in it."""
+    if position is None:
+        return 0, 0, data
+    batches = _rest_of_pass(data, position)
+    if position.data is not None and position.batch and position.batch == _length(data):
+        # Data may report either the end of this pass or the start of the next one.
+        return position.epoch + 1, 0, batches
+    return position.epoch, position.batch, batches
 
 
 def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree]:

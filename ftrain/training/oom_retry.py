@@ -172,10 +172,10 @@ class OomRetry:
 
     def _with_pieces(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
         """Add the number of pieces to the metrics of the first step that has so many, and print it."""
-        # Also if it is not returned: a run that resumes would take another metric of that name for the pieces.
-        with_pieces = report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
-        if self._pieces == self._recorded:
+        # A resumed run would take another metric of that name for the number of pieces: `report` raises for it.
+        if self._pieces == self._recorded and SPLIT_METRIC not in metrics:
             return metrics
+        with_pieces = report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
         if self._recorded == 1:
             is_first = self._agreement.is_first
             warn_if_not_additive("fit(on_oom='split')", self._original.loss, state, batch, is_first=is_first)

@@ -121,9 +121,9 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
     require_state("averaged", state)
     kinds = [name for name in (EMA, SWA) if name in state.slots]
     if not kinds or (kind is not None and kind not in kinds):
-        found = f"no average of {kind!r}, but one of {kinds[0]}" if kinds else "no averages"
+        kept = f"no average of {kind!r}, but one of {kinds[0]}" if kinds else "no averages"
         needed = f"ft.{kind}" if kind in (EMA, SWA) else "ft.ema(decay) or ft.swa()"
-        raise StructureError(f"averaged: the state holds {found}; compose the step with {needed}")
+        raise StructureError(f"averaged: the state holds {kept}; compose the step with {needed}")
     if kind is None and len(kinds) > 1:
         raise StructureError("averaged: the state holds two averages; choose one: averaged(state, 'ema')")
     name = kind or kinds[0]

@@ -420,6 +420,15 @@ def test_what_is_no_checkpoint(tmp_path):
             checkpoint.load(path)
 
 
+def test_a_file_of_torch_and_a_link_to_a_checkpoint_are_no_checkpoints(tmp_path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "model.pt")
+    checkpoint.save(tmp_path / "a", {"w": torch.ones(1)})
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for path in (tmp_path / "model.pt", tmp_path / "link"):
+        with pytest.raises(CheckpointError, match=r"torch\.load\) or a link, which is not followed"):
+            checkpoint.load(path)
+
+
 # The command
 
 

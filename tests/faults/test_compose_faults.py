@@ -143,9 +143,9 @@ def test_a_module_given_as_the_step(name):
         CALLS[name](torch.nn.Linear(2, 1), make().init(params()))
 
 
-@pytest.mark.parametrize("wrapper", [ft.compiled, ft.remat])
-def test_a_module_given_to_a_wrapper(wrapper):
-    with failing(ComposeError, "of a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
+@pytest.mark.parametrize(("wrapper", "does"), [(ft.compiled, "wraps"), (ft.remat, "changes the loss of")])
+def test_a_module_given_to_a_wrapper(wrapper, does):
+    with failing(ComposeError, f"{does} a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
         wrapper()(torch.nn.Linear(2, 1))
 
 
