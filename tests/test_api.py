@@ -272,26 +272,26 @@ INNER = {
 
 def defined(path):
     """What a file defines or re-exports (`a as a`) under a public name; other imports are its own affair."""
-    found = set()
+    actual = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            actual.add(node.name)
         elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            actual |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+            actual.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
-            found |= {alias.asname for alias in node.names if alias.asname == alias.name}
-    return sorted(each for each in found if not each.startswith("_"))
+            actual |= {alias.asname for alias in node.names if alias.asname == alias.name}
+    return sorted(each for each in actual if not each.startswith("_"))
 
 
 def test_public_names():
     assert {*ft.__all__} == {*NAMES, *MODULES, "__version__"}
     # Some are imported when they are first used.
-    found = {name: getattr(ft, name) for name in {*vars(ft), *ft._IMPORTED_WHEN_USED} if not name.startswith("_")}
-    assert sorted(name for name, value in found.items() if not isinstance(value, types.ModuleType)) == NAMES
+    actual = {name: getattr(ft, name) for name in {*vars(ft), *ft._IMPORTED_WHEN_USED} if not name.startswith("_")}
+    assert sorted(name for name, value in actual.items() if not isinstance(value, types.ModuleType)) == NAMES
     # A function that is exported under the name of one of these modules would hide it.
-    assert all(isinstance(found[name], types.ModuleType) for name in MODULES)
+    assert all(isinstance(actual[name], types.ModuleType) for name in MODULES)
 
 
 def test_dir_has_public_names_only():
@@ -502,10 +502,10 @@ BEGINNINGS = {
 
 
 def look_up(name):
-    found = ft
+    actual = ft
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        actual = getattr(actual, part)
+    return actual
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -68,13 +68,13 @@ def test_variants_of_one_thing_do_not_import_each_other():
 
 
 def test_imports_are_declared():
-    needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    expected = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
     optional = {"training/progress.py": {"rich"}, "_plotting.py": {"matplotlib"}}
     optional |= {f"{folder}/{file}.py": {"matplotlib"} for folder in DRAWN for file in ("drawing", "record")}
 
     def undeclared(path):
-        known = {*sys.stdlib_module_names, *needed, *optional.get(label(path), ()), "ftrain"}
+        known = {*sys.stdlib_module_names, *expected, *optional.get(label(path), ()), "ftrain"}
         return [f"{label(path)} imports {name}" for name in imports(path) if name.split(".")[0] not in known]
 
     assert not offenders(undeclared)
-    assert needed <= {name.split(".")[0] for path in FILES for name in imports(path)}
+    assert expected <= {name.split(".")[0] for path in FILES for name in imports(path)}

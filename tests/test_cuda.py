@@ -81,21 +81,21 @@ def test_a_replayed_run_is_the_same_to_the_bit(tmp_path):
     """With code that is compiled anew, too, since none is chosen by its measured speed."""
     with deterministic_algorithms():
         step = make(ft.compiled(donate=True))
-        found, losses = train(step, batches(8))
-        needed, wanted = train(make(ft.compiled(donate=True, replay=False, cache_dir=tmp_path)), batches(8))
+        actual, losses = train(step, batches(8))
+        expected, wanted = train(make(ft.compiled(donate=True, replay=False, cache_dir=tmp_path)), batches(8))
     assert torch.equal(losses, wanted)
     assert len(set(losses.tolist())) == 8
-    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert torch.equal(a, b)
     assert "replay" in repr(step)
     assert "no replay" not in repr(step)
 
 
 def test_compiled_agrees_with_eager():
-    found, losses = train(make(ft.compiled(donate=True)), batches(8))
-    needed, wanted = train(make(), batches(8))
+    actual, losses = train(make(ft.compiled(donate=True)), batches(8))
+    expected, wanted = train(make(), batches(8))
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
-    for a, b in zip(tree.leaves(found.params), tree.leaves(needed.params), strict=True):
+    for a, b in zip(tree.leaves(actual.params), tree.leaves(expected.params), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
@@ -143,10 +143,10 @@ def test_float8_trains_as_bf16_does(rows, more):
     pytest.importorskip("torchao")
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(rows, 256, generator=generator) for _ in range(8)]
-    found, losses = train(wide(ft.with_amp("fp8"), *more), data)
-    needed, wanted = train(wide(ft.with_amp("bf16"), *more), data)
+    actual, losses = train(wide(ft.with_amp("fp8"), *more), data)
+    expected, wanted = train(wide(ft.with_amp("bf16"), *more), data)
     torch.testing.assert_close(losses, wanted, rtol=0.1, atol=1e-2)
-    assert not torch.equal(found.params["0.weight"], needed.params["0.weight"])
+    assert not torch.equal(actual.params["0.weight"], expected.params["0.weight"])
 
 
 def cut(count):
@@ -278,10 +278,10 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_compute_what_they_compute_on_a_cpu(name, more):
     """Dropout included: the keys draw the same numbers."""
-    _, found = train(make(WRAPPERS[name](), *more), batches(6))
+    _, actual = train(make(WRAPPERS[name](), *more), batches(6))
     alike = () if name.startswith(("offload", "empty_cache")) else (WRAPPERS[name](),)
     _, wanted = train(make(*alike), batches(6), "cpu")
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-3, atol=1e-5)
 
 
 def test_updates_in_the_backward_pass_are_those_of_a_cpu():
@@ -291,19 +291,19 @@ def test_updates_in_the_backward_pass_are_those_of_a_cpu():
         )
 
     torch.manual_seed(0)
-    _, found = train(step(), batches(6))
+    _, actual = train(step(), batches(6))
     torch.manual_seed(0)
     _, wanted = train(step(), batches(6), "cpu")
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_trains_as_float32_does(dtype, more):
     step = make(ft.with_amp(dtype), *more)
-    state, found = train(step, batches(6))
+    state, actual = train(step, batches(6))
     _, wanted = train(make(), batches(6))
-    torch.testing.assert_close(found, wanted, rtol=0.1, atol=1e-2)
+    torch.testing.assert_close(actual, wanted, rtol=0.1, atol=1e-2)
     assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
 
 
@@ -317,10 +317,10 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, more):
     with deterministic_algorithms():
         wanted, _ = run(12)
         run(6, checkpoints=ft.Checkpoints(tmp_path, every=3))
-        found, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
-    assert int(found.step) == 12
+        actual, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
+    assert int(actual.step) == 12
     assert len(history) == 12
-    for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+    for a, b in zip(tree.leaves(actual), tree.leaves(wanted), strict=True):
         assert a.device == b.device
         assert torch.equal(a, b)
 
@@ -345,9 +345,9 @@ def test_deterministic_algorithms_give_the_same_bits(more):
         return train(step, torch.randint(8, (6, 64, 128), generator=torch.Generator().manual_seed(1)).unbind())
 
     with deterministic_algorithms():
-        (found, losses), (wanted, others) = run(), run()
+        (actual, losses), (wanted, others) = run(), run()
     assert torch.equal(losses, others)
-    for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+    for a, b in zip(tree.leaves(actual), tree.leaves(wanted), strict=True):
         assert torch.equal(a, b)
 
 
@@ -360,9 +360,9 @@ def test_parameters_of_one_element_are_part_of_one_graph(width):
     eager = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.clip(0.1))
     step = ft.compiled(donate=True, lowering="whole")(eager)
     data = [torch.randn(8, 1) for _ in range(5)]
-    _, found = train(step, data)
+    _, actual = train(step, data)
     _, wanted = train(eager, data)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_many_parameters_are_part_of_one_graph():
@@ -378,9 +378,9 @@ def test_many_parameters_are_part_of_one_graph():
     loss = ft.from_module(Many(), lambda model, batch: model(batch).square())
     eager = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.clip(0.1))
     data = [torch.randn(3) for _ in range(4)]
-    _, found = train(ft.compiled(donate=True, lowering="whole")(eager), data)
+    _, actual = train(ft.compiled(donate=True, lowering="whole")(eager), data)
     _, wanted = train(eager, data)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("classes", [1000, 1001])
@@ -391,12 +391,12 @@ def test_the_loss_of_a_linear_layer_is_that_of_its_logits(dtype, classes):
     hidden, weight = torch.randn(300, 64, device="cuda", dtype=dtype), torch.randn(classes, 64, device="cuda")
     inputs, labels = (hidden.requires_grad_(), weight.requires_grad_()), torch.randint(classes, (300,), device="cuda")
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        found = ft.losses.linear_cross_entropy(hidden, weight, labels, chunk=128, label_smoothing=0.1).total
+        actual = ft.losses.linear_cross_entropy(hidden, weight, labels, chunk=128, label_smoothing=0.1).total
     logits = hidden.double() @ weight.to(dtype).double().T
     wanted = nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
     rtol = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0)
-    for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+    torch.testing.assert_close(actual.double(), wanted, rtol=rtol, atol=0)
+    for a, b in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(wanted, inputs), strict=True):
         assert (a.double() - b.double()).norm() < rtol * b.double().norm()
 
 
@@ -431,6 +431,6 @@ def test_an_evaluation_is_that_of_a_cpu():
 @pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_one_rank_connected_by_nccl_computes_what_no_mesh_does(level, more):
-    _, found = train(make(ft.sharded(ft.parallel.mesh(), level=level), *more), batches(4))
+    _, actual = train(make(ft.sharded(ft.parallel.mesh(), level=level), *more), batches(4))
     _, wanted = train(make(), batches(4))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)

@@ -122,9 +122,9 @@ def test_numbers_of_numpy_are_those_of_python():
             state, _ = step(state, torch.ones(4, 3))
         return state
 
-    found, needed = step(np.float32), step(lambda value: float(np.float32(value)))
-    assert repr(found) == repr(needed)
-    for a, b in zip(ft.tree.leaves(trained(found)), ft.tree.leaves(trained(needed)), strict=True):
+    actual, expected = step(np.float32), step(lambda value: float(np.float32(value)))
+    assert repr(actual) == repr(expected)
+    for a, b in zip(ft.tree.leaves(trained(actual)), ft.tree.leaves(trained(expected)), strict=True):
         assert torch.equal(a, b)
     assert repr(ft.clip(np.int64(1))) == repr(ft.clip(1))
     assert len(ft.data.loader([1, 2], 2, num_workers=np.int64(0), timeout=np.float32(9))) == 1

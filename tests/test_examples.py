@@ -53,9 +53,9 @@ def run_here(monkeypatch, capsys):
 
 
 def accuracy(printed: str) -> float:
-    found = re.search(r"test accuracy (\d+\.\d+)%", printed)
-    assert found, printed
-    return float(found[1])
+    actual = re.search(r"test accuracy (\d+\.\d+)%", printed)
+    assert actual, printed
+    return float(actual[1])
 
 
 @pytest.mark.parametrize(("name", "first"), [("plan.py", "trials"), ("ladder.py", "anatomy")])
@@ -142,9 +142,9 @@ def test_train_lm_prints_the_same_losses_on_ranks(
         assert ours.get("bpb", ours.get("eval_bpb")) == pytest.approx(
             theirs.get("bpb", theirs.get("eval_bpb")), rel=1e-5
         )
-    found, needed = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "alone"))
-    assert found.keys() == needed.keys()
-    assert all((found[name] - needed[name]).abs().max() < 1e-3 for name in needed)
+    actual, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "alone"))
+    assert actual.keys() == expected.keys()
+    assert all((actual[name] - expected[name]).abs().max() < 1e-3 for name in expected)
 
 
 def test_train_lm_lists_its_options(run_here, capsys) -> None:
@@ -191,7 +191,7 @@ def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path, run_
     share = re.search(r"trained parameters.* (\d+\.\d)%", printed)
     assert share, printed
     assert float(share[1]) < 15
-    before, after, merged = (float(found) for found in re.findall(r"(\d\.\d{3})(?= bits|\n)", printed)[:3])
+    before, after, merged = (float(actual) for actual in re.findall(r"(\d\.\d{3})(?= bits|\n)", printed)[:3])
     assert after < before
     assert merged == pytest.approx(after, abs=1e-3)
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -209,9 +209,9 @@ def test_plans_are_those_of_the_documentation(cell: str, run_here) -> None:
     model, gpus = (part.strip().replace(",", "") for part in cell.strip("| ").split("|"))
     printed = run_here("plan.py", "--models", model, "--gpus", gpus)
     page = (ROOT / "docs" / "parallel.md").read_text()
-    found, documented = (next(line for line in text.splitlines() if line.startswith(cell)) for text in (printed, page))
-    assert ("fit" in found) == ("fit" in documented)
+    actual, documented = (next(line for line in text.splitlines() if line.startswith(cell)) for text in (printed, page))
+    assert ("fit" in actual) == ("fit" in documented)
     for a, b in zip(
-        re.findall(r"([\d,.]+) GB", found), re.findall(r"([\d,.]+) GB", documented), strict="fit" not in found
+        re.findall(r"([\d,.]+) GB", actual), re.findall(r"([\d,.]+) GB", documented), strict="fit" not in actual
     ):
         assert float(a.replace(",", "")) == pytest.approx(float(b.replace(",", "")), rel=0.1, abs=0.1)

@@ -81,9 +81,9 @@ for refused in (ft.parallel.mesh, lambda: ft.sharded(None), planned, lambda: ft.
 
 def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_ranks(tmp_path):
     root, arguments = Path(ft.__file__).parents[1], ["-c", WITHOUT_DISTRIBUTED, str(tmp_path / "run")]
-    found = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    refusals = found.stdout.splitlines()
+    actual = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+    assert actual.returncode == 0, actual.stderr
+    refusals = actual.stdout.splitlines()
     expected = [f"DeviceError {name}: torch {torch.__version__} was built" for name in ("mesh", "sharded", "mesh")]
     assert [each.partition(" without torch.distributed")[0] for each in refusals[:3]] == expected
     assert len(refusals) == 4
@@ -94,8 +94,8 @@ def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_rank
 def shown():
     """The modules that `import ftrain` brings; those when a device was chosen; the seconds that this has taken."""
     root = Path(ft.__file__).parents[1]
-    found = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
-    return json.loads(found.stdout)
+    actual = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
+    return json.loads(actual.stdout)
 
 
 def test_nothing_heavy_is_imported(shown):

@@ -74,8 +74,8 @@ def test_no_weight_adds_nothing():
 
 @pytest.mark.parametrize("weight", [torch.tensor(4), torch.tensor(4.0), torch.tensor(4, dtype=torch.int32)])
 def test_value_has_the_dtype_of_the_total(weight):
-    found = Mean(torch.tensor(2.0, dtype=torch.float64), weight).value
-    assert (found.shape, found.dtype, float(found)) == ((), torch.float64, 0.5)
+    actual = Mean(torch.tensor(2.0, dtype=torch.float64), weight).value
+    assert (actual.shape, actual.dtype, float(actual)) == ((), torch.float64, 0.5)
 
 
 def test_value_is_differentiable_in_the_total():
@@ -282,11 +282,11 @@ def test_states_compare_by_identity_and_hash():
 
 
 def test_gradients_is_a_tree():
-    found = Gradients({"w": torch.ones(2)}, mean(1.0, 2.0), {"m": mean(3.0, 4.0)}, {"b": torch.ones(1)})
+    actual = Gradients({"w": torch.ones(2)}, mean(1.0, 2.0), {"m": mean(3.0, 4.0)}, {"b": torch.ones(1)})
     names = ["grads.w", "loss.total", "loss.weight", "metrics.m.total", "metrics.m.weight", "buffers.b"]
-    assert tree.leaf_names(found) == names
-    assert tree.leaf_names(dataclasses.replace(found, finite=torch.tensor(True))) == [*names, "finite"]
-    assert isinstance(tree.clone(found), Gradients)
+    assert tree.leaf_names(actual) == names
+    assert tree.leaf_names(dataclasses.replace(actual, finite=torch.tensor(True))) == [*names, "finite"]
+    assert isinstance(tree.clone(actual), Gradients)
 
 
 def test_errors_are_of_their_builtin_kind_and_ours():
@@ -306,9 +306,9 @@ def test_errors_are_of_their_builtin_kind_and_ours():
         "UnreachableError": RuntimeError,
         "VersionError": ImportError,
     }
-    found = {name: kind for name, kind in vars(ft.errors).items() if inspect.isclass(kind) and name.endswith("Error")}
-    assert set(found) == {"FtrainError", *kinds}
+    actual = {name: kind for name, kind in vars(ft.errors).items() if inspect.isclass(kind) and name.endswith("Error")}
+    assert set(actual) == {"FtrainError", *kinds}
     for name, builtin in kinds.items():
-        assert issubclass(found[name], FtrainError)
-        assert issubclass(found[name], builtin)
+        assert issubclass(actual[name], FtrainError)
+        assert issubclass(actual[name], builtin)
     assert FtrainError("x").result is None

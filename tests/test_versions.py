@@ -46,10 +46,10 @@ def test_tested_versions_are_taken_in_silence(version, monkeypatch):
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.101.0.dev20300101", "3.0.0"])
 def test_a_newer_torch_is_warned_of(version, monkeypatch):
-    with pytest.warns(UserWarning, match=rf"torch is {version}; ftrain is tested with {OLDEST} to {NEWEST}") as found:
+    with pytest.warns(UserWarning, match=rf"torch is {version}; ftrain is tested with {OLDEST} to {NEWEST}") as actual:
         run_again(monkeypatch, version)
-    assert len(found) == 1
-    assert "\n" not in str(found[0].message)
+    assert len(actual) == 1
+    assert "\n" not in str(actual[0].message)
 
 
 def look_up_private_names():
@@ -162,5 +162,5 @@ import ftrain
 
 def test_the_version_is_asked_for_before_anything_else():
     command = [sys.executable, "-c", OLD_TORCH]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert found.stderr.splitlines()[-1].startswith("ftrain.errors.VersionError: ftrain: torch is 2.10.0; needs")
+    actual = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert actual.stderr.splitlines()[-1].startswith("ftrain.errors.VersionError: ftrain: torch is 2.10.0; needs")

@@ -74,9 +74,9 @@ def activations_change_no_bit(name, module):
         (ft.accumulate(2), ft.clip(1.0)),
         (ft.update_in_backward(),),
     ):
-        needed = train("toy", *(each for each in more if each.name != "update_in_backward")) if more else plain
-        found = train("toy", *more, ft.offload("activations", min_bytes=0))
-        assert (found[1], differ(found[0], needed[0])) == (needed[1], []), more
+        expected = train("toy", *(each for each in more if each.name != "update_in_backward")) if more else plain
+        actual = train("toy", *more, ft.offload("activations", min_bytes=0))
+        assert (actual[1], differ(actual[0], expected[0])) == (expected[1], []), more
     return plain[1] == train("cpu")[1]
 
 
@@ -93,9 +93,9 @@ def activations_leave_the_device(name, module):
 def the_state_lives_on_the_host_and_changes_no_bit(name, module):
     plain, losses = train("toy")
     for more in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
-        needed = train("toy", *more) if more and more[0].name != "update_in_backward" else (plain, losses)
-        state, found = train("toy", *more, ft.offload("opt_state", min_bytes=0))
-        assert (found, differ(state, needed[0])) == (needed[1], []), more
+        expected = train("toy", *more) if more and more[0].name != "update_in_backward" else (plain, losses)
+        state, actual = train("toy", *more, ft.offload("opt_state", min_bytes=0))
+        assert (actual, differ(state, expected[0])) == (expected[1], []), more
         where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
         assert where == {"cpu"}, where
         assert {leaf.device.type for leaf in ft.tree.leaves(state.params)} == {"toy"}
@@ -120,9 +120,9 @@ def the_state_takes_no_memory_of_the_device(name, module):
 def the_state_lives_in_files(name, module):
     with tempfile.TemporaryDirectory() as directory:
         plain, losses = train("toy")
-        state, found = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
+        state, actual = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
         assert all(is_in_file(leaf) for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim)
-    return found == losses and not differ(state, plain)
+    return actual == losses and not differ(state, plain)
 
 
 @check
@@ -143,17 +143,17 @@ def it_is_saved_and_resumed(name, module):
             checkpoints = ft.Checkpoints(directory, every=2)
             options = {"steps": steps, "checkpoints": checkpoints, "progress": False}
             state, history = ft.fit(step, step.init(device="toy"), data, **options)
-    needed, losses = train("toy")
+    expected, losses = train("toy")
     where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
-    return history["loss"] == losses and not differ(state, needed) and where == {"cpu"}
+    return history["loss"] == losses and not differ(state, expected) and where == {"cpu"}
 
 
 @check
 def it_is_predicted(name, module):
     step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
     state, batch = step.init(device="toy"), batches()[0].to("toy")
-    found = ft.anatomy(step, state, batch, measure=False)
-    return found.most["optimizer state"] < 0.1 * found.most["parameters"]
+    actual = ft.anatomy(step, state, batch, measure=False)
+    return actual.most["optimizer state"] < 0.1 * actual.most["parameters"]
 
 
 @check
@@ -166,11 +166,11 @@ def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
     torch.Tensor.record_stream = lambda self, stream: None
     try:
         backends.register(dataclasses.replace(record, copier=lambda: backends.copying.StreamCopier(streams)))
-        needed = train("toy")
+        expected = train("toy")
         for what in ("activations", "opt_state"):
             streams.log.clear()
-            found = train("toy", ft.offload(what, min_bytes=0))
-            assert (found[1], differ(found[0], needed[0])) == (needed[1], []), what
+            actual = train("toy", ft.offload(what, min_bytes=0))
+            assert (actual[1], differ(actual[0], expected[0])) == (expected[1], []), what
             assert set(streams.log) >= {"copy waits for compute", "compute waits for copy"}, set(streams.log)
     finally:
         torch.Tensor.record_stream = record_stream

@@ -262,7 +262,7 @@ def test_a_package_without_graphs_is_run_without(monkeypatch):
 
 
 def test_the_compiler_and_the_collectives_have_a_name(platform):
-    needed = {
+    expected = {
         "cpu": ("inductor", "gloo"),
         "cuda": ("inductor", "nccl"),
         "rocm": ("inductor", "nccl"),
@@ -275,7 +275,7 @@ def test_the_compiler_and_the_collectives_have_a_name(platform):
         "xla": ("openxla", "xla"),
         "private_use": ("aot_eager", "gloo"),
     }
-    assert (platform.record.compile_backend, platform.record.distributed) == needed[platform.key]
+    assert (platform.record.compile_backend, platform.record.distributed) == expected[platform.key]
 
 
 @pytest.mark.parametrize("key", [key for key in ALL if key not in {"cpu", "private_use"}])

@@ -157,8 +157,8 @@ def test_anatomy_counts_what_auto_takes(emulating):
     for emulated in ((BF16,), ()):
         emulating(*emulated)
         step = ft.with_amp("auto")(ft.train_step(loss, ft.optim.sgd(0.1)))
-        found = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
-        each[emulated] = sum(found.bytes_per_parameter.values())
+        actual = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
+        each[emulated] = sum(actual.bytes_per_parameter.values())
     assert each[()] == each[(BF16,)] + 2
 
 
@@ -239,15 +239,15 @@ def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
     monkeypatch.setattr(run, "run_rules", lambda facts: [])
     emulating(FP16)
     step, given = linear()
-    found = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)
-    assert [row.name for row in found.rows if row.emulated] == ['with_amp("fp16")']
-    lines = repr(found).splitlines()
+    actual = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)
+    assert [row.name for row in actual.rows if row.emulated] == ['with_amp("fp16")']
+    lines = repr(actual).splitlines()
     assert [line.split()[1:2] for line in lines if "emulated" in line] == [["emulated"], ["the"]]
-    assert [row["emulated"] for row in found.as_dict()["rows"]] == [False, False, True, False]
+    assert [row["emulated"] for row in actual.as_dict()["rows"]] == [False, False, True, False]
     # Where nothing is, nothing is explained.
     emulating()
-    found = ft.ladder(step, step.init(), given, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
-    assert "emulated" not in repr(found)
+    actual = ft.ladder(step, step.init(), given, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
+    assert "emulated" not in repr(actual)
 
 
 def test_the_doctor_says_what_is_native(emulating):

@@ -229,10 +229,10 @@ def test_cuda_is_known_where_there_is_none():
 
 def test_seeded_is_torchs_manual_seed():
     with cpu.BACKEND.seeded(12345):
-        found = torch.rand(4)
+        actual = torch.rand(4)
     with torch.random.fork_rng():
         torch.manual_seed(12345)
-        assert torch.equal(torch.rand(4), found)
+        assert torch.equal(torch.rand(4), actual)
 
 
 @needs_cuda
@@ -265,7 +265,7 @@ def test_a_step_on_cuda_reads_nothing_and_agrees_with_the_cpu():
         ft.train_step(loss, ft.optim.adamw(0.1)), ft.accumulate(2), ft.clip(1.0), ft.ema(0.9), ft.skip_nonfinite()
     )
     start, batch = {"w": torch.linspace(-1, 1, 8).unsqueeze(-1)}, {"x": torch.linspace(0, 1, 32).reshape(4, 8)}
-    needed, _ = step(step.init(start), batch)
+    expected, _ = step(step.init(start), batch)
     state = step.init(start, device="cuda")
     moved = ft.tree.to(batch, "cuda")
     torch.cuda.synchronize()
@@ -275,4 +275,4 @@ def test_a_step_on_cuda_reads_nothing_and_agrees_with_the_cpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state.params["w"].device.type == "cuda"
-    torch.testing.assert_close(state.params["w"].cpu(), needed.params["w"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.params["w"].cpu(), expected.params["w"], rtol=1e-4, atol=1e-5)

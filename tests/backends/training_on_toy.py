@@ -109,9 +109,9 @@ def it_has_no_record_until_one_is_registered(name, module):
 @check
 def it_trains_as_the_cpu_to_the_bit(name, module):
     ours, losses = plain(name, 2)
-    theirs, needed = plain("cpu", 2)
+    theirs, expected = plain("cpu", 2)
     assert away(ours) == {name}, away(ours)
-    return losses == needed and not differ(ours, theirs) and len(set(losses)) == len(losses)
+    return losses == expected and not differ(ours, theirs) and len(set(losses)) == len(losses)
 
 
 @check
@@ -134,7 +134,7 @@ class Noisy(nn.Module):
 
 @check
 def what_is_recomputed_draws_what_it_drew(name, module):
-    found = []
+    actual = []
     for wrappers in (
         (),
         (ft.remat(),),
@@ -149,8 +149,8 @@ def what_is_recomputed_draws_what_it_drew(name, module):
             lambda model, x: model[1](input=model[0](input=x)).float().square().mean(),
         )
         step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), *wrappers)
-        found.append(ft.fit(step, step.init(device=name), batches(), progress=False).state.params)
-    plain, full, dots, watched, narrow = found
+        actual.append(ft.fit(step, step.init(device=name), batches(), progress=False).state.params)
+    plain, full, dots, watched, narrow = actual
     return not differ(full, plain) and not differ(dots, plain) and not differ(watched, narrow)
 
 
@@ -180,11 +180,11 @@ def no_eager_step_reads_a_value(name, module):
         return sum((batch @ leaf).square().mean() for leaf in params.values())
 
     step = ft.train_step(loss, ft.optim.partition(optimizers, lambda label, leaf: label))
-    found = [where_it_reads(name, step, step.init(params))]
+    actual = [where_it_reads(name, step, step.init(params))]
     for wrappers in STACKS:
         step = ft.compose(ft.train_step(ft.from_module(Net(), criterion), ft.optim.adamw(1e-2)), *wrappers)
-        found.append(where_it_reads(name, step, step.init(device=name)))
-    return not any(found) or str(found)
+        actual.append(where_it_reads(name, step, step.init(device=name)))
+    return not any(actual) or str(actual)
 
 
 def where_it_reads(name, step, state):
@@ -236,11 +236,11 @@ def without_fused_kernels_it_is_the_formula(name, module):
         for record in (fused, host):
             backends.register(dataclasses.replace(record, fused_optimizers=False))
         ours, losses = train(name)
-        theirs, needed = train("cpu")
+        theirs, expected = train("cpu")
     finally:
         backends.register(fused)
         backends.register(host)
-    return losses == needed and not differ(ours, theirs)
+    return losses == expected and not differ(ours, theirs)
 
 
 @check
@@ -252,8 +252,8 @@ def it_compiles_with_the_compiler_of_its_record(name, module):
         return ft.fit(step, state, batches(), progress=False)
 
     ours, history = compiled(name)
-    theirs, needed = compiled("cpu", backend="eager")
-    return history["loss"] == needed["loss"] and not differ(ours, theirs)
+    theirs, expected = compiled("cpu", backend="eager")
+    return history["loss"] == expected["loss"] and not differ(ours, theirs)
 
 
 @check
@@ -283,10 +283,10 @@ def a_compiled_step_reads_nothing_that_the_loss_makes_on_the_host(name, module):
         return ft.fit(step, step.init({"w": torch.ones(16, 3)}, device=device), batches(), progress=False)
 
     ours, history = run(name, backend="ftrain_toy_watched")
-    theirs, needed = run("cpu", backend="eager")
+    theirs, expected = run("cpu", backend="eager")
     # A number, which the kernel gets as such: the tensor, and its copy. And the one from outside.
     assert sorted(seen) == ["call_function", "get_attr", "get_attr"], seen
-    return history["loss"] == needed["loss"] and not differ(ours, theirs)
+    return history["loss"] == expected["loss"] and not differ(ours, theirs)
 
 
 @check
@@ -309,13 +309,13 @@ def what_the_loss_changes_on_the_host_is_made_in_each_compiled_step(name, module
         return ft.fit(step, step.init({"w": torch.ones(16, 3)}, device=device), batches(), progress=False)
 
     ours, history = run(name, ft.compiled(donate=True, lowering="whole"))
-    theirs, needed = run("cpu")
-    return near(history["loss"], needed["loss"]) and near(ours.params, theirs.params)
+    theirs, expected = run("cpu")
+    return near(history["loss"], expected["loss"]) and near(ours.params, theirs.params)
 
 
 @check
 def mixed_precision(name, module):
-    found = {}
+    actual = {}
     for dtype, wide in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         seen = set()
 
@@ -329,8 +329,8 @@ def mixed_precision(name, module):
         step = ft.compose(step, ft.with_amp(dtype))
         state, history = ft.fit(step, step.init(device=name), batches(), progress=False)
         kept = {leaf.dtype for leaf in ft.tree.leaves(state.params)} == {torch.float32}
-        found[dtype] = seen == {wide} and kept and history["loss"][-1] < history["loss"][0] * 0.8
-    return all(found.values())
+        actual[dtype] = seen == {wide} and kept and history["loss"][-1] < history["loss"][0] * 0.8
+    return all(actual.values())
 
 
 @check
@@ -365,11 +365,11 @@ def checkpoints_resume_to_the_bit(name, module):
 @check
 def evaluation(name, module):
     loss_fn = ft.from_module(Net(), criterion)
-    found = []
+    actual = []
     for device in (name, "cpu"):
         state, _ = plain(device)
-        found.append(ft.evaluate(ft.eval_step(loss_fn), state, [ft.tree.to(batch, device) for batch in batches()]))
-    return found[0] == found[1] and found[0]["loss"] < plain(name)[1][0]
+        actual.append(ft.evaluate(ft.eval_step(loss_fn), state, [ft.tree.to(batch, device) for batch in batches()]))
+    return actual[0] == actual[1] and actual[0]["loss"] < plain(name)[1][0]
 
 
 @contextlib.contextmanager
@@ -385,10 +385,10 @@ def without_float64(name, module, *, fused=False):
         backends.register(record)
 
 
-def near(found, needed, rtol=2e-5, atol=2e-6):
-    if isinstance(found, list):
-        found, needed = torch.tensor(found), torch.tensor(needed)
-    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+def near(actual, expected, rtol=2e-5, atol=2e-6):
+    if isinstance(actual, list):
+        actual, expected = torch.tensor(actual), torch.tensor(expected)
+    for a, b in zip(ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a.cpu().double(), b.cpu().double(), rtol=rtol, atol=atol)
     return True
 
@@ -455,13 +455,13 @@ def without_float64_every_formula_is_that_of_the_cpu(name, module):
         return ft.fit(step, step.init(start, device=device), batches(7), progress=False)[0]
 
     optimizers = {label: make(rate) for label, make in OPTIMIZERS.items()}
-    needed = run("cpu", optimizers)
+    expected = run("cpu", optimizers)
     with without_float64(name, module):
-        found = run(name, optimizers)
+        actual = run(name, optimizers)
     far = []
     for label in OPTIMIZERS:
         try:
-            near(found.params[label], needed.params[label], rtol=1e-4, atol=1e-5)
+            near(actual.params[label], expected.params[label], rtol=1e-4, atol=1e-5)
         except AssertionError as error:
             far.append((label, str(error)[:300]))
     assert not far, far
@@ -492,13 +492,13 @@ def without_float64_compiled_steps_get_their_rates(name, module):
         assert "whole" in repr(step), repr(step)
         return state, history
 
-    needed, wanted = run("cpu", backend="eager")
+    expected, wanted = run("cpu", backend="eager")
     with without_float64(name, module):
-        found, history = run(name)
+        actual, history = run(name)
     rates = [column for column in wanted[0] if column.startswith("lr") or column.endswith("/lr")]
     assert len(rates) == 3, wanted[0]
     assert all(history[column] == wanted[column] for column in rates)
-    return near(history["loss"], wanted["loss"]) and near(found.params, needed.params, rtol=1e-4, atol=1e-5)
+    return near(history["loss"], wanted["loss"]) and near(actual.params, expected.params, rtol=1e-4, atol=1e-5)
 
 
 @check
@@ -507,11 +507,11 @@ def without_float64_a_split_step_and_mixed_precision_train(name, module):
     # As little as there can be, for compiling it takes long.
     loss_fn = ft.from_module(nn.Linear(16, 16), squares)
     bare = ft.train_step(loss_fn, ft.optim.sgd(ft.schedules.warmup_cosine(1e-2, 3, 30)))
-    _, needed = ft.fit(bare, bare.init(), batches(), progress=False)
+    _, expected = ft.fit(bare, bare.init(), batches(), progress=False)
     split = ft.compose(bare, ft.compiled(lowering="split"))
     with without_float64(name, module):
         _, history = ft.fit(split, split.init(device=name), batches(), progress=False)
-    near(history["loss"], needed["loss"])
+    near(history["loss"], expected["loss"])
     for step in (
         make(ft.with_amp("fp16", watch=True), ft.accumulate(2)),
         make(ft.with_amp("bf16"), ft.remat(blocks=["up"])),
@@ -532,19 +532,19 @@ def without_float64_an_evaluation_is_as_exact(name, module):
         return ft.Mean((params["w"] * batch["x"]).sum(), batch["n"]), {"plain": batch["x"].mean()}
 
     data = [{"x": torch.full((3,), value), "n": torch.tensor(3.0)} for value in (2.0**24, *[0.3] * 40, 1e-3, -0.77)]
-    found = {}
+    actual = {}
     for device in ("cpu", name):
         state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(3)}, device=device)
         context = without_float64(name, module) if device == name else contextlib.nullcontext()
         with context:
-            found[device] = ft.evaluate(ft.eval_step(loss), state, data)
+            actual[device] = ft.evaluate(ft.eval_step(loss), state, data)
             if device == name:
                 narrow = ft.evaluate(ft.eval_step(loss), state, data[1:], dtype="bf16", on_oom="split")
     exact = float(torch.stack([each["x"][0] for each in data]).double().mean())
     assert abs(narrow["loss"] - 0.27) < 0.01, narrow
     for label in ("loss", "plain"):
-        assert abs(found[name][label] - found["cpu"][label]) <= 1e-12 * abs(found["cpu"][label]), found
-    return abs(found[name]["loss"] - exact) <= 1e-12 * exact
+        assert abs(actual[name][label] - actual["cpu"][label]) <= 1e-12 * abs(actual["cpu"][label]), actual
+    return abs(actual[name]["loss"] - exact) <= 1e-12 * exact
 
 
 @check
@@ -562,12 +562,12 @@ def without_float64_draws_are_those_of_the_cpu_within_rounding(name, module):
     }
     same = set()
     for label, draw in draws.items():
-        needed = draw(key)
+        expected = draw(key)
         with without_float64(name, module):
-            found = draw(key.to(name))
-        near(found, needed, rtol=1e-5, atol=2e-6)
-        assert label != "uniform" or float(found.max()) < 3.0 <= float(found.max()) + 0.01
-        same |= {label} if torch.equal(found.cpu(), needed) else set()
+            actual = draw(key.to(name))
+        near(actual, expected, rtol=1e-5, atol=2e-6)
+        assert label != "uniform" or float(actual.max()) < 3.0 <= float(actual.max()) + 0.01
+        same |= {label} if torch.equal(actual.cpu(), expected) else set()
     return same >= {"unit", "bernoulli", "permutation", "dropout"}
 
 
@@ -607,8 +607,8 @@ def its_cache_is_emptied_every_few_steps(name, module):
             # Told before the record of the step is written.
             assert emptied == [1, 3, 5], emptied
             without = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), *wrappers)
-            needed, _ = ft.fit(without, without.init({"w": torch.ones(16, 3)}, device=name), data, progress=False)
-            assert not differ(state.params, needed.params)
+            expected, _ = ft.fit(without, without.init({"w": torch.ones(16, 3)}, device=name), data, progress=False)
+            assert not differ(state.params, expected.params)
     finally:
         backends.register(record)
     return True

@@ -50,10 +50,10 @@ def same(one, other):
 
 
 def same_trees(one, other):
-    found, spec = ft.tree.flatten(one)
-    needed, other_spec = ft.tree.flatten(other)
+    actual, spec = ft.tree.flatten(one)
+    expected, other_spec = ft.tree.flatten(other)
     assert spec == other_spec
-    for a, b in zip(found, needed, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         if isinstance(a, torch.Tensor):
             assert same(a, b)
         else:
@@ -131,14 +131,14 @@ def test_views_and_strides_and_ties(tmp_path):
         "a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}},
     }
     checkpoint.save(tmp_path / "a", tree)
-    found = checkpoint.load(tmp_path / "a")
-    assert list(found) == list(tree)
-    assert same_trees(found, tree)
-    assert found["one"] is found["tied"]
+    actual = checkpoint.load(tmp_path / "a")
+    assert list(actual) == list(tree)
+    assert same_trees(actual, tree)
+    assert actual["one"] is actual["tied"]
     for name in ("transposed", "channels", "one channel"):
-        assert found[name].stride() == tree[name].stride()
-    assert all(found[name].is_contiguous() for name in ("strided", "expanded", "part"))
-    assert not any(leaf.requires_grad or leaf.is_conj() or leaf.is_neg() for leaf in ft.tree.leaves(found))
+        assert actual[name].stride() == tree[name].stride()
+    assert all(actual[name].is_contiguous() for name in ("strided", "expanded", "part"))
+    assert not any(leaf.requires_grad or leaf.is_conj() or leaf.is_neg() for leaf in ft.tree.leaves(actual))
     manifest = json.loads((tmp_path / "a" / NAME).read_text())
     assert len(manifest["tensors"]) == len(ft.tree.leaves(tree)) - 1
 
@@ -179,9 +179,9 @@ def test_a_state_comes_back_without_and_with_a_template(tmp_path):
     state = trained(step)
     checkpoint.save(tmp_path / "deep" / "er" / "a", state, step=2, run="me")
     assert same_trees(checkpoint.load(tmp_path / "deep" / "er" / "a"), state)
-    found = checkpoint.load(tmp_path / "deep" / "er" / "a", like=step.init(seed=9))
+    actual = checkpoint.load(tmp_path / "deep" / "er" / "a", like=step.init(seed=9))
     batch = torch.randn(3, 4)
-    assert same_trees(step(found, batch)[0], step(state, batch)[0])
+    assert same_trees(step(actual, batch)[0], step(state, batch)[0])
     manifest = checkpoint.verify(tmp_path / "deep" / "er" / "a")
     assert (manifest.step, manifest.run) == (2, "me")
 
@@ -215,11 +215,11 @@ def test_classes_that_optree_takes_for_containers_need_a_template_to_come_back(t
     tree = {"layers": [Layer(torch.ones(2), None, "tanh")], "named": collections.defaultdict(list, a=[torch.ones(3)])}
     like = {"layers": [Layer(torch.zeros(2), None, "relu")], "named": collections.defaultdict(list, a=[torch.zeros(3)])}
     checkpoint.save(tmp_path / "a", tree)
-    found = checkpoint.load(tmp_path / "a", like=like)
-    assert torch.equal(found["layers"][0].weight, torch.ones(2))
-    assert found["layers"][0].activation == "relu"
-    assert torch.equal(found["named"]["a"][0], torch.ones(3))
-    assert found["named"]["b"] == []
+    actual = checkpoint.load(tmp_path / "a", like=like)
+    assert torch.equal(actual["layers"][0].weight, torch.ones(2))
+    assert actual["layers"][0].activation == "relu"
+    assert torch.equal(actual["named"]["a"][0], torch.ones(3))
+    assert actual["named"]["b"] == []
     with pytest.raises(CheckpointError, match="the tree holds a class Layer, which can only be loaded with like="):
         checkpoint.load(tmp_path / "a")
     with pytest.raises(StructureError, match=r"layers.0: found class Layer, needs dict"):
@@ -244,10 +244,10 @@ def test_the_model_is_a_plain_safetensors_file_of_dotted_names(tmp_path):
     module = net()
     state = trained(make(module=module))
     checkpoint.save(tmp_path / "a", state)
-    found = load_file(tmp_path / "a" / "params" / "model.safetensors")
+    actual = load_file(tmp_path / "a" / "params" / "model.safetensors")
     ft.to_module(module, state)
-    assert found.keys() == module.state_dict().keys()
-    assert all(same(found[name], leaf) for name, leaf in module.state_dict().items())
+    assert actual.keys() == module.state_dict().keys()
+    assert all(same(actual[name], leaf) for name, leaf in module.state_dict().items())
     rest = load_file(tmp_path / "a" / "state.safetensors")
     assert same(rest["slots.ema.0.weight"], state.slots["ema"]["0.weight"])
 
@@ -268,10 +268,10 @@ def test_transformers_reads_the_model_beside_its_config(tmp_path):
     tokens = torch.arange(6).reshape(1, 6)
     state, _ = step(step.init(), {"input_ids": tokens, "labels": tokens})
     checkpoint.save(tmp_path / "a", state, texts={"params/config.json": config.to_json_string()})
-    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "a" / "params").eval()
+    actual = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "a" / "params").eval()
     ft.to_module(model, state)
     with torch.no_grad():
-        assert torch.equal(found(tokens).logits, model.eval()(tokens).logits)
+        assert torch.equal(actual(tokens).logits, model.eval()(tokens).logits)
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
@@ -283,8 +283,8 @@ def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_pa
             StructureError, match=r"without like= and convert, ft\.tree\.map\(.*rename={its path: 'unused'}"
         ):
             checkpoint.load(tmp_path / "a", like=like, partial=partial)
-    found = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"head.w": "unused"})
-    assert same_trees(found, {"head": {"w": other}, "body": torch.ones(1)})
+    actual = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"head.w": "unused"})
+    assert same_trees(actual, {"head": {"w": other}, "body": torch.ones(1)})
     with pytest.raises(StructureError, match=r"\(1 differences; partial=True loads the leaves that it has, rename="):
         checkpoint.load(tmp_path / "a", like={"head": {"w": torch.ones(2)}})
 
@@ -387,15 +387,15 @@ def test_structures_that_differ_are_listed_whole(tmp_path):
 def test_partial_loading_and_renaming_are_asked_for(tmp_path):
     checkpoint.save(tmp_path / "a", {"enc": {"w": torch.ones(2)}, "head": torch.ones(1)})
     like = {"body": {"w": torch.zeros(2)}, "other": torch.zeros(3)}
-    found = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"enc": "body"})
-    assert found["body"]["w"].tolist() == [1, 1]
-    assert found["other"].tolist() == [0, 0, 0]
+    actual = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"enc": "body"})
+    assert actual["body"]["w"].tolist() == [1, 1]
+    assert actual["other"].tolist() == [0, 0, 0]
     with pytest.raises(StructureError, match=r"(?s)body\.w: found float32\[2\], needs float32\[5\]"):
         checkpoint.load(tmp_path / "a", like={"body": {"w": torch.zeros(5)}}, partial=True, rename={"enc": "body"})
-    found = checkpoint.load(
+    actual = checkpoint.load(
         tmp_path / "a", like={"x": {"w": torch.zeros(2)}, "head": torch.zeros(1)}, rename={"enc": "x"}
     )
-    assert found["x"]["w"].tolist() == [1, 1]
+    assert actual["x"]["w"].tolist() == [1, 1]
     with pytest.raises(StructureError, match="other: missing"):
         checkpoint.load(tmp_path / "a", like=like, rename={"enc": "body", "head": "h"})
     with pytest.raises(OptionError, match=r"'encoder'.*enc"):
@@ -410,8 +410,10 @@ def test_partial_loading_and_renaming_are_asked_for(tmp_path):
 def test_a_leaf_that_is_renamed_takes_the_place_of_one_that_has_the_name(tmp_path):
     for names in ("ab", "ba"):
         checkpoint.save(tmp_path / names, {name: {"w": torch.tensor(float(ord(name)))} for name in names})
-        found = checkpoint.load(tmp_path / names, like={"b": {"w": torch.tensor(0.0)}}, partial=True, rename={"a": "b"})
-        assert found["b"]["w"] == ord("a")
+        actual = checkpoint.load(
+            tmp_path / names, like={"b": {"w": torch.tensor(0.0)}}, partial=True, rename={"a": "b"}
+        )
+        assert actual["b"]["w"] == ord("a")
 
 
 def test_what_is_no_checkpoint(tmp_path):

@@ -156,10 +156,10 @@ def test_an_old_checkpoint_of_one_file_is_continued(tmp_path):
     shutil.rmtree(checkpoints.path(1))
     ft.checkpoint.save(checkpoints.path(1), {"state": state}, step=1, run=run)
     with checkpoints:
-        found = checkpoints.latest({"state": step.init()}).parts["state"]
-        assert same_trees(found, state)
-        checkpoints.save(1, {"state": found}, wait=True)
-        checkpoints.save(2, {"state": step(found, batch)[0]}, wait=True)
+        actual = checkpoints.latest({"state": step.init()}).parts["state"]
+        assert same_trees(actual, state)
+        checkpoints.save(1, {"state": actual}, wait=True)
+        checkpoints.save(2, {"state": step(actual, batch)[0]}, wait=True)
     assert len({*file_numbers(checkpoints)}) == 1
 
 
@@ -174,11 +174,11 @@ def test_readers_of_hugging_face_find_both_files(tmp_path):
         checkpoints.save(1, {"state": state})
     folder = checkpoints.path(1) / "params"
     assert (folder.parent / TRAINED).stat().st_size < (folder.parent / FROZEN).stat().st_size
-    found = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    actual = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     from_files = step.init(folder)
     ft.to_module(model, state)
     with torch.no_grad():
-        assert torch.equal(found(tokens).logits, model.eval()(tokens).logits)
+        assert torch.equal(actual(tokens).logits, model.eval()(tokens).logits)
     assert same_trees((from_files.params, from_files.frozen), (state.params, state.frozen))
 
 

@@ -26,13 +26,13 @@ def told(beats, **more):
 def looks(*others, in_order=True, absent=(1,), every=PATIENCE):
     """What each look at another rank concludes, while this one tells each time that it is in step 3."""
     table = Table()
-    heartbeats, found = Heartbeats(table, 0, 2), []
+    heartbeats, actual = Heartbeats(table, 0, 2), []
     for number, other in enumerate(others, 1):
         table[heartbeat_key(0)] = told(number)
         if other is not None:
             table[heartbeat_key(1)] = other
-        found.append(heartbeats.why_absent(lambda: absent, every * number, in_order=in_order))
-    return found
+        actual.append(heartbeats.why_absent(lambda: absent, every * number, in_order=in_order))
+    return actual
 
 
 def test_a_rank_that_is_late_may_come():

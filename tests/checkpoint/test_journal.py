@@ -32,9 +32,9 @@ def written(directory, records, count=None):
 
 def test_records_are_read_as_they_were(tmp_path):
     _, mark = written(tmp_path, HARD)
-    found = list(read(tmp_path, mark))
+    actual = list(read(tmp_path, mark))
     # By what is written of them, since NaN is not equal to itself, and -0.0 is to 0.0.
-    assert [repr(record) for record in found] == [repr(record) for record in HARD]
+    assert [repr(record) for record in actual] == [repr(record) for record in HARD]
     assert parse_mark(mark._asdict()) == mark
 
 
@@ -184,8 +184,8 @@ def test_the_directory_of_a_run_may_be_moved_and_copied(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "c")
     for name in "bc":
-        found = train(tmp_path / name, 7)
-        assert without_times(found.history) == without_times(train(tmp_path / "whole", 7).history)
+        actual = train(tmp_path / name, 7)
+        assert without_times(actual.history) == without_times(train(tmp_path / "whole", 7).history)
 
 
 def test_a_flip_in_what_the_newest_one_has_added_goes_back_to_the_one_before(tmp_path, capsys):
@@ -200,8 +200,8 @@ def test_a_flip_in_what_the_newest_one_has_added_goes_back_to_the_one_before(tmp
     assert said[1].startswith("DAMAGED")
     assert NAME in said[1]
     with pytest.warns(UserWarning, match=rf"going back to step 2(.|\n)*{NAME}"):
-        found = train(tmp_path, 6)
-    assert without_times(found.history) == without_times(train(tmp_path / "whole", 6).history)
+        actual = train(tmp_path, 6)
+    assert without_times(actual.history) == without_times(train(tmp_path / "whole", 6).history)
     assert command.main(["verify", str(tmp_path)]) == 0
 
 
@@ -228,8 +228,8 @@ def test_a_history_that_may_not_be_read_now_is_not_taken_for_damaged(code, tmp_p
     monkeypatch.setattr(os, "open", refuse_once)
     with pytest.raises(CheckpointError, match=rf"{NAME}: cannot be read: .*; it may be intact: let this"):
         train(tmp_path, 6)
-    found = train(tmp_path, 6)
-    assert without_times(found.history) == without_times(train(tmp_path / "whole", 6).history)
+    actual = train(tmp_path, 6)
+    assert without_times(actual.history) == without_times(train(tmp_path / "whole", 6).history)
 
 
 def test_lines_are_json(tmp_path):

@@ -103,27 +103,27 @@ def killed(step, data, at, **options):
         fit(step, data, loggers=loggers, **options)
 
 
-def assert_same(found, needed):
-    for one, other in zip(ft.tree.leaves(found.state), ft.tree.leaves(needed.state), strict=True):
+def assert_same(actual, expected):
+    for one, other in zip(ft.tree.leaves(actual.state), ft.tree.leaves(expected.state), strict=True):
         assert torch.equal(one, other)
     without = [
         [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
-        for result in (found, needed)
+        for result in (actual, expected)
     ]
     assert without[0] == without[1]
 
 
 @pytest.mark.parametrize(("stack", "kind"), [("plain", list), *((stack, Positioned) for stack in STACKS)])
 def test_a_run_in_pieces_is_the_whole_run(stack, kind, tmp_path):
-    needed = fit(make(*STACKS[stack]), kind(batches()))
+    expected = fit(make(*STACKS[stack]), kind(batches()))
     # One step for all of the pieces: what it holds is code, and compiling it takes longer than all of a run.
     step = make(*STACKS[stack])
     # Before the first save, right after one, within a pass, at the end of a pass.
     for at in (2, 3, 8, 10, 11):
         killed(step, kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    found = fit(step, kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    assert_same(found, needed)
-    assert found.history.stopped == "steps"
+    actual = fit(step, kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(actual, expected)
+    assert actual.history.stopped == "steps"
 
 
 def test_position_is_sought_and_not_walked_to(tmp_path):
@@ -138,11 +138,11 @@ def test_position_is_sought_and_not_walked_to(tmp_path):
 @pytest.mark.parametrize("kind", [list, Positioned, WrapsAround])
 def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
     options = {"steps": None, "epochs": epochs}
-    needed = fit(make(), kind(batches()), **options)
+    expected = fit(make(), kind(batches()), **options)
     killed(make(), kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
-    found = fit(make(), kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
-    assert_same(found, needed)
-    assert len(found.history) == epochs * BATCHES
+    actual = fit(make(), kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
+    assert_same(actual, expected)
+    assert len(actual.history) == epochs * BATCHES
 
 
 @pytest.mark.parametrize("kind", ["list", "stateful", "loader", "prefetched"])
@@ -151,16 +151,16 @@ def test_passes_that_are_completed_are_not_made_again(kind, tmp_path, caplog):
     for epochs in (1, 1, 2, 4):
         # Saved at the end alone: when the data has ended, and some data is at the beginning of the next pass.
         checkpoints = ft.Checkpoints(tmp_path, every=100)
-        found = fit(make(), data(), steps=None, epochs=epochs, checkpoints=checkpoints)
-        assert_same(found, fit(make(), data(), steps=None, epochs=epochs))
+        actual = fit(make(), data(), steps=None, epochs=epochs, checkpoints=checkpoints)
+        assert_same(actual, fit(make(), data(), steps=None, epochs=epochs))
     (message,) = caplog.messages
     assert "no step is made, for epochs=1, and 1 were made before" in message
 
 
 def test_a_finished_run_is_only_read(tmp_path):
-    needed = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    assert_same(found, needed)
+    expected = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    actual = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(actual, expected)
     longer = fit(make(), batches(), steps=STEPS + 4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     assert_same(longer, fit(make(), batches(), steps=STEPS + 4))
 
@@ -186,19 +186,19 @@ def test_two_fits_of_one_process_go_on_in_the_data(data, steps):
     step, given = make(), DATA[data]()
     first = fit(step, given, steps=steps)
     second = fit(step, given, first.state, steps=STEPS)
-    needed = fit(make(), DATA[data]())
-    assert_same(ft.FitResult(second.state, first.history + second.history), needed)
+    expected = fit(make(), DATA[data]())
+    assert_same(ft.FitResult(second.state, first.history + second.history), expected)
 
 
 def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
     def data():
         return DataLoader(batches(), batch_size=None)
 
-    needed = fit(make(), data())
+    expected = fit(make(), data())
     killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     with pytest.warns(UserWarning, match="DataLoader has no position to save, so 1 batches are read again"):
-        found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    assert_same(found, needed)
+        actual = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(actual, expected)
 
 
 def test_data_that_has_a_position_now_and_had_none_before_is_not_said_to_keep_none(tmp_path):
@@ -235,10 +235,10 @@ def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(t
     freezing = ft.train_step(loss, ft.optim.adam(0.1), trainable=["b"])
     for rename in ({}, {"state.buffers": "unused"}):
         like = {"state": freezing.init(params)}
-        found = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
-        assert torch.equal(found.frozen["a"], state.params["a"])
-        assert torch.equal(found.params["b"], state.params["b"])
-        freezing(found, torch.ones(2))
+        actual = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
+        assert torch.equal(actual.frozen["a"], state.params["a"])
+        assert torch.equal(actual.params["b"], state.params["b"])
+        freezing(actual, torch.ones(2))
     ft.checkpoint.save(tmp_path / "b", {"state": freezing.init(params)})
     said = (
         r"a parameter that is None in it was frozen: to train it, load without like=.*\n  state\.params\.a: found None"
@@ -257,9 +257,9 @@ def test_parameters_that_were_frozen_and_trained_are_put_together_by_a_rename(tm
     ft.checkpoint.save(tmp_path / "a", {"state": state})
     like = {"state": step.init({name: torch.zeros(2) for name in params})}
     rename = {"state.frozen": "state.params", "state.opt_state": "unused"}
-    found = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
-    assert torch.equal(found.params["a"], torch.ones(2))
-    assert torch.equal(found.params["b"], state.params["b"])
+    actual = ft.checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)["state"]
+    assert torch.equal(actual.params["a"], torch.ones(2))
+    assert torch.equal(actual.params["b"], state.params["b"])
 
 
 @pytest.mark.parametrize("rename", [{}, {"state.step": "unused"}])
@@ -279,27 +279,27 @@ def test_parameters_under_other_names_are_not_taken_for_loaded_ones(rename, tmp_
 @pytest.mark.parametrize("data", DATA)
 def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
     data = DATA[data]
-    needed = fit(make(), data())
+    expected = fit(make(), data())
     killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    assert_same(found, needed)
+    actual = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(actual, expected)
 
 
 def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
-    needed = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    expected = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     step = make()
     given = step.init(seed=3)
     places = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
-    found = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    state = found.state
+    actual = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    state = actual.state
     assert [leaf.data_ptr() for leaf in ft.tree.leaves((state.params, state.buffers, state.opt_state))] == places
-    assert_same(found, needed)
+    assert_same(actual, expected)
     with pytest.raises(ft.errors.ConsumedError):
         _ = given.params
     # Of a state that others may hold, nothing is overwritten.
     shared = ft.tree.clone(step.init(seed=3))
     kept = ft.tree.clone(shared)
-    assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), needed)
+    assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), expected)
     assert all(map(torch.equal, ft.tree.leaves(shared), ft.tree.leaves(kept)))
 
 
@@ -311,10 +311,10 @@ def test_loggers_have_no_row_twice(tmp_path):
         )
     with path.open("a") as file:
         file.write('{"step": 9, "lo')
-    found = fit(make(), batches(), loggers=[ft.loggers.jsonl(path)], checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    actual = fit(make(), batches(), loggers=[ft.loggers.jsonl(path)], checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert [row["loss"] for row in rows] == found.history["loss"]
+    assert [row["loss"] for row in rows] == actual.history["loss"]
 
 
 def test_a_log_that_is_a_link_stays_one_and_keeps_its_mode(tmp_path):
@@ -391,9 +391,9 @@ def test_a_run_that_was_killed_in_its_last_evaluation_makes_and_saves_it(tmp_pat
     with pytest.raises(KilledError):
         run(killing)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [3, 6]
-    found = run(lambda state: {"score": float(state.step)})
+    actual = run(lambda state: {"score": float(state.step)})
     assert best_is_known(tmp_path, [6])
-    assert_same(run(killing), found)
+    assert_same(run(killing), actual)
 
 
 class FailedError(Exception):
@@ -443,20 +443,20 @@ def test_an_error_between_steps_loses_nothing(part, tmp_path):
         )
 
     seen, broken = [], None
-    needed = run()
-    assert len(set(needed.history["lr"])) > 2
-    assert needed.history.stopped == "patience(eval_score)"
+    expected = run()
+    assert len(set(expected.history["lr"])) > 2
+    assert expected.history.stopped == "patience(eval_score)"
     broken = part
     with pytest.raises(FailedError) as caught:
         run(tmp_path)
     assert caught.value.result.history[-1]["step"] == at
     assert ft.Checkpoints(tmp_path / "run", every=7).steps() == [at]
     broken = None
-    found = run(tmp_path)
-    assert_same(found, needed)
-    assert found.history.stopped == needed.history.stopped
+    actual = run(tmp_path)
+    assert_same(actual, expected)
+    assert actual.history.stopped == expected.history.stopped
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert rows == list(found.history)
+    assert rows == list(actual.history)
 
 
 def test_early_stopping_and_the_best_go_on(tmp_path):
@@ -466,21 +466,21 @@ def test_early_stopping_and_the_best_go_on(tmp_path):
         return {"eval_loss": values[int(state.step) // 2 - 1]}
 
     options = {"evaluate": evaluate, "evaluate_every": 2, "stop": ft.patience("eval_loss", 3)}
-    needed = fit(make(), batches(), **options)
-    assert needed.history.stopped == "patience(eval_loss)"
-    assert needed.history["eval_loss"] == values[:5]
+    expected = fit(make(), batches(), **options)
+    assert expected.history.stopped == "patience(eval_loss)"
+    assert expected.history["eval_loss"] == values[:5]
 
     def run():
         return ft.Checkpoints(tmp_path, every=2, keep=1, best="eval_loss")
 
     killed(make(), batches(), 7, checkpoints=run(), **options)
-    found = fit(make(), batches(), checkpoints=run(), **options)
-    assert_same(found, needed)
-    assert found.history.stopped == "patience(eval_loss)"
+    actual = fit(make(), batches(), checkpoints=run(), **options)
+    assert_same(actual, expected)
+    assert actual.history.stopped == "patience(eval_loss)"
     assert run().steps() == [4, 10]
     assert run().latest(best=True).step == 4
     again = fit(make(), batches(), checkpoints=run(), **options)
-    assert_same(again, needed)
+    assert_same(again, expected)
 
 
 @pytest.mark.parametrize(
@@ -511,9 +511,9 @@ def test_resume_says_what_is_wanted_and_where_it_continues(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="holds a run at step 4"):
         fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never")
     assert "continues" not in capsys.readouterr().err
-    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must", progress=True)
+    actual = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must", progress=True)
     assert f"fit: continues from {tmp_path / 'step-000000000004'}\n" in capsys.readouterr().err
-    assert_same(found, fit(make(), batches()))
+    assert_same(actual, fit(make(), batches()))
     with pytest.raises(OptionError, match="resume is 'yes'"):
         fit(make(), batches(), resume="yes")
     with pytest.raises(OptionError, match="needs checkpoints="):
@@ -548,10 +548,10 @@ def test_a_plain_function_resumes_too(tmp_path):
     def start():
         return {"g": generator.init(seed=1), "d": critic.init(seed=2)}
 
-    needed = fit(both, batches(), start(), steps=8)
+    expected = fit(both, batches(), start(), steps=8)
     killed(both, batches(), 5, state=start(), steps=8, checkpoints=ft.Checkpoints(tmp_path, every=2))
-    found = fit(both, batches(), start(), steps=8, checkpoints=ft.Checkpoints(tmp_path, every=2))
-    assert_same(found, needed)
+    actual = fit(both, batches(), start(), steps=8, checkpoints=ft.Checkpoints(tmp_path, every=2))
+    assert_same(actual, expected)
 
 
 def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
@@ -559,8 +559,8 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
     bad[4] = torch.ones(4, 9)
     with pytest.raises(Exception, match=r"shape|size|mat"):
         fit(make(), bad, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    assert_same(found, fit(make(), batches()))
+    actual = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(actual, fit(make(), batches()))
 
 
 # Replay
@@ -571,14 +571,14 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
 def test_a_step_is_replayed(at, kind, tmp_path):
     step, data = make(ft.clip(1.0)), kind(batches())
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=2)
-    needed = fit(step, data, checkpoints=checkpoints)
+    expected = fit(step, data, checkpoints=checkpoints)
     first = step.init(seed=3)
     state, batch = ft.replay(step, first, data, checkpoints, at=at)
     assert int(state.step) == at - 1
     assert torch.equal(batch, batches()[(at - 1) % BATCHES])
     _, metrics = step(state, batch)
-    assert float(metrics["loss"]) == needed.history["loss"][at - 1]
-    assert float(metrics["grad_norm"]) == needed.history["grad_norm"][at - 1]
+    assert float(metrics["loss"]) == expected.history["loss"][at - 1]
+    assert float(metrics["grad_norm"]) == expected.history["grad_norm"][at - 1]
     step(first, batch)
 
 
@@ -625,9 +625,9 @@ def test_replay_needs_a_beginning(tmp_path):
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=1)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         ft.replay(step, step.init(seed=3), batches(), checkpoints, at=3)
-    found = fit(step, batches(), checkpoints=checkpoints)
+    actual = fit(step, batches(), checkpoints=checkpoints)
     with pytest.raises(CheckpointError, match="is from before step 3"):
-        ft.replay(step, found.state, batches(), checkpoints, at=3)
+        ft.replay(step, actual.state, batches(), checkpoints, at=3)
     with pytest.raises(OptionError, match="at is 0"):
         ft.replay(step, step.init(seed=3), batches(), checkpoints, at=0)
 
@@ -677,8 +677,8 @@ def test_a_checkout_that_is_not_installed_saves(tmp_path):
     (packages / "ftrain").symlink_to(ROOT / "ftrain")
     environment = {**os.environ, "PYTHONPATH": str(packages)}
     command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
-    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout.strip()) == (0, ft.__version__), found.stderr
+    actual = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (actual.returncode, actual.stdout.strip()) == (0, ft.__version__), actual.stderr
 
 
 @pytest.mark.parametrize("steps", [EVERY, EVERY + 1])

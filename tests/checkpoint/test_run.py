@@ -38,9 +38,9 @@ def test_the_newest_stay(tmp_path, async_):
     checkpoints = fill(tmp_path, range(1, 8), keep=3, async_=async_)
     assert checkpoints.steps() == [5, 6, 7]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *(f"step-{step:012d}" for step in (5, 6, 7))]
-    found = checkpoints.latest()
-    assert (found.step, found.parts["run"]) == (7, {"step": 7})
-    assert repr(found) == f"LoadedCheckpoint(step=7, path={str(found.path)!r}, parts={[*found.parts]})"
+    actual = checkpoints.latest()
+    assert (actual.step, actual.parts["run"]) == (7, {"step": 7})
+    assert repr(actual) == f"LoadedCheckpoint(step=7, path={str(actual.path)!r}, parts={[*actual.parts]})"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_the_best_stays(mode, values, kept, tmp_path):
     fill(tmp_path, [1, 2, 3], metrics, keep=1, best="eval_value", mode=mode)
     checkpoints = fill(tmp_path, [4, 5], metrics, keep=1, best="eval_value", mode=mode)
     assert checkpoints.steps() == kept
-    found = checkpoints.latest(best=True)
-    assert found.step == kept[0]
+    actual = checkpoints.latest(best=True)
+    assert actual.step == kept[0]
 
 
 def test_the_best_must_be_known(tmp_path):
@@ -111,9 +111,9 @@ def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
         given["run"]["step"] = 0
         assert checkpoints.steps() == []
         go.set()
-    found = ft.Checkpoints(tmp_path, every=1).latest()
-    assert found.parts["state"]["x"].tolist() == [1, 1, 1]
-    assert found.parts["run"] == {"step": 1}
+    actual = ft.Checkpoints(tmp_path, every=1).latest()
+    assert actual.parts["state"]["x"].tolist() == [1, 1, 1]
+    assert actual.parts["run"] == {"step": 1}
 
 
 def test_memory_of_copies_is_used_again(tmp_path):
@@ -126,9 +126,9 @@ def test_memory_of_copies_is_used_again(tmp_path):
             places.append([buffer.data_ptr() for buffer in checkpoints._buffers])
     assert places[0] == places[1]
     assert len(places[0]) == 2
-    found = checkpoints.latest().parts["state"]
-    assert found["tied"] is found["x"]
-    assert torch.equal(found["t"], given["state"]["t"])
+    actual = checkpoints.latest().parts["state"]
+    assert actual["tied"] is actual["x"]
+    assert torch.equal(actual["t"], given["state"]["t"])
 
 
 def test_an_error_in_the_background_surfaces(tmp_path, monkeypatch):
@@ -438,16 +438,16 @@ def test_a_step_may_be_a_number_of_numpy_or_a_tensor(tmp_path):
 @pytest.mark.parametrize("step", ["2", 2.0, True, -1, torch.tensor(2.0)])
 def test_what_is_no_step_is_an_error_before_anything_is_written(step, tmp_path):
     checkpoints = ft.Checkpoints(tmp_path, every=1)
-    needed = "needs a whole number of at least 0"
+    expected = "needs a whole number of at least 0"
     with checkpoints:
-        with pytest.raises(OptionError, match=rf"Checkpoints.save: step is .*, {needed}"):
+        with pytest.raises(OptionError, match=rf"Checkpoints.save: step is .*, {expected}"):
             checkpoints.save(step, tree(1), wait=True)
         with pytest.raises(StructureError, match="parts is a Tensor; needs trees by name"):
             checkpoints.save(1, torch.ones(2))
     assert not checkpoints.steps()
-    with pytest.raises(OptionError, match=rf"latest: before is .*, {needed}"):
+    with pytest.raises(OptionError, match=rf"latest: before is .*, {expected}"):
         checkpoints.latest(before=step)
-    with pytest.raises(OptionError, match=rf"path: step is .*, {needed}"):
+    with pytest.raises(OptionError, match=rf"path: step is .*, {expected}"):
         checkpoints.path(step)
 
 

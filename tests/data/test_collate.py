@@ -41,9 +41,9 @@ def test_padding_keeps_what_is_there(rows, multiple, side, length, as_tensors):
         assert (labels[~mask] == -100).all()
         real = mask.tolist()
         assert real == sorted(real, reverse=side == "right")
-    found = data.padding(batch)
-    assert float(found.total) == width * len(rows) - sum(map(len, rows))
-    assert float(found.weight) == width * len(rows)
+    actual = data.padding(batch)
+    assert float(actual.total) == width * len(rows) - sum(map(len, rows))
+    assert float(actual.weight) == width * len(rows)
 
 
 def test_fields_have_lengths_and_types_of_their_own():

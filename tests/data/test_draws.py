@@ -54,11 +54,11 @@ def taken(dataset, passes=2, **options):
 @functools.cache
 def seeded(source, indices):
     """What samples are that are seeded each by itself, without a loader."""
-    found = Sometimes(source, indices)
+    actual = Sometimes(source, indices)
 
     def sample(epoch, index):
         rng_streams.seed_sample(0, epoch, index)
-        return found[index]
+        return actual[index]
 
     with rng_streams.PreservedState():
         return [[sample(epoch, index) for index in range(SIZE)] for epoch in range(2)]
@@ -67,9 +67,9 @@ def seeded(source, indices):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("indices", [tuple(range(SIZE)), (17,), (3, 4, 21)])
 def test_samples_that_draw_seldom_draw_the_same(source, indices):
-    found = taken(Sometimes(source, indices))
-    assert [sorted(sample for batch in batches for sample in batch) for batches in found] == seeded(source, indices)
-    assert found == taken(Always(source, indices))
+    actual = taken(Sometimes(source, indices))
+    assert [sorted(sample for batch in batches for sample in batch) for batches in actual] == seeded(source, indices)
+    assert actual == taken(Always(source, indices))
 
 
 def test_and_in_workers():
@@ -143,9 +143,9 @@ def test_a_dataset_that_says_so_may_set_the_state_back():
                 return index, float(torch.rand(()))
 
     whole = [taken(Forked("torch", ()), passes=1, shuffle=shuffle)[0] for shuffle in (True, False)]
-    found = [dict(chain.from_iterable(batches)) for batches in whole]
-    assert found[0] == found[1]
-    assert len(set(found[0].values())) == SIZE
+    actual = [dict(chain.from_iterable(batches)) for batches in whole]
+    assert actual[0] == actual[1]
+    assert len(set(actual[0].values())) == SIZE
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -160,12 +160,12 @@ def test_whether_a_sample_raises_may_be_drawn(on_error):
         draws = True
 
     def outcome(kind):
-        loader, found = data.loader(kind("python", (5, 6, 7, 13)), BATCH, collate=list, on_error=on_error), []
+        loader, actual = data.loader(kind("python", (5, 6, 7, 13)), BATCH, collate=list, on_error=on_error), []
         try:
-            found += loader
+            actual += loader
         except DataError as error:
-            return found, str(error)
-        return found, loader.skipped
+            return actual, str(error)
+        return actual, loader.skipped
 
     with pytest.warns(UserWarning, match="cannot be read") if on_error == "skip" else pytest.MonkeyPatch.context():
         assert outcome(Fragile) == outcome(Seeded)
@@ -200,12 +200,12 @@ def test_pythons_numbers_go_on_at_each_place_of_its_generator():
     random.seed(1)
     expected = [random.getrandbits(32) for _ in range(1400)]
     random.seed(1)
-    found = []
+    actual = []
     for _ in range(1400):
         with rng_streams.PreservedState(detect=True) as preserved:
             assert not preserved.has_drawn()
-        found.append(random.getrandbits(32))
-    assert found == expected
+        actual.append(random.getrandbits(32))
+    assert actual == expected
 
 
 def test_a_normal_number_that_python_has_left_over_is_a_draw():

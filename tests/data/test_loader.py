@@ -50,9 +50,9 @@ def made(kind="fixed", num_workers=0, **options):
     return data.loader(Augmented(), BATCH, collate=collate, num_workers=num_workers, **KINDS[kind], **options)
 
 
-def same(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+def same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
 

@@ -19,8 +19,8 @@ HUGE = 10**15
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
 def test_it_is_a_permutation(size, seed, epoch):
-    found = data.shuffled(np.arange(size), size, seed=seed, epoch=epoch)
-    assert np.array_equal(np.sort(found), np.arange(size))
+    actual = data.shuffled(np.arange(size), size, seed=seed, epoch=epoch)
+    assert np.array_equal(np.sort(actual), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 4096, 10007])
@@ -43,10 +43,10 @@ def test_distinct_indices_stay_distinct_in_what_no_memory_could_hold():
 
 
 def test_shape_dtype_and_what_may_be_given():
-    found = data.shuffled([[0, 1], [2, 3]], 4)
-    assert found.shape == (2, 2)
-    assert found.dtype == np.int64
-    assert np.array_equal(found, data.shuffled(torch.arange(4).view(2, 2), 4))
+    actual = data.shuffled([[0, 1], [2, 3]], 4)
+    assert actual.shape == (2, 2)
+    assert actual.dtype == np.int64
+    assert np.array_equal(actual, data.shuffled(torch.arange(4).view(2, 2), 4))
     assert data.shuffled([], 5).shape == (0,)
     assert data.shuffled(0, 1) == 0
 
@@ -71,9 +71,9 @@ def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
 
 @given(st.integers(0, permutation.BLOCK), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_up_to_a_block_it_is_the_permutation_of_a_key(size, low, high):
-    found = permutation.sorted_draws(size, (low, high))
-    assert found.dtype == np.int64
-    assert found.tolist() == random.permutation(random.wrap_key_data((low, high)), size).tolist()
+    actual = permutation.sorted_draws(size, (low, high))
+    assert actual.dtype == np.int64
+    assert actual.tolist() == random.permutation(random.wrap_key_data((low, high)), size).tolist()
 
 
 def deviations(counts, each):
@@ -88,17 +88,17 @@ def test_all_permutations_are_equally_likely(size, each):
     counts = Counter(
         tuple(data.shuffled(range(size), size, epoch=epoch).tolist()) for epoch in range(each * len(orders))
     )
-    assert abs(deviations(np.array([counts[found] for found in orders]), each)) < 5
+    assert abs(deviations(np.array([counts[actual] for actual in orders]), each)) < 5
 
 
 @pytest.mark.parametrize("size", [8, 9, 13, 24, 64])
 def test_every_place_and_every_pair_of_neighbours_is_equally_likely(size):
     epochs = 4 * size
-    found = np.stack([data.shuffled(range(size), size, epoch=epoch) for epoch in range(epochs)])
+    actual = np.stack([data.shuffled(range(size), size, epoch=epoch) for epoch in range(epochs)])
     places, pairs = np.zeros((size, size)), np.zeros((size, size))
     for place in range(size):
-        np.add.at(places, (place, found[:, place]), 1)
-        np.add.at(pairs, (found[:, place - 1], found[:, place]), place > 0)
+        np.add.at(places, (place, actual[:, place]), 1)
+        np.add.at(pairs, (actual[:, place - 1], actual[:, place]), place > 0)
     assert abs(deviations(places, epochs / size)) < 5
     assert abs(deviations(pairs[~np.eye(size, dtype=bool)], epochs / size)) < 5
 
@@ -130,8 +130,8 @@ def test_odd_and_even_permutations(size):
 @pytest.mark.parametrize("size", [1000, 10**9])
 def test_where_one_index_goes_is_uniform_over_epochs(size):
     bins, each = 20, 50
-    found = np.array([int(data.shuffled(7, size, epoch=epoch)) for epoch in range(bins * each)])
-    counts = np.bincount(found * bins // size, minlength=bins)
+    actual = np.array([int(data.shuffled(7, size, epoch=epoch)) for epoch in range(bins * each)])
+    counts = np.bincount(actual * bins // size, minlength=bins)
     squared = ((counts - each) ** 2 / each).sum()
     assert squared < bins - 1 + 5 * (2 * (bins - 1)) ** 0.5
 

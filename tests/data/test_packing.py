@@ -15,12 +15,12 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=10), max_size=12)
 
 def split(batch):
     """The documents of packed rows, with their labels and positions."""
-    found = []
+    actual = []
     for tokens, labels, positions, documents in zip(*(batch[n] for n in FIELDS), strict=True):
         for number in range(int(documents.max()) + 1):
             place = documents == number
-            found.append((tokens[place].tolist(), labels[place].tolist(), positions[place].tolist()))
-    return found
+            actual.append((tokens[place].tolist(), labels[place].tolist(), positions[place].tolist()))
+    return actual
 
 
 FIELDS = "tokens", "labels", "positions", "documents"
@@ -28,11 +28,11 @@ FIELDS = "tokens", "labels", "positions", "documents"
 
 @given(DOCUMENTS, st.integers(10, 20), st.booleans())
 def test_nothing_is_lost_and_order_is_kept(documents, length, spare_rows):
-    needed = data.pack(documents, length)
-    rows = len(needed["tokens"]) + 2 if spare_rows else None
+    expected = data.pack(documents, length)
+    rows = len(expected["tokens"]) + 2 if spare_rows else None
     batch = data.pack(documents, length, rows=rows, pad=77)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()} == dict.fromkeys(
-        FIELDS, ((rows or len(needed["tokens"]), length), torch.int64)
+        FIELDS, ((rows or len(expected["tokens"]), length), torch.int64)
     )
     real = [document for document in documents if document]
     assert split(batch) == [(document, [*document[1:], -100], list(range(len(document)))) for document in real]
@@ -41,7 +41,7 @@ def test_nothing_is_lost_and_order_is_kept(documents, length, spare_rows):
     assert (batch["tokens"][empty] == 77).all()
     assert (batch["labels"][empty] == -100).all()
     # A document starts a row only where it does not fit into the one before.
-    for before, after in zip(needed["documents"], needed["documents"][1:], strict=False):
+    for before, after in zip(expected["documents"], expected["documents"][1:], strict=False):
         assert int((before == -1).sum()) < int((after == 0).sum())
 
 

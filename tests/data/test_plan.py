@@ -151,8 +151,8 @@ def test_batches_of_similar_lengths():
 
 def test_lengths_of_ranks_are_alike():
     for together in zip(*passes(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
-        found = LENGTHS[flat(together)]
-        assert found.max() - found.min() <= 3
+        actual = LENGTHS[flat(together)]
+        assert actual.max() - actual.min() <= 3
 
 
 @given(st.integers(1, 200), st.integers(100, 400), st.integers(1, 3), st.booleans(), st.sampled_from([None, 5]))
@@ -225,9 +225,9 @@ def test_lengths_that_are_none(lengths):
         made(3, 1, lengths=lengths)
 
 
-@pytest.mark.parametrize(("length", "found"), [(-1, "the least is -1"), (1.5, "float64"), (None, "object")])
-def test_a_function_of_lengths_that_returns_none(length, found):
-    with pytest.raises(DataError, match=rf"lengths have shape \(3,\).*{found}.*needs 3 whole numbers"):
+@pytest.mark.parametrize(("length", "actual"), [(-1, "the least is -1"), (1.5, "float64"), (None, "object")])
+def test_a_function_of_lengths_that_returns_none(length, actual):
+    with pytest.raises(DataError, match=rf"lengths have shape \(3,\).*{actual}.*needs 3 whole numbers"):
         list(made(3, 1, lengths=lambda index: length))
 
 

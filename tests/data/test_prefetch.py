@@ -33,9 +33,9 @@ def test_the_batches_are_the_same(device, length, depth):
     batches = [{"x": torch.arange(i, i + 3), "name": "a"} for i in range(length)]
     ahead = data.prefetch(batches, device, depth)
     for _ in range(2):
-        found = list(ahead)
-        assert taken(found) == taken(batches)
-        assert all(batch["x"].device.type == device and batch["name"] == "a" for batch in found)
+        actual = list(ahead)
+        assert taken(actual) == taken(batches)
+        assert all(batch["x"].device.type == device and batch["name"] == "a" for batch in actual)
     assert len(ahead) == length
 
 
@@ -68,9 +68,9 @@ def test_what_moves_itself_is_left_for_fit(device, monkeypatch):
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     ft.backends.register(dataclasses.replace(ft.backends.get("cpu"), name="meta"))
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(4, 3), torch.ones(2, 3)])
-    (found,) = data.prefetch([{"x": torch.ones(1), "p": packed}], device)
-    assert (found["x"].device.type, found["p"].data.device.type) == (device, "cpu")
-    assert tree.to(found, device)["p"].data.device.type == device
+    (actual,) = data.prefetch([{"x": torch.ones(1), "p": packed}], device)
+    assert (actual["x"].device.type, actual["p"].data.device.type) == (device, "cpu")
+    assert tree.to(actual, device)["p"].data.device.type == device
 
 
 def test_so_much_is_read_ahead_and_no_more():
@@ -99,8 +99,8 @@ def test_data_may_fill_its_tensors_again(device, memory):
         for number in range(5):
             yield {"x": batch.fill_(number)}
 
-    found = list(data.prefetch(source(), device))
-    assert [batch["x"].unique().tolist() for batch in found] == [[number] for number in range(5)]
+    actual = list(data.prefetch(source(), device))
+    assert [batch["x"].unique().tolist() for batch in actual] == [[number] for number in range(5)]
 
 
 class Stream:
@@ -159,10 +159,10 @@ def test_an_error_comes_when_its_turn_has_come():
             yield {"x": torch.tensor(1)}
             raise KeyError("third")
 
-    begun, found = iter(data.prefetch(Source(), "cpu", depth=5)), []
+    begun, actual = iter(data.prefetch(Source(), "cpu", depth=5)), []
     with pytest.raises(KeyError, match="third"):
-        found.extend(int(batch["x"]) for batch in begun)
-    assert found == [0, 1]
+        actual.extend(int(batch["x"]) for batch in begun)
+    assert actual == [0, 1]
 
 
 def test_after_an_error_the_position_is_that_of_the_last_good_batch():
@@ -191,8 +191,8 @@ def test_data_without_a_position():
 
 
 def test_mappings_that_are_no_dicts_become_some():
-    (found,) = data.prefetch([UserDict(x=torch.tensor(1))], "cpu")
-    assert type(found) is dict
+    (actual,) = data.prefetch([UserDict(x=torch.tensor(1))], "cpu")
+    assert type(actual) is dict
 
 
 def test_what_it_cannot_take():

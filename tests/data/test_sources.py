@@ -92,9 +92,9 @@ def test_what_is_written_is_read(tmp_path_factory, documents, length):
     path = tmp_path_factory.mktemp("tokens") / "text.npy"
     data.write_tokens(path, documents)
     flat = [token for document in documents for token in document]
-    found = data.TokenDocuments(path)
-    assert [sample["tokens"].tolist() for sample in found] == documents
-    assert found.lengths.tolist() == [len(document) for document in documents]
+    actual = data.TokenDocuments(path)
+    assert [sample["tokens"].tolist() for sample in actual] == documents
+    assert actual.lengths.tolist() == [len(document) for document in documents]
     assert np.load(path).tolist() == flat
     count = max(len(flat) - 1, 0) // length
     if not count:
@@ -124,8 +124,8 @@ def test_documents_are_packed(tmp_path):
     path = tmp_path / "text.npy"
     documents = [[number] * (number % 9) for number in range(60)]
     data.write_tokens(path, documents)
-    found = data.TokenDocuments(path)
-    seen = torch.cat([b["tokens"].view(-1) for b in data.loader(found, 2, lengths=found.lengths, pack=16)])
+    actual = data.TokenDocuments(path)
+    seen = torch.cat([b["tokens"].view(-1) for b in data.loader(actual, 2, lengths=actual.lengths, pack=16)])
     assert sorted(seen[seen > 0].tolist()) == [token for document in documents for token in document]
 
 
@@ -275,12 +275,12 @@ def test_a_dataset_like_those_of_hugging_face():
         }
     )
     loader = data.loader(dataset, 2, lengths=dataset["length"], collate=data.pad(), window=8)
-    found = list(loader)
-    assert sorted(text for batch in found for text in batch["text"]) == sorted(map(str, lengths))
-    for batch in found:
+    actual = list(loader)
+    assert sorted(text for batch in actual for text in batch["text"]) == sorted(map(str, lengths))
+    for batch in actual:
         assert torch.equal(batch["input_ids"], 7 * batch["attention_mask"])
         assert batch["attention_mask"].sum(1).tolist() == batch["length"].tolist()
-    assert float(functools.reduce(ft.Mean.pooled, map(data.padding, found))) == pytest.approx(1 - 31 / 36)
+    assert float(functools.reduce(ft.Mean.pooled, map(data.padding, actual))) == pytest.approx(1 - 31 / 36)
 
 
 # Positions of whatever keeps one
@@ -366,11 +366,11 @@ def test_a_loader_of_accelerate_has_a_position_if_the_one_that_it_wraps_has_one(
 
 
 def test_a_loader_in_a_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))
+    actual = []
+    thread = threading.Thread(target=lambda: actual.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))
     thread.start()
     thread.join()
-    assert len(found) == 2
+    assert len(actual) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

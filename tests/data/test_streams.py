@@ -178,7 +178,7 @@ def test_batches_come_in_the_order_of_the_stream():
 def test_resuming_anywhere(kind):
     whole = made(kind())
     passes = [rows(whole) for _ in range(3)]
-    assert len({tuple(map(tuple, found)) for found in passes}) == 3
+    assert len({tuple(map(tuple, actual)) for actual in passes}) == 3
     for stop in range(len(passes[1]) + 1):
         first, second = made(kind()), made(kind())
         list(first)
@@ -210,9 +210,9 @@ def test_peeking_changes_nothing(kind):
     expected = made(kind())
     passes = [rows(expected) for _ in range(2)]
     loader = made(kind())
-    for found in passes:
+    for actual in passes:
         next(iter(loader))
-        assert rows(loader) == found
+        assert rows(loader) == actual
 
 
 @pytest.mark.parametrize("kind", [Keeps, Shuffles])
@@ -329,8 +329,8 @@ def test_a_collation_that_fails():
     def collate(samples):
         raise ValueError("no")
 
-    needed = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; repair the samples"
-    with pytest.raises(DataError, match=needed):
+    expected = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; repair the samples"
+    with pytest.raises(DataError, match=expected):
         list(made(Plain(), collate=collate))
 
 

@@ -28,7 +28,7 @@ class Faulty:
     may_be_killed = None
 
     def __init__(self, size, **faults):
-        self.size, self.faults = size, {index: fault for fault, found in faults.items() for index in found}
+        self.size, self.faults = size, {index: fault for fault, actual in faults.items() for index in actual}
 
     def __len__(self):
         return self.size
@@ -138,11 +138,11 @@ def test_an_error_that_cannot_be_sent():
 @pytest.mark.parametrize(("fault", "how"), [("dies", "exit code 3"), ("killed", "SIGKILL, as when .* out of memory")])
 def test_a_worker_that_dies(fault, how, quick_end):
     loader = made(Faulty(12, **{fault: [6]}), num_workers=2, timeout=300)
-    begun, found = iter(loader), []
-    needed = rf"a worker died.*samples \d+, \d+ of epoch 0 was awaited.*{how}.*num_workers=0"
-    with pytest.raises(DataError, match=needed):
-        found.extend(batch["x"].tolist() for batch in begun)
-    assert found == [[0, 1], [2, 3], [4, 5]][: len(found)]
+    begun, actual = iter(loader), []
+    expected = rf"a worker died.*samples \d+, \d+ of epoch 0 was awaited.*{how}.*num_workers=0"
+    with pytest.raises(DataError, match=expected):
+        actual.extend(batch["x"].tolist() for batch in begun)
+    assert actual == [[0, 1], [2, 3], [4, 5]][: len(actual)]
     # The next pass has new workers, and meets what killed the last one again.
     with pytest.raises(DataError, match="a worker died"):
         list(loader)
@@ -238,12 +238,12 @@ def test_ctrl_c_ends_no_worker():
 def test_bad_samples_are_skipped_and_counted(num_workers):
     loader = made(Faulty(12, raises=[1, 4, 6]), 4, num_workers=num_workers, on_error="skip")
     with pytest.warns(UserWarning, match=r"sample 1 of epoch 0.*loader.skipped") as warned:
-        found = taken(loader)
+        actual = taken(loader)
     # Only of the first; the others are counted. (Python has a warning of its own about a fork.)
     assert len([each for each in warned if each.category is UserWarning]) == 1
     assert loader.skipped == loader.state_dict()["skipped"] == 3
     # Batches keep their shape: good samples take the places of bad ones.
-    assert found == [[0, 2, 3, 0], [5, 7, 5, 7], [8, 9, 10, 11]]
+    assert actual == [[0, 2, 3, 0], [5, 7, 5, 7], [8, 9, 10, 11]]
 
 
 def test_the_count_is_resumed_and_a_pass_that_starts_over_counts_anew():

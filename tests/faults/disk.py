@@ -34,8 +34,8 @@ class Calls:
         self._one = threading.Lock()
 
     def __getattr__(self, name):
-        found = getattr(os, name)
-        return functools.partial(self._numbered, name, found) if name in CALLS else found
+        actual = getattr(os, name)
+        return functools.partial(self._numbered, name, actual) if name in CALLS else actual
 
     def _numbered(self, name, function, *args):
         with self._one:
@@ -376,11 +376,11 @@ def laid_out(tree, directory):
 
 def descriptors():
     """The descriptors that are open."""
-    found = set()
+    actual = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
-    return {(name, where) for name, where in found if not where.startswith("/proc")}
+            actual.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return {(name, where) for name, where in actual if not where.startswith("/proc")}
 
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EINTR": errno.EINTR}

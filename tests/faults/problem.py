@@ -40,8 +40,8 @@ def failing(kind, *pieces):
     assert not missing, f"{missing} not in the message: {caught.value}"
 
 
-def assert_bitwise(found, needed):
+def assert_bitwise(actual, expected):
     """Two trees agree in structure, dtype, shape and every bit."""
-    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
-    for name, a, b in zip(ft.tree.leaf_names(found), ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
+    for name, a, b in zip(ft.tree.leaf_names(actual), ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")

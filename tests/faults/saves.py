@@ -42,13 +42,13 @@ def bits(value):
 EXPECTED = {}
 
 
-def is_tree(step, found):
+def is_tree(step, actual):
     """Whether a tree is that of a step, to the bit."""
-    frozen = FROZEN if found["state"].frozen else None
+    frozen = FROZEN if actual["state"].frozen else None
     key = step, frozen is None
     if key not in EXPECTED:
         EXPECTED[key] = bits(tree(step, frozen))
-    return bits(found) == EXPECTED[key]
+    return bits(actual) == EXPECTED[key]
 
 
 def checkpoints(directory, **options):
@@ -57,13 +57,13 @@ def checkpoints(directory, **options):
 
 def newest(directory):
     """The step of the newest checkpoint that loads, None where there is none; it must be exact, and nothing damaged."""
-    found = checkpoints(directory).latest(accept=require_history)
-    if found is None:
+    actual = checkpoints(directory).latest(accept=require_history)
+    if actual is None:
         return None
-    mark = parse_mark(found.parts.pop("history", None))
-    assert mark is None or list(read(directory, mark)) == records(found.step), f"the history of step {found.step}"
-    assert is_tree(found.step, found.parts), f"step {found.step} is not what was saved"
-    return found.step
+    mark = parse_mark(actual.parts.pop("history", None))
+    assert mark is None or list(read(directory, mark)) == records(actual.step), f"the history of step {actual.step}"
+    assert is_tree(actual.step, actual.parts), f"step {actual.step} is not what was saved"
+    return actual.step
 
 
 def records(step):
@@ -71,9 +71,9 @@ def records(step):
     return [{"step": number, "loss": number / 7, "of": [number, None]} for number in range(1, 3 * step + 1)]
 
 
-def require_history(found):
-    if mark := parse_mark(found.parts.get("history")):
-        check(found.path.parent, mark)
+def require_history(actual):
+    if mark := parse_mark(actual.parts.get("history")):
+        check(actual.path.parent, mark)
 
 
 def save_with_history(writing, journal, step):
@@ -85,8 +85,8 @@ def save_with_history(writing, journal, step):
 def saves_with_history(directory, step, **options):
     """Go on from the newest step, and save another one."""
     with checkpoints(directory, **options) as writing:
-        journal, found = Journal(directory), writing.latest(accept=require_history)
-        journal.continue_after(parse_mark(found.parts["history"]) if found else None)
+        journal, actual = Journal(directory), writing.latest(accept=require_history)
+        journal.continue_after(parse_mark(actual.parts["history"]) if actual else None)
         save_with_history(writing, journal, step)
 
 

@@ -34,10 +34,10 @@ def test_axes_of_different_length():
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [({"x": torch.zeros(()), "n": 3}, "'x': 'float32[]'"), ({}, "{}"), ({"s": "text"}, "str")]
+    ("given", "actual"), [({"x": torch.zeros(()), "n": 3}, "'x': 'float32[]'"), ({}, "{}"), ({"s": "text"}, "str")]
 )
-def test_no_axis_to_cut(given, found):
-    with failing(BatchError, "accumulate(2)", "no tensor with an axis", found):
+def test_no_axis_to_cut(given, actual):
+    with failing(BatchError, "accumulate(2)", "no tensor with an axis", actual):
         run(squares, ft.accumulate(2), given=given)
 
 

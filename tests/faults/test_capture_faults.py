@@ -24,13 +24,13 @@ def of_two(params, batch):
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_tensor_given_twice_is_two_inputs(backend, donate):
     step, eager = make(of_two, ft.compiled(backend=backend, donate=donate)), make(of_two)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     same = torch.ones(4)
     for given in ({"x": same, "y": same}, {"x": torch.full((4,), 3.0), "y": torch.full((4,), 5.0)}):
         state, metrics = step(state, given)
-        needed, needed_metrics = eager(needed, given)
+        expected, needed_metrics = eager(expected, given)
         torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
-    torch.testing.assert_close(state.params, needed.params)
+    torch.testing.assert_close(state.params, expected.params)
 
 
 def test_what_a_bit_conjugates_or_negates_is_not_read_as_if_it_were_not():
@@ -40,24 +40,24 @@ def test_what_a_bit_conjugates_or_negates_is_not_read_as_if_it_were_not():
     torch.manual_seed(0)
     z = torch.randn(2, 3, dtype=torch.complex64)
     step, eager = make(loss, ft.compiled(backend="eager", lowering="whole")), make(loss)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     for batch in (z, z.conj(), z):
-        (state, _), (needed, _) = step(state, batch), eager(needed, batch)
-    torch.testing.assert_close(state.params, needed.params)
+        (state, _), (expected, _) = step(state, batch), eager(expected, batch)
+    torch.testing.assert_close(state.params, expected.params)
 
     evaluation = ft.eval_step(lambda params, x: (x @ params["w"]).sum())
-    found, wanted = (each(state, z.conj().imag)["loss"] for each in (ft.compiled()(evaluation), evaluation))
-    torch.testing.assert_close(found.value, wanted.value)
+    actual, wanted = (each(state, z.conj().imag)["loss"] for each in (ft.compiled()(evaluation), evaluation))
+    torch.testing.assert_close(actual.value, wanted.value)
 
 
 def test_a_first_call_with_the_averages_does_not_tie_them_to_the_parameters():
     step, eager = make(squares, ft.ema(0.5), ft.compiled(backend="eager")), make(squares, ft.ema(0.5))
     given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
     step(ft.averaged(step.init(params())), given)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     for _ in range(3):
-        (state, _), (needed, _) = step(state, given), eager(needed, given)
-    torch.testing.assert_close(state.slots["ema"], needed.slots["ema"])
+        (state, _), (expected, _) = step(state, given), eager(expected, given)
+    torch.testing.assert_close(state.slots["ema"], expected.slots["ema"])
 
 
 def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
@@ -83,9 +83,9 @@ def test_a_buffer_that_is_the_old_parameter_stays_the_old_one(wrappers):
     given = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
     step, plain = make(loss, *wrappers), make(loss)
     buffers = {"previous": torch.zeros(3)}
-    (state, _), (needed, _) = (each(each.init(params(), buffers=buffers), given) for each in (step, plain))
+    (state, _), (expected, _) = (each(each.init(params(), buffers=buffers), given) for each in (step, plain))
     assert torch.equal(state.buffers["previous"], params()["w"])
-    assert torch.equal(needed.buffers["previous"], params()["w"])
+    assert torch.equal(expected.buffers["previous"], params()["w"])
 
 
 def test_the_averages_of_16_bit_parameters_do_not_stand_still():
@@ -135,14 +135,14 @@ def test_a_check_of_values_is_made_in_each_step(donate):
     step = make(loss, ft.compiled(backend="aot_eager", lowering="whole", donate=donate))
     eager, evaluation = make(loss), ft.compiled(backend="aot_eager", lowering="whole")(ft.eval_step(loss))
     good, bad = {"x": torch.ones(4), "y": torch.zeros(4)}, {"x": torch.tensor([1.0, 1, 0, 1]), "y": torch.zeros(4)}
-    needed, _ = eager(eager.init(params()), good)
+    expected, _ = eager(eager.init(params()), good)
     state, _ = step(step.init(params()), good)
-    found, wanted = (each(state, good)["loss"] for each in (evaluation, ft.eval_step(loss)))
-    torch.testing.assert_close(found.value, wanted.value)
+    actual, wanted = (each(state, good)["loss"] for each in (evaluation, ft.eval_step(loss)))
+    torch.testing.assert_close(actual.value, wanted.value)
     for run in (step, evaluation):
         with pytest.raises(RuntimeError, match=r"a check of values within the loss failed; the step without compiled"):
             run(state, bad)
-    torch.testing.assert_close(state.params, needed.params)
+    torch.testing.assert_close(state.params, expected.params)
 
 
 @pytest.mark.parametrize("of_params", choose([False, True], [True]), ids=["of the batch", "of parameters"])
@@ -159,10 +159,10 @@ def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_para
     evaluation = ft.compiled(backend="aot_eager", lowering="whole")(ft.eval_step(loss))
     for sign in (1, -1):
         given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
-        state, needed = (each(each.init(params()), given)[0] for each in (step, eager))
-        torch.testing.assert_close(state.params, needed.params)
-        found, wanted = (each(state, given)["loss"] for each in (evaluation, ft.eval_step(by_hand)))
-        torch.testing.assert_close(found.value, wanted.value)
+        state, expected = (each(each.init(params()), given)[0] for each in (step, eager))
+        torch.testing.assert_close(state.params, expected.params)
+        actual, wanted = (each(state, given)["loss"] for each in (evaluation, ft.eval_step(by_hand)))
+        torch.testing.assert_close(actual.value, wanted.value)
 
 
 class Conditional(nn.Module):
@@ -195,12 +195,12 @@ def of_module(module):
 def test_branches_of_a_condition_may_use_parameters_and_run_eagerly_afterwards(backend, as_tuple):
     loss = of_module(Conditional(torch.sin, as_tuple))
     whole, eager = make(loss, ft.compiled(backend=backend, lowering="whole")), make(loss)
-    state, needed = whole.init(), eager.init()
+    state, expected = whole.init(), eager.init()
     for sign in (1, -1, 1):
         given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
-        (state, metrics), (needed, needed_metrics) = whole(state, given), eager(needed, given)
+        (state, metrics), (expected, needed_metrics) = whole(state, given), eager(expected, given)
         torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
-    torch.testing.assert_close(state.params, needed.params)
+    torch.testing.assert_close(state.params, expected.params)
 
 
 @pytest.mark.parametrize("as_tuple", choose([False, True], [False]))
@@ -235,10 +235,10 @@ def test_data_that_a_loss_replaces_is_no_part_of_a_graph_which_would_keep_the_ol
     with pytest.raises(TraceError, match=r"replaces the data of a tensor \(x\.data = y\)"):
         whole(whole.init(), given)
     step, eager = make(loss, ft.compiled(backend="aot_eager")), make(loss)
-    state, needed = step.init(), eager.init()
+    state, expected = step.init(), eager.init()
     for _ in range(2):
-        state, needed = step(state, given)[0], eager(needed, given)[0]
-    torch.testing.assert_close((state.params, state.buffers), (needed.params, needed.buffers))
+        state, expected = step(state, given)[0], eager(expected, given)[0]
+    torch.testing.assert_close((state.params, state.buffers), (expected.params, expected.buffers))
     assert float(state.buffers["calls"]) == 2
 
 

@@ -76,18 +76,18 @@ def test_whole_names_the_line_that_asks_for_a_value(loss):
 def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplog):
     step = make(loss, ft.compiled(backend="eager", donate=donate))
     eager = make(loss)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     with caplog.at_level(logging.WARNING, "ftrain"):
         for _ in range(3):
             state, metrics = step(state, batch())
-            needed, needed_metrics = eager(needed, batch())
+            expected, needed_metrics = eager(expected, batch())
     lines = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert len(lines) == 1
     assert "split" in lines[0]
     assert f"# here: {loss.__name__.removeprefix('by_')}" in lines[0]
     assert "compiled(split" in repr(step)
     for name in params():
-        torch.testing.assert_close(state.params[name], needed.params[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state.params[name], expected.params[name], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(metrics["loss"], needed_metrics["loss"], rtol=1e-5, atol=1e-6)
 
 
@@ -97,8 +97,8 @@ def test_auto_falls_back_with_inductor_too(caplog):
     with caplog.at_level(logging.WARNING, "ftrain"):
         state, _ = step(step.init(params()), batch())
     assert "# here: item" in caplog.text
-    needed, _ = make(by_item)(make(by_item).init(params()), batch())
-    torch.testing.assert_close(state.params["w"], needed.params["w"])
+    expected, _ = make(by_item)(make(by_item).init(params()), batch())
+    torch.testing.assert_close(state.params["w"], expected.params["w"])
 
 
 def test_auto_says_nothing_when_the_whole_step_can_be_captured(caplog):
@@ -170,9 +170,9 @@ def test_a_function_of_steps_that_cannot_be_captured_takes_one_step(donate):
         return inner(state, batch)
 
     plain = make()
-    found, metrics = ft.compiled(backend="eager")(step)(inner.init(params()), batch())
-    needed, needed_metrics = plain(plain.init(params()), batch())
-    assert_bitwise(found, needed)
+    actual, metrics = ft.compiled(backend="eager")(step)(inner.init(params()), batch())
+    expected, needed_metrics = plain(plain.init(params()), batch())
+    assert_bitwise(actual, expected)
     assert_bitwise(metrics, needed_metrics)
 
 

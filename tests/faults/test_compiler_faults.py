@@ -65,18 +65,18 @@ def _backends():
 def compiled_and_eager(caplog, loss=squares, **options):
     """Three steps compiled and three eager ones: both states, the step, and what was logged."""
     step, eager = make(loss, ft.compiled(**options)), make(loss)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     with caplog.at_level(logging.WARNING, "ftrain"):
         for _ in range(3):
-            (state, metrics), (needed, needed_metrics) = step(state, batch()), eager(needed, batch())
+            (state, metrics), (expected, needed_metrics) = step(state, batch()), eager(expected, batch())
     assert_close(
-        (state.params, state.opt_state, metrics["loss"]), (needed.params, needed.opt_state, needed_metrics["loss"])
+        (state.params, state.opt_state, metrics["loss"]), (expected.params, expected.opt_state, needed_metrics["loss"])
     )
     return step, [record.getMessage() for record in caplog.records if record.name == "ftrain"]
 
 
-def assert_close(found, needed):
-    torch.testing.assert_close(ft.tree.leaves(found), ft.tree.leaves(needed), rtol=1e-5, atol=1e-6)
+def assert_close(actual, expected):
+    torch.testing.assert_close(ft.tree.leaves(actual), ft.tree.leaves(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -114,8 +114,8 @@ def test_an_update_in_backward_that_cannot_be_compiled_runs_eagerly(caplog):
     step, eager = (
         make(squares, ft.update_in_backward(), *more) for more in ([ft.compiled(backend="ftrain_broken")], [])
     )
-    (state, _), (needed, _) = (each(each.init(params()), batch()) for each in (step, eager))
-    assert_bitwise(state.params, needed.params)
+    (state, _), (expected, _) = (each(each.init(params()), batch()) for each in (step, eager))
+    assert_bitwise(state.params, expected.params)
     assert "runs eagerly" in caplog.text
 
 
@@ -171,10 +171,10 @@ def test_a_mistake_of_the_loss_is_no_fault_of_the_compiler(caplog):
 def test_lower_says_that_a_step_runs_eagerly(caplog):
     step = make(squares, ft.compiled(backend="ftrain_broken", donate=True))
     state = step.init(params())
-    found = step.lower(state, batch())
-    assert (found.lowering, found.graphs) == ("eager", 0)
-    (new, _), (needed, _) = step(state, batch()), make()(make().init(params()), batch())
-    assert_bitwise(new.params, needed.params)
+    actual = step.lower(state, batch())
+    assert (actual.lowering, actual.graphs) == ("eager", 0)
+    (new, _), (expected, _) = step(state, batch()), make()(make().init(params()), batch())
+    assert_bitwise(new.params, expected.params)
 
 
 def test_a_plain_function_that_cannot_be_compiled_runs_uncompiled(caplog):
@@ -189,10 +189,10 @@ def test_a_plain_function_that_cannot_be_compiled_runs_uncompiled(caplog):
 def test_an_optimizer_whose_state_is_elsewhere_and_a_loss_that_cannot_be_compiled(tmp_path, caplog):
     away = ft.offload("opt_state", directory=tmp_path)
     step, eager = make(squares, away, ft.compiled(backend="ftrain_broken", donate=True)), make(squares)
-    state, needed = step.init(params()), eager.init(params())
+    state, expected = step.init(params()), eager.init(params())
     for _ in range(2):
-        (state, _), (needed, _) = step(state, batch()), eager(needed, batch())
-    assert_close(state.params, needed.params)
+        (state, _), (expected, _) = step(state, batch()), eager(expected, batch())
+    assert_close(state.params, expected.params)
     assert "compiled(eager, donate)" in repr(step)
 
 

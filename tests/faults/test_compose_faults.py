@@ -74,14 +74,14 @@ def test_a_plain_function_of_steps_runs_uncompiled_and_says_so(caplog):
 
     with caplog.at_level(logging.WARNING, "ftrain"):
         compiled = ft.compiled(backend="eager")(twice)
-        found, _ = compiled(step.init(params()), batch())
+        actual, _ = compiled(step.init(params()), batch())
         again, _ = compiled(step.init(params()), batch())
     assert len(caplog.records) == 1
     assert "twice runs uncompiled" in caplog.text
-    needed, _ = twice(step.init(params()), batch())
+    expected, _ = twice(step.init(params()), batch())
     for name in params():
-        assert torch.equal(found.params[name], needed.params[name])
-        assert torch.equal(again.params[name], needed.params[name])
+        assert torch.equal(actual.params[name], expected.params[name])
+        assert torch.equal(again.params[name], expected.params[name])
 
 
 @wrappers
@@ -226,16 +226,16 @@ def test_compose_with_wrappers_that_were_not_called():
 
 
 @pytest.mark.parametrize(
-    ("rule", "found"),
+    ("rule", "actual"),
     [(lambda w, g: w.double() - g, "found float64[2], needs float32[2]"), (lambda w, g: w[None] - g, "[1, 2]")],
 )
-def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, found):
+def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, actual):
     def update(grads, opt_state, params, hyper, *, donate=False):
         return {"w": rule(params["w"], grads["w"])}, opt_state
 
     optimizer = Optimizer(lambda params: {}, update, {}, "homemade")
     step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
-    with failing(StructureError, "Step", "what homemade returned", "params.w", found):
+    with failing(StructureError, "Step", "what homemade returned", "params.w", actual):
         step(step.init({"w": torch.ones(2)}), None)
 
 

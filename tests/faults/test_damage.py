@@ -152,10 +152,10 @@ def by_latest(run):
     """Go back to the older one; the reason is in the warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
-    if found.step == NEW:
+        actual = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
+    if actual.step == NEW:
         return None
-    assert same(found.parts, run.parts[OLD])
+    assert same(actual.parts, run.parts[OLD])
     assert len(caught) == 1
     assert f"going back to step {OLD}" in str(caught[0].message)
     return str(caught[0].message)
@@ -274,9 +274,9 @@ def dcp_save(tree, path):
 
 
 def dcp_load(path):
-    found = {name: torch.zeros_like(leaf) for name, leaf in tree().items()}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found
+    actual = {name: torch.zeros_like(leaf) for name, leaf in tree().items()}
+    dcp.load(actual, checkpoint_id=path, no_dist=True)
+    return actual
 
 
 FORMATS = {
@@ -302,11 +302,11 @@ def noticed(tell, name, path, tries):
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         put(file, data)
         try:
-            found = read(path)
+            actual = read(path)
         except BaseException:
             counts["found"] += 1
         else:
-            counts["harmless" if same(found, given) else "silent"] += 1
+            counts["harmless" if same(actual, given) else "silent"] += 1
         put(file, whole[file])
     tell(counts)
 

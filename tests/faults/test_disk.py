@@ -117,11 +117,11 @@ def calls(directory, mode):
 
 
 def check(directory, told, mode):
-    found = newest(directory)
-    assert found is not None
-    assert found >= max(told.saved, 2)
+    actual = newest(directory)
+    assert actual is not None
+    assert actual >= max(told.saved, 2)
     # It may be there although nobody could tell for sure that it would stay.
-    assert found == max(told.saved, 2) or told.errors
+    assert actual == max(told.saved, 2) or told.errors
     require_goes_on(directory, 5, keep=KEEP, async_=MODES[mode])
     assert not files._held
 
@@ -240,12 +240,12 @@ def tried(directory, limited):
     return [bool(told.errors), ""]
 
 
-def judged(tries, found):
+def judged(tries, actual):
     """Count what `tried` has returned of each; return where there was an error."""
-    for number, (_, wrong) in enumerate(found):
+    for number, (_, wrong) in enumerate(actual):
         with tries.one(number):
             assert not wrong, wrong
-    errors = [error for error, _ in found]
+    errors = [error for error, _ in actual]
     tries.note = f"{sum(errors)} with a CheckpointError"
     # Of the least there is, and of enough.
     assert errors[0]
@@ -296,10 +296,10 @@ def on_a_small_disk(tell, root, what):
 @quiet_forks
 @pytest.mark.parametrize("what", FULL_OF)
 def test_a_file_system_is_full_where_mounting_is_permitted(what, tmp_path):
-    found = forked(on_a_small_disk, tmp_path, what)
-    if found is not None:
+    actual = forked(on_a_small_disk, tmp_path, what)
+    if actual is not None:
         with tally(f"tmpfs full of {what}") as tries:
-            judged(tries, found)
+            judged(tries, actual)
 
 
 @contextmanager

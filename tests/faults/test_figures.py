@@ -11,8 +11,8 @@ def test_figures_are_replaced_by_variant_and_metric(tmp_path):
     record("a bit", file=file, runs=10, failures=1)
     record("a link", file=file, runs=5, failures=0)
     record("a bit", file=file, runs=20, failures=0, note="again")
-    found = {(row.variant, row.metric): (row.median, row.unit, row.note) for row in read(tmp_path)}
-    assert found == {
+    actual = {(row.variant, row.metric): (row.median, row.unit, row.note) for row in read(tmp_path)}
+    assert actual == {
         ("a bit", "runs"): (20.0, "count", "again"),
         ("a bit", "failures"): (0.0, "count", "again"),
         ("a link", "runs"): (5.0, "count", ""),

@@ -119,15 +119,15 @@ def piece(draw):
     return copy.deepcopy(draw.choice(source))
 
 
-def places(tree, found):
+def places(tree, actual):
     """All containers of a tree, with their keys."""
     stack = [tree]
     while stack:
         node = stack.pop()
         inside = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
-        found += [(node, key) for key, _ in inside]
+        actual += [(node, key) for key, _ in inside]
         stack += [child for _, child in inside]
-    return found
+    return actual
 
 
 def copied(tree):
@@ -144,17 +144,17 @@ def mutate(body, draw):
         if draw.random() < 0.4:
             one(body, draw)
             continue
-        found = places(body, [])
-        if not found:
+        actual = places(body, [])
+        if not actual:
             return
-        node, key = draw.choice(found)
+        node, key = draw.choice(actual)
         what = draw.random()
         if what < 0.6:
             node[key] = piece(draw)
         elif what < 0.75:
             del node[key]
         elif what < 0.85:
-            other, at = draw.choice(found)
+            other, at = draw.choice(actual)
             node[key] = copied(other[at]) if _within(at, other) else None
         elif isinstance(node, dict):
             node[draw.choice(NAMES)] = node.pop(key)
@@ -227,10 +227,10 @@ def header(data, draw):
     if draw.random() < 0.3:
         body = text(before, draw)
     else:
-        found = json.loads(before)
-        mutate(found, draw)
+        actual = json.loads(before)
+        mutate(actual, draw)
         try:
-            body = json.dumps(found, separators=(",", ":")).encode()
+            body = json.dumps(actual, separators=(",", ":")).encode()
         except (RecursionError, ValueError):
             body = before[::-1]
         body += b" " * (length - len(body))
@@ -364,16 +364,16 @@ def fuzzed(tell, change, path, seed, tries):
 @pytest.mark.parametrize("change", CHANGES)
 def test_only_errors_of_checkpoints_come_of_malformed_files(change, tmp_path):
     count = times({"manifest": 70_000, "text": 15_000, "header": 15_000}[change], 100) // SHARDS
-    found = []
+    actual = []
     with tally(f"fuzz: {change}") as tries:
         for shard in range(SHARDS):
             path = tmp_path / f"step-{shard}"
             save(path, PARTS, step=3)
             tries.runs += count
-            found.append(forked(fuzzed, change, path, f"{change} {shard}", count))
-            tries.failures += found[-1]["wrong"]
-        accepted = sum(each["accepted"] for each in found)
-        slowest, memory = max(each["slowest"] for each in found), max(each["memory"] for each in found) / 2**20
+            actual.append(forked(fuzzed, change, path, f"{change} {shard}", count))
+            tries.failures += actual[-1]["wrong"]
+        accepted = sum(each["accepted"] for each in actual)
+        slowest, memory = max(each["slowest"] for each in actual), max(each["memory"] for each in actual) / 2**20
         tries.note = f"{accepted} were good after all; the slowest took {slowest:.2f} s, all of them {memory:.0f} MB"
         # Of a header nothing but the very bytes is good; of a manifest much is that somebody has signed.
         assert (accepted > 0) == (change != "header")

@@ -122,9 +122,9 @@ def named_batches():
 
     def wrap(grad):
         def naming(state, batch, rng):
-            found = grad(state, batch, rng)
+            actual = grad(state, batch, rng)
             places = enumerate(batch["id"].unbind())
-            return replace(found, metrics={**found.metrics, **{f"id{place}": value for place, value in places}})
+            return replace(actual, metrics={**actual.metrics, **{f"id{place}": value for place, value in places}})
 
         return naming
 

@@ -46,11 +46,11 @@ def went_on(directory, draw, kills):
         while agent.poll() is None:
             assert time.monotonic() < ends, (directory / "stderr").read_text()[-4000:]
             time.sleep(0.005)
-            found = progress(directory, victim)
-            if killed < kills and found and found[0] not in dead and found[1] >= after:
+            actual = progress(directory, victim)
+            if killed < kills and actual and actual[0] not in dead and actual[1] >= after:
                 time.sleep(draw.random() * 0.05)
                 with suppress(ProcessLookupError):
-                    os.kill(found[0], signal.SIGKILL)
+                    os.kill(actual[0], signal.SIGKILL)
                     killed += 1
                 dead |= {each[0] for each in (progress(directory, rank) for rank in range(RANKS)) if each}
                 victim, after = draw.randrange(RANKS), draw.randrange(5)

@@ -26,7 +26,7 @@ def total(params):
 
 @modes
 @pytest.mark.parametrize(
-    ("loss", "found"),
+    ("loss", "actual"),
     [
         (lambda params, batch: params["w"], "returned float32[3]"),
         (lambda params, batch: params["w"].sum().reshape(1), "returned float32[1]"),
@@ -41,8 +41,8 @@ def total(params):
         (mean(total, lambda p: 4), "returned a Mean of int"),
     ],
 )
-def test_no_form_of_a_loss(loss, found, wrappers):
-    with failing(LossError, "loss: ", found):
+def test_no_form_of_a_loss(loss, actual, wrappers):
+    with failing(LossError, "loss: ", actual):
         run(loss, *wrappers)
 
 

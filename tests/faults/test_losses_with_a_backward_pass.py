@@ -46,9 +46,9 @@ WRAPPERS = {
 @pytest.mark.parametrize("clears", [False, True], ids=["", "zero_grad"])
 @pytest.mark.parametrize("wrappers", WRAPPERS)
 def test_a_backward_pass_of_the_loss_itself_adds_nothing_to_the_gradient(clears, wrappers):
-    needed = trained(lambda model, batch: attacked(model, batch, by_grad=True))
-    found = trained(lambda model, batch: attacked(model, batch, clears=clears), *WRAPPERS[wrappers])
-    torch.testing.assert_close(found, needed, rtol=1e-12, atol=1e-12)
+    expected = trained(lambda model, batch: attacked(model, batch, by_grad=True))
+    actual = trained(lambda model, batch: attacked(model, batch, clears=clears), *WRAPPERS[wrappers])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", [0, 2, 3])
@@ -60,8 +60,8 @@ def test_on_ranks_it_is_an_error_and_the_gradient_of_inputs_is_none(level):
     def by_grad(model, batch):
         return attacked(model, batch, by_grad=True)
 
-    (needed,) = run(1, lambda _: rank(by_grad))
-    torch.testing.assert_close(run(2, lambda _: rank(by_grad))[0], needed, rtol=1e-12, atol=1e-12)
+    (expected,) = run(1, lambda _: rank(by_grad))
+    torch.testing.assert_close(run(2, lambda _: rank(by_grad))[0], expected, rtol=1e-12, atol=1e-12)
 
     def refused(_):
         with pytest.raises(LossError, match=r"runs a backward pass through its parameters.*torch\.autograd\.grad"):
@@ -98,8 +98,8 @@ def by_adjoint(model, batch):
 
 @pytest.mark.parametrize("more", [[], [ft.compiled(backend="eager")]], ids=["eager", "compiled"])
 def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_takes_parts_of_it(more):
-    needed = trained(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
-    torch.testing.assert_close(trained(by_adjoint, ft.update_in_backward(), *more), needed, rtol=1e-12, atol=1e-12)
+    expected = trained(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
+    torch.testing.assert_close(trained(by_adjoint, ft.update_in_backward(), *more), expected, rtol=1e-12, atol=1e-12)
 
 
 class Product(torch.autograd.Function):
@@ -142,6 +142,6 @@ def test_a_gradient_that_is_a_parameter_is_read_before_a_donated_update_overwrit
             state, _ = step(state, {"x": torch.ones(2)})
         return state.params
 
-    needed = trained_by(lambda a, b: (a * b).sum())
-    torch.testing.assert_close(trained_by(Product.apply), needed)
-    torch.testing.assert_close(trained_by(Product.apply, ft.donated()), needed)
+    expected = trained_by(lambda a, b: (a * b).sum())
+    torch.testing.assert_close(trained_by(Product.apply), expected)
+    torch.testing.assert_close(trained_by(Product.apply, ft.donated()), expected)

@@ -206,8 +206,8 @@ def test_however_many_steps_overflow_the_next_good_one_is_good():
     assert float(state.slots["with_amp"]["scale"]) == 2.0**-24
     state, metrics = step(state, good)
     assert not bool(metrics["skipped"])
-    needed, _ = make(scaled)(make(scaled).init(params()), good)
-    torch.testing.assert_close(state.params, needed.params)
+    expected, _ = make(scaled)(make(scaled).init(params()), good)
+    torch.testing.assert_close(state.params, expected.params)
 
 
 @pytest.mark.parametrize("action", ["warn", "raise"])

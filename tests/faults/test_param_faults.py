@@ -10,7 +10,7 @@ from tests.faults.problem import failing, make, params
 
 
 @pytest.mark.parametrize(
-    ("tree", "found"),
+    ("tree", "actual"),
     [
         ({"w": torch.ones(3), "i": torch.arange(3)}, "params.i is int64[3]"),
         ({"w": torch.ones(3), "deep": [{"flag": torch.ones(2, dtype=torch.bool)}]}, "params.deep.0.flag is bool[2]"),
@@ -21,8 +21,8 @@ from tests.faults.problem import failing, make, params
         (torch.arange(3), "params is int64[3]"),
     ],
 )
-def test_a_leaf_that_cannot_be_trained(tree, found):
-    with failing(StructureError, "Step.init", found, "floating-point tensor", "trainable="):
+def test_a_leaf_that_cannot_be_trained(tree, actual):
+    with failing(StructureError, "Step.init", actual, "floating-point tensor", "trainable="):
         make().init(tree)
 
 

@@ -63,8 +63,8 @@ def overlapping(disk, root, **options):
 
 def check_run(root, saved, begun, pinned):
     directory = root / "runs" / "a"
-    found = newest(directory)
-    assert (found if found is not None else 0) in range(saved, begun + 1)
+    actual = newest(directory)
+    assert (actual if actual is not None else 0) in range(saved, begun + 1)
     assert not pinned or (directory / f"step-{PINNED:012d}.pinned").exists()
 
 
@@ -303,8 +303,8 @@ def killed(root, at, first, **how):
         else:
             return None
         with checkpoints(root / "runs" / "a") as writing:
-            if found := writing.latest():
-                disk.say("saved", found.step)
+            if actual := writing.latest():
+                disk.say("saved", actual.step)
         saved(disk, root, first)
     return disk
 

@@ -80,10 +80,10 @@ def test_frozen_parameters_may_be_within_such_a_checkpoint():
 def test_a_graph_of_torch_compile_has_gradients_within_such_a_checkpoint():
     model = Reentrant(nn.Linear(4, 4))
     model.part[1].p = 0.0
-    found, _ = step_of(model, SPLIT, allow_unused=True)(step_of(model).init(), torch.ones(4, 4))
+    actual, _ = step_of(model, SPLIT, allow_unused=True)(step_of(model).init(), torch.ones(4, 4))
     model.forward = lambda x: model.head(model.part(model.first(x)))
-    needed, _ = step_of(model, allow_unused=True)(step_of(model).init(), torch.ones(4, 4))
-    torch.testing.assert_close(found.params, needed.params, rtol=1e-5, atol=1e-6)
+    expected, _ = step_of(model, allow_unused=True)(step_of(model).init(), torch.ones(4, 4))
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("trainable", [None, ["transformer.h.*", "transformer.ln_f.*"]], ids=["all", "blocks"])

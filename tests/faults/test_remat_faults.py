@@ -66,5 +66,5 @@ def test_a_pure_loss_with_a_block():
         return inner(params["w"], batch["x"]).sum() + params["b"]
 
     plain, wrapped = make(loss), make(loss, ft.remat())
-    found, needed = (step(step.init(params()), batch())[0].params for step in (wrapped, plain))
-    assert torch.equal(found["w"], needed["w"])
+    actual, expected = (step(step.init(params()), batch())[0].params for step in (wrapped, plain))
+    assert torch.equal(actual["w"], expected["w"])

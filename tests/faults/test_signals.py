@@ -123,18 +123,18 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
             directory, before = tmp_path / str(tries.runs), 0
             # Some runs are interrupted more than once.
             for _ in range(draw.randint(1, 2)):
-                found, steps = signalled(
+                actual, steps = signalled(
                     directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * takes)]
                 )
                 tries.runs += 1
                 latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
                 at = None if latest is None else latest.step
-                saved += found == code
+                saved += actual == code
                 right = at is not None and same(latest.parts["state"], states[at])
                 # After the fit, which has then done all that it had to.
-                right &= at == before + steps if found == code else found in (ENDED, OUTSIDE) and at == STEPS
+                right &= at == before + steps if actual == code else actual in (ENDED, OUTSIDE) and at == STEPS
                 if not right:
-                    tries.failures.append((tries.runs, found, before, steps, at))
+                    tries.failures.append((tries.runs, actual, before, steps, at))
                 before = at or 0
                 if before == STEPS:
                     break
@@ -156,16 +156,16 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             tries.runs = tried
             directory = tmp_path / str(tried)
             moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
-            found, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
-            at_once += found == stopped
+            actual, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
+            at_once += actual == stopped
             # The first may have come after the fit, or the second after what the first has asked for.
-            if found not in (stopped, code, ENDED, -number):
-                tries.failures.append((tried, found, moments))
+            if actual not in (stopped, code, ENDED, -number):
+                tries.failures.append((tried, actual, moments))
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
             if latest is not None and not same(latest.parts["state"], states[latest.step]):
-                tries.failures.append((tried, found, latest.step))
+                tries.failures.append((tried, actual, latest.step))
             if not goes_on(directory):
-                tries.failures.append((tried, found, "goes on otherwise"))
+                tries.failures.append((tried, actual, "goes on otherwise"))
         tries.note = f"{at_once} stopped at once"
         # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
         assert at_once or not FULL
@@ -205,8 +205,8 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
         pass
     assert os.waitpid(child.pid, os.WNOHANG) == (0, 0), "the first one must not stop it"
     child.signal(number)
-    found = child.end()
-    assert found == (-number if number == signal.SIGTERM else INTERRUPTED)
+    actual = child.end()
+    assert actual == (-number if number == signal.SIGTERM else INTERRUPTED)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
     assert goes_on(tmp_path)
 
@@ -240,16 +240,16 @@ def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
         return 1
 
     seen, options = [], {"stop": stop, "evaluate": None, "evaluate_every": None}
-    needed = train(**options)
-    assert len(needed.history) == 3 * LOG
+    expected = train(**options)
+    assert len(expected.history) == 3 * LOG
     with pytest.raises(SystemExit) as caught:
         train(tmp_path, throughput={"steps": raising}, **options)
     assert caught.value.code == 143
     assert ft.Checkpoints(tmp_path, every=EVERY).steps()[-1] == 2 * LOG + 1
-    found = train(tmp_path, **options)
-    assert found.history.stopped == "enough"
-    assert records(found.history) == records(needed.history)
-    assert same(found.state, needed.state)
+    actual = train(tmp_path, **options)
+    assert actual.history.stopped == "enough"
+    assert records(actual.history) == records(expected.history)
+    assert same(actual.state, expected.state)
 
 
 # While a step is compiled
@@ -307,10 +307,10 @@ def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tm
     assert child.end() == 143
     assert ft.Checkpoints(tmp_path, every=100).steps() == ([steps] if steps else [])
     step, state, data = compiling(lowering, "eager")
-    found = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
-    needed = undisturbed(lowering)
-    assert same(found.state, needed.state)
-    assert records(found.history) == records(needed.history)
+    actual = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
+    expected = undisturbed(lowering)
+    assert same(actual.state, expected.state)
+    assert records(actual.history) == records(expected.history)
 
 
 def test_without_checkpoints_what_was_trained_is_returned():

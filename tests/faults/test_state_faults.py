@@ -72,8 +72,8 @@ def test_a_parameter_of_another_shape_in_a_state_that_a_step_returned(optimizer,
 
 def test_a_state_of_an_equal_step_is_welcome():
     state, _ = make()(make().init(params()), batch())
-    needed, _ = make()(make().init(params()), batch())
-    assert_bitwise(state, needed)
+    expected, _ = make()(make().init(params()), batch())
+    assert_bitwise(state, expected)
 
 
 @pytest.mark.parametrize("state", [None, params(), 3], ids=["none", "params", "number"])
@@ -188,9 +188,9 @@ def test_training_on_from_the_averages_leaves_the_original_alone():
     step = make(squares, ft.ema(0.9))
     state, _ = step(step.init(params()), batch())
     kept = ft.tree.clone(state)
-    needed, _ = step(ft.averaged(state), batch())
-    found, _ = ft.fit(step, ft.averaged(state), [batch()], progress=False)
-    assert_bitwise(found, needed)
+    expected, _ = step(ft.averaged(state), batch())
+    actual, _ = ft.fit(step, ft.averaged(state), [batch()], progress=False)
+    assert_bitwise(actual, expected)
     intact(state, kept)
 
 
@@ -232,8 +232,8 @@ def test_a_call_that_fails_loses_nothing(loss, wrappers):
     # What comes next is what would have come without the failure, to the bit.
     state, metrics = step(state, batch())
     fresh = make(loss, *wrappers)
-    needed, needed_metrics = fresh(fresh(fresh.init(params()), batch())[0], batch())
-    assert_bitwise(state, needed)
+    expected, needed_metrics = fresh(fresh(fresh.init(params()), batch())[0], batch())
+    assert_bitwise(state, expected)
     assert_bitwise(metrics, needed_metrics)
 
 

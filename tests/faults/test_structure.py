@@ -113,8 +113,8 @@ def scalar(tree, at, node):
 def gone(tree, at, node):
     """A leaf or a branch that is None now."""
     lines = dict.fromkeys(below(at, node), "unexpected")
-    found = said(node) if isinstance(node, torch.Tensor) else type(node).__name__
-    return put(tree, at, None), {**lines, dotted(at): f"found {found}, needs None"}
+    actual = said(node) if isinstance(node, torch.Tensor) else type(node).__name__
+    return put(tree, at, None), {**lines, dotted(at): f"found {actual}, needs None"}
 
 
 def get(tree, at):
@@ -197,16 +197,16 @@ def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path, mo
                 try:
                     read(tmp_path / str(number), like)
                 except StructureError as error:
-                    found = listed(error)
+                    actual = listed(error)
                 else:
-                    found = {}
-                needed = {_within(prefix, path): what for path, what in lines.items()}
+                    actual = {}
+                expected = {_within(prefix, path): what for path, what in lines.items()}
                 if (
                     not lines
-                    or found.keys() != needed.keys()
-                    or any(what not in found[path] for path, what in needed.items())
+                    or actual.keys() != expected.keys()
+                    or any(what not in actual[path] for path, what in expected.items())
                 ):
-                    tries.failures.append((number, found, needed))
+                    tries.failures.append((number, actual, expected))
             after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
             if not same(like, before) or memory != after:
                 tries.failures.append((number, "touched"))
@@ -228,9 +228,9 @@ def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
     before = ft.tree.clone(other)
     with pytest.raises(StructureError) as caught:
         ft.Checkpoints(tmp_path, every=1).latest({"state": other})
-    found = listed(caught.value)
-    assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= found.keys()
-    assert found["params.w"].startswith("found float32[3], needs float32[4]")
+    actual = listed(caught.value)
+    assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= actual.keys()
+    assert actual["params.w"].startswith("found float32[3], needs float32[4]")
     assert same(other, before)
 
 

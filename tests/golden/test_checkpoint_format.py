@@ -52,10 +52,10 @@ TAGS = {"1": ["ftrain.types.TrainState", "ftrain.types.Mean"], "2": ["TrainState
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_checkpoint_of_this_version_is_loaded(version):
-    path, needed = HERE / version, VERSIONS[version]()
-    found = checkpoint.load(path)
-    assert_same(found, needed)
-    assert_same(checkpoint.load(path, like=needed), needed)
+    path, expected = HERE / version, VERSIONS[version]()
+    actual = checkpoint.load(path)
+    assert_same(actual, expected)
+    assert_same(checkpoint.load(path, like=expected), expected)
     assert checkpoint.verify(path).step == 1200
     manifest = (path / "MANIFEST.json").read_text()
     assert f'"version": {version}' in manifest
@@ -69,9 +69,9 @@ def test_the_newest_version_is_written_as_its_golden_checkpoint(tmp_path):
     for file in golden.rglob("*.*"):
         written = tmp_path / "written" / file.relative_to(golden)
         if file.name == "MANIFEST.json":
-            needed, found = json.loads(file.read_text()), json.loads(written.read_text())
-            assert needed.keys() == found.keys()
-            differ = {name for name in needed if needed[name] != found[name]}
+            expected, actual = json.loads(file.read_text()), json.loads(written.read_text())
+            assert expected.keys() == actual.keys()
+            differ = {name for name in expected if expected[name] != actual[name]}
             assert differ <= {"environment", "digest"}
         else:
             assert written.read_bytes() == file.read_bytes()
@@ -81,23 +81,23 @@ def write(path, tree):
     checkpoint.save(path, tree, step=1200, run="golden", texts={"params/config.json": "{}"})
 
 
-def assert_same(found, needed):
-    assert type(found) is type(needed)
-    if isinstance(needed, dict):
-        assert list(found) == list(needed)
-    if isinstance(needed, torch.Tensor):
-        assert (found.dtype, found.shape, found.stride()) == (needed.dtype, needed.shape, needed.stride())
-        assert found.contiguous().flatten().view(torch.uint8).equal(needed.contiguous().flatten().view(torch.uint8))
-    elif isinstance(needed, dict | list | tuple):
-        keys = needed if isinstance(needed, dict) else range(len(needed))
-        assert len(found) == len(needed)
+def assert_same(actual, expected):
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert actual.contiguous().flatten().view(torch.uint8).equal(expected.contiguous().flatten().view(torch.uint8))
+    elif isinstance(expected, dict | list | tuple):
+        keys = expected if isinstance(expected, dict) else range(len(expected))
+        assert len(actual) == len(expected)
         for key in keys:
-            assert_same(found[key], needed[key])
-    elif isinstance(needed, TrainState | Mean):
-        for name in needed.__dataclass_fields__:
-            assert_same(getattr(found, name), getattr(needed, name))
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, TrainState | Mean):
+        for name in expected.__dataclass_fields__:
+            assert_same(getattr(actual, name), getattr(expected, name))
     else:
-        assert found == needed
+        assert actual == expected
 
 
 # A run, whose history version 1 had in each checkpoint

@@ -130,11 +130,11 @@ def test_every_pipeline_has_a_curve():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_curve(name, way):
-    found, wanted = curve(name, way), stored()[name]
-    assert sorted(found) == sorted(wanted)
+    actual, wanted = curve(name, way), stored()[name]
+    assert sorted(actual) == sorted(wanted)
     for column, values in wanted.items():
         assert len(values) == STEPS
-        assert numbers(found[column]) == pytest.approx(numbers(values), rel=RELATIVE, abs=0), column
+        assert numbers(actual[column]) == pytest.approx(numbers(values), rel=RELATIVE, abs=0), column
 
 
 def test_curves_differ():

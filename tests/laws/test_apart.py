@@ -28,13 +28,13 @@ CUTS = {
 
 def make_nested(dtype):
     """Leaves of odd sizes, more than a kernel takes at a time, two of one shape, deep in containers."""
-    found = make_params(dtype)
+    actual = make_params(dtype)
     draw = torch.Generator().manual_seed(7)
     more = [
         torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
         for shape in ((37, 5), (61,), (3, 33), *[(20, 17)] * 2)
     ]
-    return {**found, "blocks": [{"weight": more[0], "bias": more[1]}, (more[2],)], "twins": more[3:], "none": None}
+    return {**actual, "blocks": [{"weight": more[0], "bias": more[1]}, (more[2],)], "twins": more[3:], "none": None}
 
 
 def run(optimizer, cut, dtype, *, donate, steps=3):
@@ -89,7 +89,7 @@ def test_strides_of_axes_of_one_element(name):
     """Those of the first convolution in channels last, say, which is contiguous all the same."""
     make = {"adamw_8bit": optim.adamw_8bit, "stochastic": lambda lr: optim.adamw(lr, state_dtype="bf16")}
     params = {"w": torch.linspace(-1, 1, 36).as_strided((4, 1, 3, 3), (9, 1, 3, 1)), "b": torch.ones(4)}
-    found = []
+    actual = []
     for cut in ("at once", "leaf by leaf"):
         optimizer = make.get(name, optim.adamw)(0.1)
         update = UpdateSplitter("test", optimizer, CUTS[cut]).begin(
@@ -97,15 +97,15 @@ def test_strides_of_axes_of_one_element(name):
         )
         for group in update.groups:
             update.make(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.indices])
-        found.append(update.finish())
-    assert_equal(found[0], found[1])
+        actual.append(update.finish())
+    assert_equal(actual[0], actual[1])
 
 
 def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
     def params():
         return {"dense": torch.linspace(-1, 1, 99), "strided": torch.linspace(-1, 1, 64)[::2]}
 
-    found = []
+    actual = []
     for apart in (False, True):
         optimizer, here = optim.adamw(0.1), params()
         state, grads = optimizer.init(here), tree.map(torch.sin, here)
@@ -115,10 +115,10 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
             )
             for group in update.groups:
                 update.make(group, [tree.leaves(grads)[place] for place in group.indices])
-            found.append(update.finish())
+            actual.append(update.finish())
         else:
-            found.append(optimizer.update(grads, state, here, {"lr": 0.1}))
-    assert_equal(found[0], found[1])
+            actual.append(optimizer.update(grads, state, here, {"lr": 0.1}))
+    assert_equal(actual[0], actual[1])
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "nested", "lookahead"])

@@ -22,9 +22,9 @@ def label(names):
     return "+".join(names) or "plain"
 
 
-def assert_same_state(found, needed, names, **tolerance):
+def assert_same_state(actual, expected, names, **tolerance):
     for part in ("params", "buffers", "opt_state", "slots"):
-        close_trees(getattr(found, part), getattr(needed, part), names, **tolerance)
+        close_trees(getattr(actual, part), getattr(expected, part), names, **tolerance)
 
 
 # `test_families` compiles a stack of two each time, around modules whose kernels are the harder part.
@@ -33,23 +33,23 @@ def assert_same_state(found, needed, names, **tolerance):
 def test_inductor_equals_eager(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
     compiled = ft.compiled(lowering="whole", donate=True)(step)
-    found, metrics = train(compiled)
-    needed, eager_metrics = train(step)
+    actual, metrics = train(compiled)
+    expected, eager_metrics = train(step)
     if is_narrow(names):
         # Inductor rounds to 16 bits in other places than autocast does. The first gradient agrees well; Adam divides
         # its small elements by themselves, so that afterwards single parameters are far off, and all together not.
         first = train(compiled, 1)[0], train(step, 1)[0]
         assert_close_in_norm(first[0].opt_state["mu"], first[1].opt_state["mu"], 1e-2)
-        assert_close_in_norm(found.params, needed.params, 5e-2)
+        assert_close_in_norm(actual.params, expected.params, 5e-2)
     else:
-        assert_same_state(found, needed, names)
+        assert_same_state(actual, expected, names)
     seen, wanted = (rows[0 if is_narrow(names) else -1]["loss"] for rows in (metrics, eager_metrics))
     assert seen == pytest.approx(wanted, rel=1e-3 if is_narrow(names) else 1e-5)
 
 
-def assert_close_in_norm(found, needed, rtol):
-    difference = ft.tree.global_norm(ft.tree.map(torch.sub, found, needed))
-    assert float(difference) < rtol * float(ft.tree.global_norm(needed))
+def assert_close_in_norm(actual, expected, rtol):
+    difference = ft.tree.global_norm(ft.tree.map(torch.sub, actual, expected))
+    assert float(difference) < rtol * float(ft.tree.global_norm(expected))
 
 
 @pytest.mark.exhaustive
@@ -61,11 +61,11 @@ def test_inductor_draws_the_same_dropout_again_and_in_a_rematerialisation():
     first, second = whole(state, make_batch(0)), whole(state, make_batch(0))
     assert_equal(first, second)
     assert torch.equal(torch.get_rng_state(), random_state)
-    found, _ = train(whole)
+    actual, _ = train(whole)
     other, _ = train(whole, seed=1)
-    assert not torch.equal(other.params["embed.weight"], found.params["embed.weight"])
+    assert not torch.equal(other.params["embed.weight"], actual.params["embed.weight"])
     plain, _ = train(ft.compiled(lowering="whole", donate=True)(build(())[1]))
-    close_trees(found.params, plain.params, ())
+    close_trees(actual.params, plain.params, ())
 
 
 @pytest.mark.exhaustive
@@ -80,15 +80,15 @@ def test_inductor_donation_changes_no_bit():
 @pytest.mark.parametrize("names", choose([*ALONE, *STACKS], [()]), ids=label)
 def test_split_equals_eager(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
-    found, _ = train(ft.compiled(lowering="split", backend="aot_eager", donate=True)(step))
-    assert_same_state(found, train(step)[0], names)
+    actual, _ = train(ft.compiled(lowering="split", backend="aot_eager", donate=True)(step))
+    assert_same_state(actual, train(step)[0], names)
 
 
 @pytest.mark.parametrize("names", choose(STACKS, [STACKS[3]]), ids=label)
 def test_functionalised_graph_equals_eager(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
-    found, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
-    assert_same_state(found, train(step)[0], names)
+    actual, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
+    assert_same_state(actual, train(step)[0], names)
 
 
 def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
@@ -149,11 +149,11 @@ def test_auto_says_which_lowering_it_took(caplog):
     chosen = ft.compiled(backend="eager")(step)
     assert "compiled(auto)" in repr(chosen)
     with caplog.at_level(logging.WARNING, logger="ftrain"):
-        found, _ = train(chosen)
+        actual, _ = train(chosen)
     assert "compiled(split)" in repr(chosen)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert "loss.total.item() > 0" in said
-    assert_same_state(found, train(step)[0], ())
+    assert_same_state(actual, train(step)[0], ())
 
 
 def test_whole_says_which_line_cannot_be_captured():
@@ -180,9 +180,9 @@ def test_a_plain_function_is_captured_whole():
 
     batch = {"x": torch.randn(8, 3), "y": torch.randn(8)}
     start = {"w": torch.zeros(3)}
-    found, metrics = ft.compiled(backend="eager")(step)(start, batch)
-    needed, eager_metrics = step(start, batch)
-    assert_equal(found, needed)
+    actual, metrics = ft.compiled(backend="eager")(step)(start, batch)
+    expected, eager_metrics = step(start, batch)
+    assert_equal(actual, expected)
     assert torch.equal(metrics["loss"], eager_metrics["loss"])
 
 
@@ -192,10 +192,10 @@ def test_a_plain_function_that_donates_returns_the_tree_that_it_makes():
 
     state = {"before": torch.zeros(2)}
     memory = state["before"].data_ptr()
-    found, _ = ft.compiled(backend="eager", donate=True)(step)(state, torch.ones(2))
-    assert found.keys() == {"after"}
-    assert found["after"].tolist() == [1, 1]
-    assert found["after"].data_ptr() == memory
+    actual, _ = ft.compiled(backend="eager", donate=True)(step)(state, torch.ones(2))
+    assert actual.keys() == {"after"}
+    assert actual["after"].tolist() == [1, 1]
+    assert actual["after"].data_ptr() == memory
 
 
 @pytest.mark.skipif(
@@ -236,12 +236,12 @@ def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
         return optimizer.update({"w": state[0]["w"] * batch}, state[1], state[0], {"lr": 0.1}), {}
 
     params = {"w": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)}
-    found = needed = params, optimizer.init(params)
+    actual = expected = params, optimizer.init(params)
     compiled = ft.compiled(backend="eager")(function)
     # RAdam has another formula from its sixth update on.
     for _ in range(7):
-        found, needed = compiled(found, torch.tensor(2.0))[0], function(needed, torch.tensor(2.0))[0]
-    torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-9)
+        actual, expected = compiled(actual, torch.tensor(2.0))[0], function(expected, torch.tensor(2.0))[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
 class Layer(torch.nn.Module):
@@ -274,10 +274,10 @@ def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     batch = torch.randn(4, 3, dtype=torch.float64)
-    needed, _ = step(step.init(), batch)
+    expected, _ = step(step.init(), batch)
     whole = ft.compiled(lowering="whole", backend="eager")(step)
-    found, _ = whole(whole.init(), batch)
-    assert all(torch.allclose(found.params[name], needed.params[name], rtol=1e-12) for name in needed.params)
+    actual, _ = whole(whole.init(), batch)
+    assert all(torch.allclose(actual.params[name], expected.params[name], rtol=1e-12) for name in expected.params)
 
 
 def penalised(params, batch):
@@ -304,13 +304,13 @@ def bent(params, batch):
 def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
     step, batch = ft.train_step(loss, ft.optim.sgd(0.1)), torch.linspace(-1, 1, 20).view(4, 5)
     state = step.init({"b": torch.linspace(0.5, 1.5, 5)})
-    needed, _ = step(state, batch)
-    found, _ = ft.compiled(backend="aot_eager")(step)(state, batch)
-    torch.testing.assert_close(found.params["b"], needed.params["b"])
+    expected, _ = step(state, batch)
+    actual, _ = ft.compiled(backend="aot_eager")(step)(state, batch)
+    torch.testing.assert_close(actual.params["b"], expected.params["b"])
     split = ft.compiled(lowering="split", backend="aot_eager")(step)
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
         # Torch runs such a loss uncompiled.
-        torch.testing.assert_close(split(state, batch)[0].params["b"], needed.params["b"])
+        torch.testing.assert_close(split(state, batch)[0].params["b"], expected.params["b"])
         return
     with pytest.raises(TraceError, match=r"create_graph=True.*lowering='whole'"):
         split(state, batch)
@@ -322,6 +322,6 @@ def test_inductor_scales_what_is_added_to_a_matrix_product():
 
     step = ft.train_step(loss, ft.optim.sgd(0.1, weight_decay=0.1))
     state, batch = step.init({"w": torch.ones(3, 2)}), torch.linspace(-1, 1, 12).view(4, 3)
-    needed, _ = step(state, batch)
-    found, _ = ft.compiled(lowering="whole")(step)(state, batch)
-    torch.testing.assert_close(found.params["w"], needed.params["w"])
+    expected, _ = step(state, batch)
+    actual, _ = ft.compiled(lowering="whole")(step)(state, batch)
+    torch.testing.assert_close(actual.params["w"], expected.params["w"])

@@ -52,10 +52,10 @@ def factors(loss, *wrappers, pieces=1):
     return -new.params["w"] * EXAMPLES
 
 
-def assert_same(found, whole):
+def assert_same(actual, whole):
     """Drawn alike: zeros in the same places, and the rest within the rounding of sums."""
-    assert torch.equal(found == 0, whole == 0)
-    torch.testing.assert_close(found, whole, rtol=1e-13, atol=0)
+    assert torch.equal(actual == 0, whole == 0)
+    torch.testing.assert_close(actual, whole, rtol=1e-13, atol=0)
 
 
 CUTS = {
@@ -85,9 +85,9 @@ def of_whole_batch():
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_eager(wrappers, pieces, remat):
     loss = revealing(everything, block=ft.block if remat else lambda function: function)
-    found = factors(loss, *([ft.remat()] * remat), *wrappers, pieces=pieces)
+    actual = factors(loss, *([ft.remat()] * remat), *wrappers, pieces=pieces)
     whole = factors(revealing(everything))
-    assert_same(found, whole)
+    assert_same(actual, whole)
     assert 0.1 < float((whole == 0).double().mean()) < 0.6
 
 
@@ -95,8 +95,8 @@ def test_eager(wrappers, pieces, remat):
 def test_compiled_whole(cut):
     """Stock modules too, in a rematerialisation as well: they draw from the key of the step."""
     wrappers, pieces = COMPILED[cut]
-    found = factors(revealing(stock, block=ft.block), ft.remat(), *wrappers, WHOLE, pieces=pieces)
-    assert_same(found, of_whole_batch())
+    actual = factors(revealing(stock, block=ft.block), ft.remat(), *wrappers, WHOLE, pieces=pieces)
+    assert_same(actual, of_whole_batch())
 
 
 @pytest.mark.exhaustive
@@ -159,17 +159,17 @@ def trained(*wrappers, pieces=1):
     ids=[*CUTS, "compiled"],
 )
 def test_with_dropout_too_it_is_the_update_of_the_full_batch(wrappers, pieces):
-    found, metrics = trained(*wrappers, pieces=pieces)
-    needed, whole = trained()
-    torch.testing.assert_close(found, needed, rtol=1e-9, atol=1e-12)
+    actual, metrics = trained(*wrappers, pieces=pieces)
+    expected, whole = trained()
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert {name: metrics[name] for name in whole} == pytest.approx(whole, rel=1e-12)
 
 
 def test_stock_modules_draw_for_each_piece_where_nobody_counts():
     """Eagerly from torch's generators: the law above is not theirs, as `accumulate` says."""
-    found, whole = factors(revealing(stock), ft.accumulate(2)), factors(revealing(stock))
-    assert not torch.equal(found == 0, whole == 0)
-    assert len({tuple(row) for row in found.tolist()}) == EXAMPLES
+    actual, whole = factors(revealing(stock), ft.accumulate(2)), factors(revealing(stock))
+    assert not torch.equal(actual == 0, whole == 0)
+    assert len({tuple(row) for row in actual.tolist()}) == EXAMPLES
 
 
 def test_keys_of_several_runs_at_once():

@@ -52,12 +52,12 @@ def train(step, batch, steps=3):
 def assert_trains_alike(model, batch, criterion=None, *wrappers, lowering="whole", momentum=0.0, **options):
     loss = ft.from_module(model, criterion) if criterion else ft.from_module(model)
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.05, momentum=momentum), allow_unused=True), *wrappers)
-    needed, needed_losses = train(step, batch)
+    expected, needed_losses = train(step, batch)
     compiled = ft.compiled(lowering=lowering, donate=True, **options)(step)
-    found, losses = train(compiled, batch)
+    actual, losses = train(compiled, batch)
     torch.testing.assert_close(losses, needed_losses, rtol=1e-5, atol=1e-6)
     for part in ("params", "buffers", "opt_state", "slots"):
-        torch.testing.assert_close(getattr(found, part), getattr(needed, part), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(getattr(actual, part), getattr(expected, part), rtol=1e-4, atol=1e-6)
     return compiled
 
 
@@ -187,9 +187,9 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     model.model.register_forward_hook(lambda part, given, output: used.append(output.past_key_values is not None))
     plain = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
     step, batch = ft.remat()(plain), of_tokens()
-    needed, _ = plain(plain.init(), batch)
+    expected, _ = plain(plain.init(), batch)
     state, _ = step(step.init(), batch)
-    torch.testing.assert_close(state.params, needed.params, rtol=0, atol=0)
+    torch.testing.assert_close(state.params, expected.params, rtol=0, atol=0)
     step(state, batch)
     assert used == [True, False, False]
     assert model.config.use_cache is True

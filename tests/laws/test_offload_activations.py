@@ -65,9 +65,9 @@ def test_no_bit_changes_beside_other_wrappers(names, first, sent):
             step = dataclasses.replace(plain, wrappers=(offloaded(), *plain.wrappers))
     else:
         _, step = build(names, offloaded())
-    needed, _ = train(plain)
+    expected, _ = train(plain)
     for more in ((), (ft.donated(),)):
-        assert_equal(train(ft.compose(step, *more))[0], needed)
+        assert_equal(train(ft.compose(step, *more))[0], expected)
     assert sent
 
 
@@ -85,8 +85,8 @@ def test_no_bit_changes_beside_remat(name, sent):
     plain = ft.train_step(loss, optim.sgd(0.1))
     for wrappers in ((remat, offloaded()), (offloaded(), remat)):
         step = ft.compose(plain, *wrappers)
-        found, _ = step(step.init(seed=3), make_stages_batch())
-        assert_equal(found, plain(plain.init(seed=3), make_stages_batch())[0])
+        actual, _ = step(step.init(seed=3), make_stages_batch())
+        assert_equal(actual, plain(plain.init(seed=3), make_stages_batch())[0])
     assert sent
 
 
@@ -122,9 +122,9 @@ def test_gradients_are_pulled_beside_it(sent):
 def one_step(loss, params, batch, **options):
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), offloaded(**options))
     plain = ft.train_step(loss, optim.sgd(0.1))
-    found, needed = step(step.init(params), batch), plain(plain.init(params), batch)
-    assert_equal(found[0], needed[0])
-    return found
+    actual, expected = step(step.init(params), batch), plain(plain.init(params), batch)
+    assert_equal(actual[0], expected[0])
+    return actual
 
 
 def test_what_is_there_anyway_stays_and_what_goes_goes_once(sent):
@@ -177,12 +177,12 @@ def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
         return packed
 
     def unpacking(self, packed):
-        found = unpack(self, packed)
+        actual = unpack(self, packed)
         shape, stride, dtype, offset, value = next(known[1:] for known in seen if known[0] is packed)
-        assert (found.shape, found.stride(), found.dtype) == (shape, stride, dtype)
-        assert found.storage_offset() == offset or isinstance(packed, saved_tensors._Resident)
-        assert torch.equal(found, value)
-        return found
+        assert (actual.shape, actual.stride(), actual.dtype) == (shape, stride, dtype)
+        assert actual.storage_offset() == offset or isinstance(packed, saved_tensors._Resident)
+        assert torch.equal(actual, value)
+        return actual
 
     monkeypatch.setattr(saved_tensors.ActivationOffloader, "pack", packing)
     monkeypatch.setattr(saved_tensors.ActivationOffloader, "unpack", unpacking)
@@ -257,12 +257,12 @@ def test_nothing_of_a_step_stays_behind():
 def test_memory_of_a_device_is_less_by_what_is_sent():
     torch.manual_seed(0)
     loss = ft.from_module(Stages(0.0, stages=6, blocks=2), criterion)
-    found = [
+    actual = [
         ft.anatomy(step, step.init(), make_stages_batch(batch=8 * BATCH), measure=False)
         for step in (ft.train_step(loss, optim.sgd(0.1)), offloaded()(ft.train_step(loss, optim.sgd(0.1))))
     ]
-    assert found[1].most["activations"] < 0.1 * found[0].most["activations"]
-    assert found[1].peak < 0.5 * found[0].peak
+    assert actual[1].most["activations"] < 0.1 * actual[0].most["activations"]
+    assert actual[1].peak < 0.5 * actual[0].peak
 
 
 def test_the_host_itself_has_nowhere_to_send_them():

@@ -43,9 +43,9 @@ def in_files(state):
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
 def test_no_bit_changes_with_any_optimizer(name, tmp_path):
     for more in ((), (ft.donated(),)):
-        found = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), torch.float32)
-        assert_equal(found, train_optimizer(build_optimizer(name, *more), torch.float32))
-    assert all(there or not leaf.numel() for there, leaf in zip(in_files(found), vectors(found), strict=True))
+        actual = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), torch.float32)
+        assert_equal(actual, train_optimizer(build_optimizer(name, *more), torch.float32))
+    assert all(there or not leaf.numel() for there, leaf in zip(in_files(actual), vectors(actual), strict=True))
     assert not os.listdir(tmp_path)
 
 
@@ -139,8 +139,8 @@ def test_a_copy_goes_into_files_with_the_next_step(tmp_path):
 
 def test_small_leaves_stay(tmp_path):
     _, step = build((), offloaded(tmp_path, min_bytes=8 * 50))
-    found = [(leaf.nbytes >= 400, is_in_file(leaf)) for leaf in vectors(step.init())]
-    assert set(found) == {(True, True), (False, False)}
+    actual = [(leaf.nbytes >= 400, is_in_file(leaf)) for leaf in vectors(step.init())]
+    assert set(actual) == {(True, True), (False, False)}
     assert not any(in_files(build((), ft.offload("opt_state", directory=tmp_path))[1].init()))
 
 
@@ -292,7 +292,7 @@ def test_it_prints_and_is_predicted(tmp_path):
     assert f"update  adamw(constant(0.1)) <- offload(opt_state, {tmp_path})" in repr(step)
     state = ft.donated()(step).init({"w": torch.ones(10_000)})
     for each in (ft.donated()(step), step):
-        found = ft.anatomy(each, state, torch.ones(()), measure=False)
-        assert found.most["parameters"] == 40_000
-        assert found.most["optimizer state"] < 100
-        assert found.most.get("next state", 0) <= (0 if each.donate else 40_100)
+        actual = ft.anatomy(each, state, torch.ones(()), measure=False)
+        assert actual.most["parameters"] == 40_000
+        assert actual.most["optimizer state"] < 100
+        assert actual.most.get("next state", 0) <= (0 if each.donate else 40_100)

@@ -53,10 +53,12 @@ def train(step, dtype=F64, steps=4):
     return state
 
 
-def assert_near(found, needed, **tolerance):
+def assert_near(actual, expected, **tolerance):
     tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
     for part in ("params", "opt_state"):
-        torch.testing.assert_close(tree.leaves(getattr(found, part)), tree.leaves(getattr(needed, part)), **tolerance)
+        torch.testing.assert_close(
+            tree.leaves(getattr(actual, part)), tree.leaves(getattr(expected, part)), **tolerance
+        )
 
 
 @each
@@ -127,14 +129,14 @@ def test_a_bad_step_changes_nothing(name, wrapper, poison):
 # What "nested" is made of takes a third of its time.
 @pytest.mark.parametrize("name", choose(EVERY, [name for name in EVERY if name != "nested"]))
 def test_compiled_equals_eager(name):
-    found = train(build(name, ft.compiled(lowering="whole", backend="eager", donate=True)))
-    assert_near(found, train(build(name)))
+    actual = train(build(name, ft.compiled(lowering="whole", backend="eager", donate=True)))
+    assert_near(actual, train(build(name)))
 
 
 @pytest.mark.parametrize("name", choose(EVERY, ["amsgrad", "lookahead"]))
 def test_functionalised_graph_equals_eager(name):
-    found = train(build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True)))
-    assert_near(found, train(build(name)))
+    actual = train(build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True)))
+    assert_near(actual, train(build(name)))
 
 
 @pytest.mark.parametrize("name", choose(EVERY, ["stochastic"]))
@@ -170,11 +172,11 @@ def test_a_rate_and_a_tree_under_vmap(name):
     def update(grads, state, params, rate):
         return optimizer.update(grads, state, params, {"lr": rate, "rng": ft.random.key(0)})
 
-    found = torch.func.vmap(update)(grads, state, params, rates)
+    actual = torch.func.vmap(update)(grads, state, params, rates)
     for index in range(3):
         one = tree.map(lambda leaf, index=index: leaf[index], (grads, state, params))
-        needed = update(*one, rates[index])
-        mine = tree.map(lambda leaf, index=index: leaf[index], found)
+        expected = update(*one, rates[index])
+        mine = tree.map(lambda leaf, index=index: leaf[index], actual)
         # Several products in bfloat16 at once round otherwise than one.
         tolerance = {"rtol": 0.0, "atol": 3e-3} if name in MATRICES_ONLY else {"rtol": 1e-9, "atol": 1e-12}
-        torch.testing.assert_close(mine, needed, **tolerance)
+        torch.testing.assert_close(mine, expected, **tolerance)

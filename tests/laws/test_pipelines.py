@@ -46,11 +46,11 @@ def train(step, steps=STEPS, seed=0):
     return state, metrics
 
 
-def assert_equal(found, needed):
+def assert_equal(actual, expected):
     """Bitwise, NaN included."""
-    found, needed = ft.tree.leaves(found), ft.tree.leaves(needed)
-    assert len(found) == len(needed)
-    for a, b in zip(found, needed, strict=True):
+    actual, expected = ft.tree.leaves(actual), ft.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         if not isinstance(a, torch.Tensor):
             assert a == b
             continue
@@ -59,31 +59,31 @@ def assert_equal(found, needed):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_near(found, needed, names, narrow=(2e-3, 1e-5)):
+def assert_near(actual, expected, names, narrow=(2e-3, 1e-5)):
     """Within rounding: of float64, or (`narrow`) of float32 through a narrow dtype."""
     rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)
-    for name, value in needed.items():
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @interacting
 def test_pipeline_equals_the_hand_written_oracle(names):
     model, step = build(names)
     state, metrics = train(step)
-    needed = oracle.run(model, names, [make_batch(index) for index in range(STEPS)])
-    assert_near(state.params, needed["params"], names)
-    assert_near(state.buffers, needed["buffers"], names)
-    assert_near(state.opt_state["mu"], needed["mu"], names)
-    assert_near(state.opt_state["nu"], needed["nu"], names)
+    expected = oracle.run(model, names, [make_batch(index) for index in range(STEPS)])
+    assert_near(state.params, expected["params"], names)
+    assert_near(state.buffers, expected["buffers"], names)
+    assert_near(state.opt_state["mu"], expected["mu"], names)
+    assert_near(state.opt_state["nu"], expected["nu"], names)
     if "ema" in names:
-        assert_near(state.slots["ema"], needed["ema"], names)
+        assert_near(state.slots["ema"], expected["ema"], names)
     if "swa" in names:
-        assert_near(state.slots["swa"]["params"], needed["swa"], names)
+        assert_near(state.slots["swa"]["params"], expected["swa"], names)
     if "fp16" in names:
-        assert float(state.slots["with_amp"]["scale"]) == needed["scale"]
-    assert [m["loss"] for m in metrics] == pytest.approx(needed["losses"], rel=2e-3 if is_narrow(names) else 1e-9)
+        assert float(state.slots["with_amp"]["scale"]) == expected["scale"]
+    assert [m["loss"] for m in metrics] == pytest.approx(expected["losses"], rel=2e-3 if is_narrow(names) else 1e-9)
     if "spikes" in names or "spikes_clip" in names:
-        assert [bool(m["spike"]) for m in metrics] == needed["spikes"]
+        assert [bool(m["spike"]) for m in metrics] == expected["spikes"]
 
 
 @combined
@@ -126,11 +126,11 @@ def test_donation_changes_no_bit_of_a_graph(names):
     assert_equal(donated, plain)
 
 
-def close_trees(found, needed, names, **tolerance):
+def close_trees(actual, expected, names, **tolerance):
     def flat(tree):
         return dict(zip(ft.tree.leaf_names(tree), ft.tree.leaves(tree), strict=True))
 
-    assert_near(flat(found), flat(needed), names, **tolerance)
+    assert_near(flat(actual), flat(expected), names, **tolerance)
 
 
 @pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=label)

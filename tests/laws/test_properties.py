@@ -87,10 +87,10 @@ def test_gradients_that_are_not_its_own_are_not_written(inner):
         state = step.init({name: torch.zeros(3) for name in "abcd"})
         return ft.tree.map(torch.neg, step(state, batch)[0].params)
 
-    found = gradient(batch, *inner, ft.accumulate(2))
+    actual = gradient(batch, *inner, ft.accumulate(2))
     assert torch.equal(batch["x"], given["x"])
     halves = [gradient({name: part[half : half + 2] for name, part in given.items()}) for half in (0, 2)]
-    torch.testing.assert_close(found, ft.tree.map(lambda a, b: (a + b) / 2, *halves))
+    torch.testing.assert_close(actual, ft.tree.map(lambda a, b: (a + b) / 2, *halves))
 
 
 def test_a_metric_of_yes_and_no_is_the_share_of_yes():

@@ -345,9 +345,9 @@ def anatomy(*wrappers, batch=BATCH, **sizes):
 
 def test_each_policy_keeps_what_it_says():
     plain = anatomy()
-    found = {mode: anatomy(MODES[mode]()) for mode in ("full", "dots", "attention", "none", "products", "everything")}
-    kept = {mode: each.most["activations"] for mode, each in found.items()}
-    work = {mode: each.flops["tensor contractions"] for mode, each in found.items()}
+    actual = {mode: anatomy(MODES[mode]()) for mode in ("full", "dots", "attention", "none", "products", "everything")}
+    kept = {mode: each.most["activations"] for mode, each in actual.items()}
+    work = {mode: each.flops["tensor contractions"] for mode, each in actual.items()}
     tokens, blocks = BATCH * LENGTH, 4
     # Of attention, what it returns and a logarithm for each head and token.
     attention = blocks * tokens * (WIDTH + 2) * BYTES
@@ -364,9 +364,9 @@ def test_each_policy_keeps_what_it_says():
 
 
 def test_blocks_with_policies_of_their_own():
-    found = anatomy(ft.remat(blocks={Block: "full", "stages.1.1": "none"}))
+    actual = anatomy(ft.remat(blocks={Block: "full", "stages.1.1": "none"}))
     plain, full = anatomy(), anatomy(ft.remat())
-    assert full.most["activations"] < found.most["activations"] < plain.most["activations"]
+    assert full.most["activations"] < actual.most["activations"] < plain.most["activations"]
     mixed = build(ft.remat(blocks=by_place))
     assert "remat(dots=1, none=1, everything=1)" in repr(mixed)
     assert "remat(dots, blocks=4)" in repr(
@@ -418,9 +418,9 @@ def test_functions_within_a_block_are_blocks():
 
 
 def test_twelve_blocks_keep_two_fifths_for_a_third_more_work():
-    found, plain = (anatomy(*each, stages=12, blocks=1) for each in ((ft.remat(),), ()))
-    assert found.most["activations"] < 0.4 * plain.most["activations"]
-    assert sum(found.flops.values()) < 4 / 3 * sum(plain.flops.values())
+    actual, plain = (anatomy(*each, stages=12, blocks=1) for each in ((ft.remat(),), ()))
+    assert actual.most["activations"] < 0.4 * plain.most["activations"]
+    assert sum(actual.flops.values()) < 4 / 3 * sum(plain.flops.values())
 
 
 @pytest.mark.parametrize(

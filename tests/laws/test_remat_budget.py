@@ -21,8 +21,8 @@ LAYERS = {"stages": 4, "blocks": 1}
 
 @functools.cache
 def sized(share, **sizes):
-    found = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
-    return found.most["activations"], sum(found.flops.values())
+    actual = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
+    return actual.most["activations"], sum(actual.flops.values())
 
 
 def test_a_budget_is_a_share_of_what_the_blocks_keep_beside_their_inputs():

@@ -54,8 +54,8 @@ def test_no_bit_changes(names, more):
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
 def test_no_bit_changes_with_any_optimizer(name, more):
-    found = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), torch.float32)
-    assert_equal(found, train_optimizer(build_optimizer(name, *more), torch.float32))
+    actual = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), torch.float32)
+    assert_equal(actual, train_optimizer(build_optimizer(name, *more), torch.float32))
 
 
 @pytest.mark.parametrize("donate", choose([False, True], [True]))
@@ -73,10 +73,10 @@ def test_parameters_that_are_one_tensor(make):
     plain = ft.train_step(lambda params, batch: (batch @ params - 1).square().mean(), make())
     step = ft.update_in_backward()(plain)
     initial, batch = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(0, 1, 12).reshape(4, 3)
-    found, expected = step.init(initial), plain.init(initial)
+    actual, expected = step.init(initial), plain.init(initial)
     for _ in range(2):
-        (found, _), (expected, _) = step(found, batch), plain(expected, batch)
-    assert_equal(found, expected)
+        (actual, _), (expected, _) = step(actual, batch), plain(expected, batch)
+    assert_equal(actual, expected)
 
 
 def test_it_is_pure():
@@ -108,8 +108,8 @@ def test_parameters_that_the_loss_does_not_use(more):
         ft.compose(ft.train_step(unused, optim.adamw(0.1, weight_decay=0.1), allow_unused=True), *wrappers, *more)
         for wrappers in ((), (ft.update_in_backward(),))
     ]
-    found = [step(step.init(params), torch.ones(3)) for step in steps]
-    assert_equal(found[0], found[1])
+    actual = [step(step.init(params), torch.ones(3)) for step in steps]
+    assert_equal(actual[0], actual[1])
     refusing = ft.compose(ft.train_step(unused, optim.adamw(0.1)), ft.update_in_backward(), *more)
     state = refusing.init(params)
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
@@ -189,9 +189,9 @@ def test_a_parameter_that_is_read_after_its_update_is_no_silent_error(wrappers):
     loss = ft.from_module(Detached(), lambda model, batch: model(batch).square().sum())
     plain = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *wrappers)
     batch = torch.randn(2, 4)
-    needed = plain(plain.init(), batch)[0].params
+    expected = plain(plain.init(), batch)[0].params
     step = ft.update_in_backward()(plain)
-    assert_equal(step(step.init(), batch)[0].params, needed)
+    assert_equal(step(step.init(), batch)[0].params, expected)
     donated = ft.donated()(step)
     state = donated.init()
     with pytest.raises((LossError, RuntimeError), match=r"modified by an inplace operation|was overwritten before"):
@@ -244,13 +244,13 @@ def gpt(width=64, layers=6):
 )
 def test_gradients_never_all_exist(wrappers, share):
     batch = torch.randint(128, (1, 8))
-    found = []
+    actual = []
     for more in ((), (ft.update_in_backward(),)):
         step = ft.compose(ft.train_step(gpt(width=128, layers=8), optim.adamw(1e-3)), *wrappers, *more, ft.donated())
-        found.append(ft.anatomy(step, step.init(), batch))
-    plain, fused = found
+        actual.append(ft.anatomy(step, step.init(), batch))
+    plain, fused = actual
     weights = 4 * plain.params
-    for each in found:
+    for each in actual:
         assert abs(each.measured / each.peak - 1) < 0.05
     assert plain.most["gradients"] > 0.99 * weights
     assert fused.most["gradients"] < 0.01 * weights
@@ -291,8 +291,8 @@ def test_fit_that_splits_is_refused_before_it_begins():
     with pytest.raises(ComposeError, match=r"update_in_backward: .* needs all gradients at once"):
         ft.fit(step, state, [make_batch(0)], on_oom="split", progress=False)
     assert int(state.step) == 0
-    found, history = ft.fit(step, state, [make_batch(0)], progress=False)
-    assert len(history["loss"]) == int(found.step) == 1
+    actual, history = ft.fit(step, state, [make_batch(0)], progress=False)
+    assert len(history["loss"]) == int(actual.step) == 1
 
 
 def test_a_split_step_is_refused():

@@ -44,8 +44,8 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_is_the_same_however_the_step_runs(name):
     step = ft.train_step(loss, keeping(), allow_unused=True)
-    found = run(ft.compose(step, *WRAPPERS[name]))
-    for index, (state, key) in enumerate(found):
+    actual = run(ft.compose(step, *WRAPPERS[name]))
+    for index, (state, key) in enumerate(actual):
         words = random.fold_in_key_data((5, 0), index)
         assert random.key_data(key) == words
         assert random.key_data(state["key"]) == random.update_key_data(words) != words
@@ -54,13 +54,13 @@ def test_is_the_same_however_the_step_runs(name):
 def test_is_another_for_each_label_and_step():
     optimizer = optim.partition({name: keeping() for name in "ab"}, lambda name, leaf: name)
     step = ft.train_step(loss, optimizer, allow_unused=True)
-    found = run(step)
-    keys = {random.key_data(state[name]["key"]) for state, _ in found for name in "ab"}
-    assert len(keys) == 2 * len(found)
-    assert not keys & {random.key_data(key) for _, key in found}
+    actual = run(step)
+    keys = {random.key_data(state[name]["key"]) for state, _ in actual for name in "ab"}
+    assert len(keys) == 2 * len(actual)
+    assert not keys & {random.key_data(key) for _, key in actual}
     assert optimizer.needs_rng
     assert not optim.partition({"a": optim.sgd(0.1)}, lambda name, leaf: "a").needs_rng
-    torch.testing.assert_close(found, run(ft.compiled(lowering="whole", backend="eager")(step)))
+    torch.testing.assert_close(actual, run(ft.compiled(lowering="whole", backend="eager")(step)))
 
 
 def test_golden_key_data():

@@ -50,9 +50,9 @@ def derive(function, hidden, weight, labels, *, bias=None, cotangent=1.7, **opti
     return loss.total.detach(), loss.weight, *torch.autograd.grad(loss.total * cotangent, inputs)
 
 
-def assert_same(found, wanted, **tolerance):
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
+def assert_same(actual, wanted, **tolerance):
+    assert len(actual) == len(wanted)
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, **(tolerance or EXACT))
 
 
@@ -93,9 +93,9 @@ class TestParity:
     @pytest.mark.parametrize("scale", [1e4, -1e4])
     def test_huge_logits(self, dtype, scale):
         case = torch.eye(CLASSES, dtype=dtype) * scale, torch.eye(CLASSES, dtype=dtype), torch.arange(CLASSES).roll(1)
-        found = derive(linear_cross_entropy, *case, chunk=4)
-        assert_same(found, derive(plainly, *case), rtol=1e-5, atol=1e-5)
-        assert all(each.isfinite().all() for each in found)
+        actual = derive(linear_cross_entropy, *case, chunk=4)
+        assert_same(actual, derive(plainly, *case), rtol=1e-5, atol=1e-5)
+        assert all(each.isfinite().all() for each in actual)
 
     def test_minus_infinity_rules_a_class_out(self):
         weight, bias = layer()
@@ -115,10 +115,10 @@ class TestParity:
         options = {"bias": bias, "label_smoothing": smoothing, "class_weight": CLASS_WEIGHTS[1]}
         for kept in (labels, torch.full_like(labels, -100)):
             case = weight, kept.masked_fill(ignored, -100)
-            found = derive(linear_cross_entropy, spoilt, *case, chunk=chunk, **options)
-            assert_same(found, derive(plainly, hidden, *case, **options))
+            actual = derive(linear_cross_entropy, spoilt, *case, chunk=chunk, **options)
+            assert_same(actual, derive(plainly, hidden, *case, **options))
             with torch.no_grad():
-                assert torch.equal(linear_cross_entropy(spoilt, *case, chunk=chunk, **options).total, found[0])
+                assert torch.equal(linear_cross_entropy(spoilt, *case, chunk=chunk, **options).total, actual[0])
 
     @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
     def test_such_a_row_in_narrow_products_and_in_a_graph(self, narrow):
@@ -146,8 +146,8 @@ class TestParity:
     def test_any_integer_labels(self, dtype):
         labels = some_labels(9, ignore_index=2)
         case = randn(9, WIDTH), layer()[0]
-        found = linear_cross_entropy(*case, labels.to(dtype), ignore_index=2)
-        assert torch.equal(found.value, linear_cross_entropy(*case, labels, ignore_index=2).value)
+        actual = linear_cross_entropy(*case, labels.to(dtype), ignore_index=2)
+        assert torch.equal(actual.value, linear_cross_entropy(*case, labels, ignore_index=2).value)
 
     @pytest.mark.parametrize("label", [CLASSES, -1])
     def test_a_label_out_of_range_is_not_read_as_another(self, label):
@@ -184,9 +184,9 @@ class TestGradientsThatAreWanted:
         inputs = [x.requires_grad_(need) for x, need in zip((randn(9, WIDTH), weight, bias), needs, strict=True)]
         labels, wanting = some_labels(9), [x for x, need in zip(inputs, needs, strict=True) if need]
         loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], chunk=4)
-        found = torch.autograd.grad(loss.total, wanting)
+        actual = torch.autograd.grad(loss.total, wanting)
         assert calls == [list(needs)]
-        assert_same(found, torch.autograd.grad(plainly(*inputs[:2], labels, bias=inputs[2]).total, wanting))
+        assert_same(actual, torch.autograd.grad(plainly(*inputs[:2], labels, bias=inputs[2]).total, wanting))
 
     def test_none_in_evaluation(self, calls):
         hidden, weight = randn(9, WIDTH), layer()[0].requires_grad_()
@@ -203,8 +203,8 @@ class TestGradientsThatAreWanted:
         weight, bias = (each.requires_grad_() for each in layer())
         inputs = randn(9, WIDTH).requires_grad_(), weight, bias
         loss = linear_cross_entropy(*inputs[:2], some_labels(9), bias=bias)
-        found = torch.autograd.grad(loss.value, inputs)
-        assert [grad.data_ptr() for grad in found] == [grad.data_ptr() for grad in made[1:]]
+        actual = torch.autograd.grad(loss.value, inputs)
+        assert [grad.data_ptr() for grad in actual] == [grad.data_ptr() for grad in made[1:]]
 
     def test_a_second_backward_pass_gives_the_same(self, calls):
         hidden, weight = randn(9, WIDTH).requires_grad_(), layer()[0].requires_grad_()
@@ -233,8 +233,8 @@ class TestGradientsThatAreWanted:
             torch.func.jvp(lambda each: linear_cross_entropy(each, weight, labels).total, (hidden,), (hidden,))
 
 
-def relative(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
+def relative(actual, wanted):
+    return float((actual.double() - wanted).norm() / wanted.norm())
 
 
 class TestSixteenBits:
@@ -246,13 +246,13 @@ class TestSixteenBits:
         wide = [x.double() if x.is_floating_point() else x for x in case]
         exact = derive(plainly, *wide, bias=bias.double(), label_smoothing=smoothing)
         with torch.autocast("cpu", dtype):
-            found = derive(linear_cross_entropy, *case, bias=bias, label_smoothing=smoothing, chunk=16)
+            actual = derive(linear_cross_entropy, *case, bias=bias, label_smoothing=smoothing, chunk=16)
             wanted = derive(plainly, *case, bias=bias, label_smoothing=smoothing)
-        assert all(each.dtype == torch.float32 for each in found)
+        assert all(each.dtype == torch.float32 for each in actual)
         # The same rounding before the softmax, so the same value; after it no more than the plain loss has.
-        assert float(found[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
-        assert float(found[0]) != pytest.approx(float(exact[0]), rel=1e-9)
-        for a, b, c in zip(found[2:], wanted[2:], exact[2:], strict=True):
+        assert float(actual[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
+        assert float(actual[0]) != pytest.approx(float(exact[0]), rel=1e-9)
+        for a, b, c in zip(actual[2:], wanted[2:], exact[2:], strict=True):
             assert relative(a, c) < 1.2 * relative(b, c) < 0.02
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -260,11 +260,11 @@ class TestSixteenBits:
         # 4096 equal rows, one a chunk: a sum in 16 bits would stop growing long before.
         row, weight = randn(1, WIDTH, dtype=dtype), layer(dtype)[0]
         labels = torch.full((4096,), 3)
-        found = derive(linear_cross_entropy, row.expand(4096, -1), weight, labels, chunk=1, cotangent=1 / 4096)
+        actual = derive(linear_cross_entropy, row.expand(4096, -1), weight, labels, chunk=1, cotangent=1 / 4096)
         wanted = derive(plainly, row.double(), weight.double(), labels[:1], cotangent=1.0)
-        assert [each.dtype for each in found] == [torch.float32] * 2 + [dtype] * 2
-        assert relative(found[3], wanted[3]) < 4 * torch.finfo(dtype).eps
-        assert relative(found[2].double().sum(0, keepdim=True), wanted[2]) < 8 * torch.finfo(dtype).eps
+        assert [each.dtype for each in actual] == [torch.float32] * 2 + [dtype] * 2
+        assert relative(actual[3], wanted[3]) < 4 * torch.finfo(dtype).eps
+        assert relative(actual[2].double().sum(0, keepdim=True), wanted[2]) < 8 * torch.finfo(dtype).eps
 
     def test_small_probabilities_survive_float16(self):
         weight = torch.tensor([[0.0], [-20.0]]).half()
@@ -276,8 +276,8 @@ class TestSixteenBits:
     def test_autocast_leaves_float64_alone(self):
         case = randn(9, WIDTH), layer()[0], some_labels(9)
         with torch.autocast("cpu", torch.bfloat16):
-            found = derive(linear_cross_entropy, *case)
-        assert_same(found, derive(plainly, *case))
+            actual = derive(linear_cross_entropy, *case)
+        assert_same(actual, derive(plainly, *case))
 
     def test_tiles_of_the_classes_add_up(self, monkeypatch):
         case = randn(9, WIDTH, dtype=torch.float32), layer(torch.float32)[0], some_labels(9)
@@ -317,9 +317,9 @@ class TestOperation:
         weight, bias = layer()
         case, options = (randn(9, WIDTH), weight, some_labels(9)), {"bias": bias, "label_smoothing": smoothing}
         options["class_weight"] = CLASS_WEIGHTS[1]
-        found = derive(linear_cross_entropy, *case, chunk=4, **options)
+        actual = derive(linear_cross_entropy, *case, chunk=4, **options)
         assert {(WIDTH, 16)} == set(seen)
-        assert_same(found, derive(plainly, *case, **options))
+        assert_same(actual, derive(plainly, *case, **options))
 
 
 class Tiny(nn.Module):
@@ -400,12 +400,12 @@ class TestPipelines:
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     def test_mixed_precision(self, dtype):
         amp = ft.with_amp(dtype)
-        found, wanted = (train(criterion, amp, dtype=torch.float32)[0] for criterion in (fused, unfused))
-        for a, b in zip(found, wanted, strict=True):
+        actual, wanted = (train(criterion, amp, dtype=torch.float32)[0] for criterion in (fused, unfused))
+        for a, b in zip(actual, wanted, strict=True):
             assert a.dtype == torch.float32
             assert relative(a, b.double()) < 0.02
         captured = ft.compiled(lowering="whole", backend="aot_eager")
-        assert_same(train(fused, amp, captured, dtype=torch.float32)[0], found, rtol=1e-5, atol=1e-6)
+        assert_same(train(fused, amp, captured, dtype=torch.float32)[0], actual, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("policy", ["full", "dots"])
     def test_inside_of_a_block(self, policy):
@@ -436,11 +436,11 @@ class TestPipelines:
     def test_evaluation(self):
         module = Tiny(True).double()
         state = ft.train_step(ft.from_module(module, fused), ft.optim.sgd(0.1)).init()
-        found, wanted = (
+        actual, wanted = (
             ft.evaluate(ft.eval_step(ft.from_module(module, each)), state, batches())["loss"]
             for each in (fused, unfused)
         )
-        assert float(found) == pytest.approx(float(wanted), rel=1e-12)
+        assert float(actual) == pytest.approx(float(wanted), rel=1e-12)
 
 
 WEIGHT = torch.zeros(10, 4)

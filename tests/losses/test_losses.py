@@ -40,8 +40,8 @@ def value_and_grad(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Te
     return value.detach(), torch.autograd.grad(value, at)[0]
 
 
-def check_parity(found: Callable[[Tensor], Mean], wanted: Callable[[Tensor], Tensor], at: Tensor) -> None:
-    value, grad = value_and_grad(lambda x: found(x).value, at)
+def check_parity(actual: Callable[[Tensor], Mean], wanted: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    value, grad = value_and_grad(lambda x: actual(x).value, at)
     their_value, their_grad = value_and_grad(wanted, at)
     assert value.dtype == their_value.dtype
     torch.testing.assert_close(value, their_value, **EXACT)
@@ -108,8 +108,8 @@ class TestCrossEntropyParity:
 
     def test_not_contiguous(self) -> None:
         logits, labels = randn(CLASSES, 6, 4).permute(2, 1, 0), some_labels(6, 4).T
-        found = cross_entropy(logits, labels)
-        assert torch.equal(found.total, cross_entropy(logits.contiguous(), labels.contiguous()).total)
+        actual = cross_entropy(logits, labels)
+        assert torch.equal(actual.total, cross_entropy(logits.contiguous(), labels.contiguous()).total)
 
     def test_class_weight_gets_no_gradient(self) -> None:
         weight = class_weights().requires_grad_()
@@ -284,20 +284,20 @@ class TestElementwise:
         mask = torch.tensor([[True], [False], [True]])
         wanted = loss(outputs[::2], targets[::2])
         for weight in (mask, mask.int()):
-            found = loss(outputs, targets, weight=weight)
-            torch.testing.assert_close(found.value, wanted.value, **EXACT)
-            assert float(found.weight) == 8
+            actual = loss(outputs, targets, weight=weight)
+            torch.testing.assert_close(actual.value, wanted.value, **EXACT)
+            assert float(actual.weight) == 8
 
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
     def test_nothing_to_count(self, loss) -> None:
         outputs = randn(3, 4).requires_grad_()
-        for found in (
+        for actual in (
             loss(outputs, torch.zeros(3, 4), weight=torch.zeros(())),
             loss(outputs[:0], torch.zeros(0, 4)),
             loss(outputs[:0], torch.zeros(0, 4), weight=torch.ones(1)),
         ):
-            assert numbers(found) == (0.0, 0.0)
-            (grad,) = torch.autograd.grad(found.total, outputs)
+            assert numbers(actual) == (0.0, 0.0)
+            (grad,) = torch.autograd.grad(actual.total, outputs)
             assert torch.equal(grad, torch.zeros_like(grad))
 
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
@@ -312,10 +312,10 @@ class TestElementwise:
     def test_elements_without_weight_may_hold_anything(self, loss, held) -> None:
         weight = torch.tensor([1.0, 0.0, 0.0, 2.0])
         outputs = torch.tensor([0.5, held, 0.5, 0.25], requires_grad=True)
-        found = loss(outputs, torch.tensor([1.0, 0.0, held, 0.0]), weight=weight)
+        actual = loss(outputs, torch.tensor([1.0, 0.0, held, 0.0]), weight=weight)
         wanted = loss(outputs[[0, 3]], torch.tensor([1.0, 0.0]), weight=weight[[0, 3]])
-        assert numbers(found) == numbers(wanted)
-        grads = [torch.autograd.grad(each.total, outputs)[0] for each in (found, wanted)]
+        assert numbers(actual) == numbers(wanted)
+        grads = [torch.autograd.grad(each.total, outputs)[0] for each in (actual, wanted)]
         assert torch.equal(*grads)
         assert grads[0][1] == 0
 
@@ -327,9 +327,9 @@ class TestElementwise:
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
     def test_sum_of_weights_is_not_differentiated(self, loss) -> None:
         weight = torch.ones(3, dtype=F64, requires_grad=True)
-        found = loss(randn(3), torch.zeros(3), weight=weight)
-        assert not found.weight.requires_grad
-        (grad,) = torch.autograd.grad(found.total, weight)
+        actual = loss(randn(3), torch.zeros(3), weight=weight)
+        assert not actual.weight.requires_grad
+        (grad,) = torch.autograd.grad(actual.total, weight)
         errors = [float(loss(x, torch.zeros(()))) for x in randn(3)]
         assert grad.tolist() == pytest.approx(errors)
 
@@ -338,14 +338,14 @@ class TestAccuracy:
     def test_by_hand(self) -> None:
         logits = torch.tensor([[[0.0, 1.0], [2.0, 1.0]], [[0.0, -1.0], [5.0, 6.0]]])
         labels = torch.tensor([[1, 1], [0, -100]])
-        found = accuracy(logits, labels)
-        assert numbers(found) == (2.0, 3.0)
-        assert is_scalar(found, torch.float32)
+        actual = accuracy(logits, labels)
+        assert numbers(actual) == (2.0, 3.0)
+        assert is_scalar(actual, torch.float32)
 
     def test_ignored_labels_never_count(self) -> None:
         logits = torch.eye(3)
-        found = accuracy(logits, torch.tensor([0, 1, 2]), ignore_index=1)
-        assert numbers(found) == (2.0, 2.0)
+        actual = accuracy(logits, torch.tensor([0, 1, 2]), ignore_index=1)
+        assert numbers(actual) == (2.0, 2.0)
         nothing = accuracy(logits, torch.full((3,), -100))
         assert numbers(nothing) == (0.0, 0.0)
 
@@ -355,8 +355,8 @@ class TestAccuracy:
         assert float(accuracy(torch.tensor([0.0, 1.0]), torch.tensor(1))) == 1.0
 
     def test_has_no_gradient(self) -> None:
-        found = accuracy(torch.eye(3, requires_grad=True), torch.arange(3))
-        assert not found.total.requires_grad
+        actual = accuracy(torch.eye(3, requires_grad=True), torch.arange(3))
+        assert not actual.total.requires_grad
 
 
 TRACED: dict[str, Callable[[Tensor, Tensor], Mean]] = {
@@ -378,8 +378,8 @@ class TestTracing:
 
         graph = make_fx(program, tracing_mode="fake")(randn(4, 3, CLASSES), some_labels(4, 3))
         logits, labels = randn(4, 3, CLASSES, seed=8), some_labels(4, 3, seed=9)
-        for found, wanted in zip(graph(logits, labels), program(logits, labels), strict=True):
-            torch.testing.assert_close(found, wanted, **EXACT)
+        for actual, wanted in zip(graph(logits, labels), program(logits, labels), strict=True):
+            torch.testing.assert_close(actual, wanted, **EXACT)
 
     def test_one_compiled_graph_for_any_batch(self, name: str) -> None:
         torch._dynamo.reset()

@@ -40,8 +40,8 @@ def batches(steps):
     return [torch.tensor(0.5 + 0.1 * math.sin(k), dtype=F64) for k in range(steps)]
 
 
-def assert_close(found, needed):
-    torch.testing.assert_close(found, needed, rtol=1e-12, atol=1e-14)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def by_hand(change, steps=5, lr=0.1):
@@ -160,11 +160,11 @@ def test_noise_follows_its_schedule_the_key_and_a_compiler():
     def noisy(seed, *wrappers):
         schedule = lambda k: 0.0 if k == 0 else 0.1 / k  # noqa: E731
         step = ft.compose(ft.train_step(quadratic, optim.chain(optim.noise(schedule), optim.sgd(0.1))), *wrappers)
-        state, found = step.init(make_params(), seed=seed), []
+        state, actual = step.init(make_params(), seed=seed), []
         for batch in batches(3):
             state, _ = step(state, batch)
-            found.append(state.params)
-        return found
+            actual.append(state.params)
+        return actual
 
     plain = train(optim.sgd(0.1), 1).params
     assert_close(noisy(0)[0], plain)
@@ -226,8 +226,8 @@ def test_lookahead_against_the_paper(k, alpha, wrappers):
                     mine += alpha * (leaf - mine)
                     leaf.copy_(mine)
     state = train(optim.lookahead(optim.adam(0.05), k, alpha), 50, *wrappers)
-    for found, needed in ((state.params, fast), (state.opt_state["slow"], slow)):
-        torch.testing.assert_close(list(found.values()), [leaf.detach() for leaf in needed], rtol=1e-9, atol=1e-12)
+    for actual, expected in ((state.params, fast), (state.opt_state["slow"], slow)):
+        torch.testing.assert_close(list(actual.values()), [leaf.detach() for leaf in expected], rtol=1e-9, atol=1e-12)
 
 
 def test_lookahead_reports_and_refuses():
@@ -335,14 +335,14 @@ def test_what_adjust_refuses():
 
 def test_partition_by_patterns_is_that_by_a_function():
     parts = {"a": optim.sgd(0.1, momentum=0.9), "b": optim.adamw(0.02)}
-    needed = train(optim.partition(parts, lambda name, leaf: "a" if name in ("conv", "out") else "b"), 5)
+    expected = train(optim.partition(parts, lambda name, leaf: "a" if name in ("conv", "out") else "b"), 5)
     for labels in (
         {"a": ["conv", "o*"]},
         {"b": ["norm", "scale", "empty"]},
         {"a": ["c*", "out"], "b": lambda n, x: n in ("norm", "scale", "empty")},
     ):
-        found = train(optim.partition(parts, labels), 5)
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True))
+        actual = train(optim.partition(parts, labels), 5)
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True))
 
 
 def test_partition_with_schedules_of_their_own():
@@ -398,10 +398,10 @@ def test_labels_that_do_not_fit():
 
 def test_a_decay_mask_by_patterns_is_that_by_a_function():
     make = lambda mask: optim.adamw(0.1, weight_decay=0.5, decay_mask=mask)  # noqa: E731
-    found, needed = train(make(["conv", "s*"]), 3), train(make(lambda name, leaf: name in ("conv", "scale")), 3)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True))
+    actual, expected = train(make(["conv", "s*"]), 3), train(make(lambda name, leaf: name in ("conv", "scale")), 3)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True))
     other = train(make(optim.matrices), 3)
-    assert not torch.equal(found.params["scale"], other.params["scale"])
+    assert not torch.equal(actual.params["scale"], other.params["scale"])
     with pytest.raises(OptionError, match=r"adamw: decay_mask names 'weight', and no parameter matches"):
         train(make(["weight"]), 0)
     with pytest.raises(OptionError, match=r"adamw: decay_mask is 'conv', needs a list of patterns"):
@@ -446,10 +446,10 @@ def test_swa_against_torch(start, every, wrappers):
         inner.step()
         if number > start and (number - start) % every == 0:
             averages.update_parameters(module)
-    needed = averages.module if int(averages.n_averaged) else module
-    found = ft.averaged(state).params
+    expected = averages.module if int(averages.n_averaged) else module
+    actual = ft.averaged(state).params
     torch.testing.assert_close(
-        found, {name: leaf.detach() for name, leaf in needed.named_parameters()}, rtol=1e-9, atol=1e-12
+        actual, {name: leaf.detach() for name, leaf in expected.named_parameters()}, rtol=1e-9, atol=1e-12
     )
 
 

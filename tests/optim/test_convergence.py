@@ -115,10 +115,10 @@ def rest(name, problem, dtype, rate):
     state = step.init(tree.clone(params) if learns else tree.cast(params, dtype))
     for batch in batches:
         state, _ = step(state, batch)
-    found = state.params
+    actual = state.params
     if name == "schedule_free":
-        found = optim.schedule_free_params(found, state.opt_state)
-    return float(loss(found, batches[0]) / loss(params, batches[0]))
+        actual = optim.schedule_free_params(actual, state.opt_state)
+    return float(loss(actual, batches[0]) / loss(params, batches[0]))
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ few = settings(max_examples=8)
 
 
 def rates(optimizer, *, tensors=False):
-    found = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
-    found = {name: torch.tensor(rate, dtype=F64) for name, rate in found.items()} if tensors else found
-    return {**found, "rng": ft.random.key(0)} if optimizer.needs_rng else found
+    actual = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
+    actual = {name: torch.tensor(rate, dtype=F64) for name, rate in actual.items()} if tensors else actual
+    return {**actual, "rng": ft.random.key(0)} if optimizer.needs_rng else actual
 
 
 def bits(values):
@@ -248,8 +248,8 @@ def test_layouts_may_differ(family, part, layout, donate):
     other = tree.clone(given)
     other[part] = tree.map(lambda leaf: layout(leaf) if leaf.ndim else leaf, other[part])
     assert not any(leaf.is_contiguous() for leaf in tree.leaves(other[part]) if leaf.squeeze().ndim > 1)
-    found = optimizer.update(**other, hyper=rates(optimizer), donate=donate)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    actual = optimizer.update(**other, hyper=rates(optimizer), donate=donate)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-14)
 
 
 @families
@@ -266,8 +266,8 @@ def test_one_optimizer_serves_trees_of_other_shapes_and_dtypes(family):
         params = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
         grads = tree.map(lambda leaf: 0.5 * leaf, params)
         fresh = FAMILIES[family](weight_decay=0.5)
-        found = shared.update(grads, shared.init(params), params, rates(shared))
-        assert bits(found) == bits(fresh.update(grads, fresh.init(params), params, rates(fresh)))
+        actual = shared.update(grads, shared.init(params), params, rates(shared))
+        assert bits(actual) == bits(fresh.update(grads, fresh.init(params), params, rates(fresh)))
 
 
 def test_groups_follow_the_dtypes_of_the_leaves():
@@ -529,12 +529,12 @@ def test_schedule_free_params_of_a_label():
     for scale in (1.0, -3.0):
         grads = tree.map(lambda leaf, scale=scale: scale * leaf, params)
         params, state = optimizer.update(grads, state, params, rates(optimizer))
-    found = schedule_free_params(params, state["free"])
+    actual = schedule_free_params(params, state["free"])
     named = {f"layers.0.{key}": leaf for key, leaf in params["layers"][0].items()}
     averages = schedule_free_params(named, state["free"])
-    assert bits(found["layers"][0]) == bits({key: averages[f"layers.0.{key}"] for key in ("w", "b")})
-    assert bits(found["head"]) == bits(params["head"])
-    assert not torch.equal(found["layers"][0]["w"], params["layers"][0]["w"])
+    assert bits(actual["layers"][0]) == bits({key: averages[f"layers.0.{key}"] for key in ("w", "b")})
+    assert bits(actual["head"]) == bits(params["head"])
+    assert not torch.equal(actual["layers"][0]["w"], params["layers"][0]["w"])
 
 
 @pytest.mark.parametrize("family", OPTIMIZERS)
@@ -543,8 +543,8 @@ def test_a_parameter_that_is_one_element_expanded_is_not_written_when_donated(fa
     params = {"w": torch.ones(1, dtype=F64).expand(2, 2)}
     grads = {"w": torch.tensor([[1.0, 2.0], [-3.0, 4.0]], dtype=F64)}
     wanted = optimizer.update(grads, optimizer.init(params), params, rates(optimizer))
-    found = optimizer.update(grads, optimizer.init(params), params, rates(optimizer), donate=True)
-    assert bits(found) == bits(wanted)
+    actual = optimizer.update(grads, optimizer.init(params), params, rates(optimizer), donate=True)
+    assert bits(actual) == bits(wanted)
     assert bits(params) == bits({"w": torch.ones(2, 2, dtype=F64)})
 
 
@@ -636,6 +636,6 @@ print(*(f"{leaf.dtype} {leaf.device}" for leaf in ft.tree.leaves(state) if leaf.
 def test_counts_do_not_take_the_defaults_of_the_program():
     """A count in bfloat16 would stop at 256, without a word; on a GPU, every step would wait for it."""
     shown = subprocess.run([sys.executable, "-c", UNDER_OTHER_DEFAULTS], capture_output=True, text=True, check=True)
-    found = shown.stdout.splitlines()
-    assert len(found) == 1 + 2 + 1 + 4 + 3
-    assert set(found) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}
+    actual = shown.stdout.splitlines()
+    assert len(actual) == 1 + 2 + 1 + 4 + 3
+    assert set(actual) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}

@@ -85,8 +85,8 @@ def require_matched(collectives_of_ranks, replicate, shard):
     digests_of_ranks = [*map(digests, collectives_of_ranks)]
     for name in digests_of_ranks[0]:
         for ranks in _members(name, replicate, shard):
-            found = {rank: digests_of_ranks[rank][name] for rank in ranks}
-            assert len(set(found.values())) == 1, f"ranks differ in what they issue ({name}): {found}"
+            actual = {rank: digests_of_ranks[rank][name] for rank in ranks}
+            assert len(set(actual.values())) == 1, f"ranks differ in what they issue ({name}): {actual}"
     for axis in ("shard", "replicate", "all"):
         for ranks in _members(axis, replicate, shard):
             _require_paired([[each for each in collectives_of_ranks[rank] if each.axis == axis] for rank in ranks])

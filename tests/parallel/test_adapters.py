@@ -26,17 +26,17 @@ def trained(step):
     return state
 
 
-def assert_near(found, needed):
-    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
-    torch.testing.assert_close(ft.tree.leaves(found), ft.tree.leaves(needed), rtol=1e-12, atol=1e-12)
+def assert_near(actual, expected):
+    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
+    torch.testing.assert_close(ft.tree.leaves(actual), ft.tree.leaves(expected), rtol=1e-12, atol=1e-12)
 
 
-def assert_divided_alike(found, needed):
+def assert_divided_alike(actual, expected):
     """Check that leaves are divided over ranks as those of the same names are in another tree."""
-    for name, leaf in needed.items():
-        if leaf is not None and name in found:
-            assert type(found[name]) is type(leaf), name
-            assert getattr(found[name], "placements", None) == getattr(leaf, "placements", None), name
+    for name, leaf in expected.items():
+        if leaf is not None and name in actual:
+            assert type(actual[name]) is type(leaf), name
+            assert getattr(actual[name], "placements", None) == getattr(leaf, "placements", None), name
 
 
 def merged_and_back(level, dora):
@@ -62,9 +62,9 @@ def merged_and_back(level, dora):
 @levels
 @pytest.mark.parametrize("dora", [True, *exhaustive([False])])
 def test_what_ranks_merge_and_unmerge_is_what_one_rank_does_and_divided_as_before(level, dora):
-    (needed,) = run(1, merged_and_back(0, dora))
-    for found in run(2, merged_and_back(level, dora)):
-        assert_near(found, needed)
+    (expected,) = run(1, merged_and_back(0, dora))
+    for actual in run(2, merged_and_back(level, dora)):
+        assert_near(actual, expected)
 
 
 @levels
@@ -85,9 +85,9 @@ def test_adapters_of_a_tree_are_merged_by_all_ranks(level):
 
         return rank
 
-    (needed,) = run(1, rank_at(0))
-    for found in run(2, rank_at(level)):
-        assert_near(found, needed)
+    (expected,) = run(1, rank_at(0))
+    for actual in run(2, rank_at(level)):
+        assert_near(actual, expected)
 
 
 def same_on_any_mesh(step):
@@ -126,9 +126,9 @@ def test_the_files_of_ranks_are_those_of_one_and_what_they_load_trains_as_on_one
     run(2, save(tmp_path / "together", level))
     alone, together = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("alone", "together"))
     assert together == alone
-    (needed,) = run(1, load_and_step(tmp_path / "alone", 0))
-    for found in run(2, load_and_step(tmp_path / "together", level)):
-        assert_near(found, needed)
+    (expected,) = run(1, load_and_step(tmp_path / "alone", 0))
+    for actual in run(2, load_and_step(tmp_path / "together", level)):
+        assert_near(actual, expected)
 
 
 def test_a_divided_base_that_differs_is_refused_on_every_rank(tmp_path):

@@ -61,9 +61,9 @@ def overlaps(backend):
     step, batch = step_of(backend), {"x": torch.ones(4, WIDTH)}
     state, _ = step(step.init(seed=0), batch)
     # Which refuses a compiler that changes how many collectives there are.
-    with running_graphs(Agreement(1)), Overlaps() as found:
+    with running_graphs(Agreement(1)), Overlaps() as actual:
         step(state, batch)
-    return found.counts
+    return actual.counts
 
 
 def test_inductor_waits_for_collectives_where_the_graph_does():

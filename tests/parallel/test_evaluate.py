@@ -49,8 +49,8 @@ def evaluated(size, level):
 def test_an_evaluation_on_ranks_equals_one_rank(size, level):
     (reference,) = evaluated(1, 0)
     for results in evaluated(size, level):
-        for found, expected in zip(results, reference, strict=True):
-            assert found == pytest.approx(expected, rel=1e-12)
+        for actual, expected in zip(results, reference, strict=True):
+            assert actual == pytest.approx(expected, rel=1e-12)
 
 
 class WatchedBlock(nn.Module):
@@ -127,8 +127,8 @@ def test_an_evaluation_in_a_narrow_dtype_on_ranks():
         return ft.evaluate(ft.eval_step(step.loss), step.init(seed=5), models.batches(2), dtype="bf16")
 
     (reference,) = run(1, rank)
-    for found in run(2, rank):
-        assert found == pytest.approx(reference, rel=1e-2)
+    for actual in run(2, rank):
+        assert actual == pytest.approx(reference, rel=1e-2)
 
 
 def test_each_rank_computes_on_its_examples():
@@ -196,11 +196,11 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
     thirds = [batches[0:1], batches[1:3], batches[3:4]]
     (reference,) = evaluated(1, lambda number: batches)
     for many in (evaluated(3, lambda number: thirds[number]), evaluated(2, lambda number: batches)):
-        for found in many:
-            assert found[1] == pytest.approx(reference[1], rel=1e-12)
+        for actual in many:
+            assert actual[1] == pytest.approx(reference[1], rel=1e-12)
     cut = lambda number: [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batches[0])]  # noqa: E731
-    for found in evaluated(3, cut):
-        assert found[0] == pytest.approx(reference[0], rel=1e-12)
+    for actual in evaluated(3, cut):
+        assert actual[0] == pytest.approx(reference[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -251,8 +251,8 @@ def test_evaluate_within_fit_at_every_level(levels):
     (reference,) = history(1, 0)
     assert len(reference) == 3
     for level in levels:
-        for found in history(3, level):
-            assert found == pytest.approx(reference, rel=1e-12)
+        for actual in history(3, level):
+            assert actual == pytest.approx(reference, rel=1e-12)
 
 
 class Failing:
@@ -343,8 +343,8 @@ def test_one_rank_splits_its_examples_when_memory_runs_out():
         return ft.evaluate(ft.eval_step(step.loss), step.init(seed=5), models.batches(2), on_oom="split")
 
     (reference,) = run(1, rank)
-    for found in run(2, rank):
-        assert found == pytest.approx(reference, rel=1e-12)
+    for actual in run(2, rank):
+        assert actual == pytest.approx(reference, rel=1e-12)
     assert lengths == [6, 3, *[2, 2, 1, 1] * 2]
 
 
@@ -369,7 +369,7 @@ def test_the_first_rank_warns_of_an_evaluation_in_which_nothing_counts(level):
         return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(())}), [torch.ones(4)])["loss"]
 
     with pytest.warns(UserWarning, match="evaluate: the mean of loss is NaN") as caught:
-        assert all(math.isnan(found) for found in run(2, rank))
+        assert all(math.isnan(actual) for actual in run(2, rank))
     assert len(caught) == 1
 
 

@@ -34,14 +34,14 @@ def test_buffers_that_are_not_finite(size):
     def rank(_):
         loss = ft.from_module(Extremes(), models.plain_loss)
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 0))
-        state, found = step.init(), []
+        state, actual = step.init(), []
         for batch in models.batches(3, 7):
             state, _ = step(state, batch)
-            found.append((batch["x"].mean(), state.buffers))
-        return found
+            actual.append((batch["x"].mean(), state.buffers))
+        return actual
 
-    for found in run(size, rank):
-        for number, (mean, buffers) in enumerate(found):
+    for actual in run(size, rank):
+        for number, (mean, buffers) in enumerate(actual):
             assert torch.equal(buffers["mask"], torch.full((2, 2), -torch.inf).triu(1))
             torch.testing.assert_close(buffers["mean"], mean, rtol=1e-12, atol=1e-12)
             assert buffers["least"] == 2.0

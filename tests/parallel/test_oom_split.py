@@ -139,8 +139,8 @@ def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_fir
 
     ((expected, losses, splits),) = run(1, rank)
     assert not splits
-    for state, found, pieces in run(3, rank):
-        assert_same([(state, found)], (expected, losses))
+    for state, actual, pieces in run(3, rank):
+        assert_same([(state, actual)], (expected, losses))
         assert pieces == [2]
 
 

@@ -120,8 +120,8 @@ def test_each_elementwise_optimizer_on_ranks_has_the_bits_of_one(name):
     shapes = {"w": (64, 32), "long": (192,), "m": (96, 64), "scalar": ()}
     start = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     (reference,) = trained(1, 0, name, start=start)
-    for found in trained(3, 3, name, start=start):
-        assert all(map(torch.equal, ft.tree.leaves(found), ft.tree.leaves(reference)))
+    for actual in trained(3, 3, name, start=start):
+        assert all(map(torch.equal, ft.tree.leaves(actual), ft.tree.leaves(reference)))
 
 
 @pytest.mark.parametrize("name", [*FEW, *REST])

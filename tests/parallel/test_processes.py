@@ -180,7 +180,7 @@ def test_ranks_are_not_taken_for_those_that_were_planned():
     with started(2, planning) as ranks:
         counts = [rank.hear() for rank in ranks]
         assert [rank.end() for rank in ranks] == [0, 0]
-    assert all(planned == found for planned, found in counts)
+    assert all(planned == actual for planned, actual in counts)
 
 
 def contrastive(axis, *wrappers):
@@ -217,6 +217,6 @@ def test_a_loss_of_the_features_of_all_ranks_is_that_of_one_rank(tmp_path):
     path = tmp_path / "params.pt"
     with started(2, contrasting, path) as ranks:
         assert [rank.end() for rank in ranks] == [0, 0]
-    needed = contrastive(None)
+    expected = contrastive(None)
     for params in torch.load(path):
-        torch.testing.assert_close(params, needed, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)

@@ -35,11 +35,11 @@ def trained(size, level, wrappers=lambda: (), mesh=None, **options):
 
 def assert_same(results, reference, tolerance=1e-12):
     expected, history = reference
-    for state, found in results:
+    for state, actual in results:
         for part in ("params", "buffers", "opt_state", "slots"):
             torch.testing.assert_close(getattr(state, part), getattr(expected, part), rtol=tolerance, atol=tolerance)
-        assert len(found) == len(history)
-        for metrics, others in zip(found, history, strict=True):
+        assert len(actual) == len(history)
+        for metrics, others in zip(actual, history, strict=True):
             assert metrics == pytest.approx(others, rel=tolerance, abs=tolerance, nan_ok=True)
 
 
@@ -231,9 +231,9 @@ def test_a_plain_loss_is_weighted_by_the_examples_of_each_rank():
 def test_buffers_and_other_metrics_are_means_over_ranks_by_their_examples():
     """Statistics of BatchNorm are of the rows of each rank, so the running mean is that of one rank, to rounding."""
     one, history = trained(1, 0, batch_norm=True)[0]
-    many, found = trained(3, 1, batch_norm=True)[0]
+    many, actual = trained(3, 1, batch_norm=True)[0]
     # In the first step all ranks have the same parameters, and means of equal numbers of rows.
-    assert found[0]["size"] != history[0]["size"]
+    assert actual[0]["size"] != history[0]["size"]
     assert many.buffers["norm.num_batches_tracked"] == one.buffers["norm.num_batches_tracked"] == 3
 
     def mean(size):
@@ -265,9 +265,9 @@ def test_blocks_without_any_trained_parameter_beside_a_trained_head(level):
         return ft.train_step(ft.from_module(module, models.loss), ft.optim.adamw(1e-2))
 
     (expected,) = run(1, lambda rank: models.train(ft.compose(step(), ft.sharded(ft.parallel.mesh()))))
-    found = run(3, lambda rank: models.train(ft.compose(step(), ft.sharded(ft.parallel.mesh(), level))))
+    actual = run(3, lambda rank: models.train(ft.compose(step(), ft.sharded(ft.parallel.mesh(), level))))
     assert expected[0].frozen["blocks.0.hidden.weight"] is not None
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 def test_remat_with_blocks_that_are_gathered():

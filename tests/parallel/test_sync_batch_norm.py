@@ -120,8 +120,8 @@ def test_an_evaluation_normalises_by_the_running_statistics():
         batch = next(models.batches())
         return float(ft.eval_step(step.loss)(state, batch)["loss"]), models.plain_loss(module, batch).item()
 
-    for found, needed in run(3, rank):
-        assert found == pytest.approx(needed, rel=1e-12)
+    for actual, expected in run(3, rank):
+        assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_has_no_batch_norm_or_one_of_its_own_is_refused():

@@ -61,7 +61,7 @@ def test_two_agents_with_a_rank_each_train_the_bits_of_one_with_two_ranks(tmp_pa
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=test"]
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     expected = results(one, 2, started(one, "--standalone", "--nproc-per-node=2"))
-    found = results(two, 2, *(started(two, *nodes, "--local-addr=127.0.0.1") for _ in range(2)))
+    actual = results(two, 2, *(started(two, *nodes, "--local-addr=127.0.0.1") for _ in range(2)))
     for name, (params, metrics) in expected.items():
-        assert found[name][1] == metrics
-        assert all(torch.equal(found[name][0][key], param) for key, param in params.items())
+        assert actual[name][1] == metrics
+        assert all(torch.equal(actual[name][0][key], param) for key, param in params.items())

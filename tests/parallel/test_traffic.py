@@ -41,21 +41,21 @@ def sent(mesh, level, *wrappers):
 
 def test_level_0_sums_the_gradient():
     for axis, mesh in (("shard", {}), ("replicate", {"shard": 1})):
-        found, _ = sent(mesh, 0)
-        assert found == {("all-reduce", axis): pytest.approx(2 * 7 / 8 * BLOCK, abs=2 * NUMBERS)}
+        actual, _ = sent(mesh, 0)
+        assert actual == {("all-reduce", axis): pytest.approx(2 * 7 / 8 * BLOCK, abs=2 * NUMBERS)}
 
 
 def test_level_1_gathers_the_parameters_and_scatters_the_gradient():
-    found, _ = sent({}, 1)
-    assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
-    assert found == {("all-gather", "shard"): 7 / 8 * BLOCK, ("reduce-scatter", "shard"): 7 / 8 * BLOCK}
+    actual, _ = sent({}, 1)
+    assert actual.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+    assert actual == {("all-gather", "shard"): 7 / 8 * BLOCK, ("reduce-scatter", "shard"): 7 / 8 * BLOCK}
 
 
 def test_level_3_gathers_twice_and_scatters_once():
-    found, _ = sent({}, 3)
-    assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+    actual, _ = sent({}, 3)
+    assert actual.pop(("all-reduce", "shard")) <= 2 * NUMBERS
     # The backward pass of the first block needs no weight, for nothing before it trains.
-    assert found == {
+    assert actual == {
         ("all-gather", "shard"): pytest.approx((2 - 1 / BLOCKS) * 7 / 8 * BLOCK),
         ("reduce-scatter", "shard"): 7 / 8 * BLOCK,
     }
@@ -70,17 +70,17 @@ def test_ranks_without_a_reduce_scatter_send_as_much_in_exchanges(monkeypatch):
 
     monkeypatch.setattr(Group, "__init__", without_reduce_scatter)
     for level, gathers in ((1, 1), (3, 2 - 1 / BLOCKS)):
-        found, _ = sent({}, level)
-        assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
-        assert found == {("all-to-all", "shard"): pytest.approx((gathers + 1) * 7 / 8 * BLOCK)}
+        actual, _ = sent({}, level)
+        assert actual.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+        assert actual == {("all-to-all", "shard"): pytest.approx((gathers + 1) * 7 / 8 * BLOCK)}
 
 
 def test_between_copies_of_the_state_travels_one_shard_of_the_gradient():
-    found, _ = sent({"replicate": 2}, 3, ft.clip(1.0))
-    assert found["all-gather", "shard"] == pytest.approx((2 - 1 / BLOCKS) * 3 / 4 * BLOCK)
-    assert found["reduce-scatter", "shard"] == 3 / 4 * BLOCK
-    assert found["all-reduce", "replicate"] == 2 * 1 / 2 * BLOCK / 4
-    assert found["all-reduce", "shard"] + found["all-reduce", "all"] <= 4 * NUMBERS
+    actual, _ = sent({"replicate": 2}, 3, ft.clip(1.0))
+    assert actual["all-gather", "shard"] == pytest.approx((2 - 1 / BLOCKS) * 3 / 4 * BLOCK)
+    assert actual["reduce-scatter", "shard"] == 3 / 4 * BLOCK
+    assert actual["all-reduce", "replicate"] == 2 * 1 / 2 * BLOCK / 4
+    assert actual["all-reduce", "shard"] + actual["all-reduce", "all"] <= 4 * NUMBERS
 
 
 def test_accumulation_sums_once_a_step():

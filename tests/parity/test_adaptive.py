@@ -252,7 +252,7 @@ WRITTEN = {
 @pytest.mark.parametrize("path", [*PATHS[:2], *PATHS[3:]])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [pytest.param(name, each, id=f"{name}-{label(each)}") for name, found in WRITTEN.items() for each in found],
+    [pytest.param(name, each, id=f"{name}-{label(each)}") for name, actual in WRITTEN.items() for each in actual],
 )
 def test_fifty_steps_equal_the_formula(name, options, path):
     make, formula = FORMULAS[name]

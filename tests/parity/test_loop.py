@@ -349,9 +349,9 @@ def test_training_on_from_the_average(way):
     donating = ft.donated(plain) if way == "donated" else ft.compiled(backend="eager", donate=True)(plain)
     begun, _ = run(plain, plain.init(), batches[:2])
     wanted, _ = run(plain, ft.averaged(begun), batches[2:])
-    found, _ = run(donating, ft.averaged(tree.clone(begun)), batches[2:])
-    torch.testing.assert_close(found.params, wanted.params, **TIGHT)
-    torch.testing.assert_close(found.slots, wanted.slots, **TIGHT)
+    actual, _ = run(donating, ft.averaged(tree.clone(begun)), batches[2:])
+    torch.testing.assert_close(actual.params, wanted.params, **TIGHT)
+    torch.testing.assert_close(actual.slots, wanted.slots, **TIGHT)
 
 
 # Mixed precision
@@ -533,9 +533,9 @@ def test_dropout_depends_on_the_seed_alone(name, way):
         with torch.random.fork_rng():
             torch.manual_seed(noise)
             before = torch.get_rng_state()
-            _, found = run(step, step.init(params, seed=seed), batches)
+            _, actual = run(step, step.init(params, seed=seed), batches)
             assert torch.equal(before, torch.get_rng_state())
-        return [float(loss) for loss in found]
+        return [float(loss) for loss in actual]
 
     first = losses(seed=0, noise=1)
     assert first == losses(seed=0, noise=2)

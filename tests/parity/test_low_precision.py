@@ -40,8 +40,8 @@ def make_params(dtype=F32):
     return {name: randn(shape, index, dtype) for index, (name, shape) in enumerate(shapes.items())}
 
 
-def assert_same(found, needed):
-    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
@@ -73,11 +73,11 @@ def test_decay_rates_are_not_rounded_to_16_bits(ours, torchs, dtype):
 @pytest.mark.parametrize("make", [optim.adamw, optim.lion, optim.muon])
 def test_weight_decay_is_not_rounded_to_16_bits_in_a_graph(make):
     """1 - 0.002 would be 0.996 in bfloat16."""
-    params, zeros, found = {"w": randn((40, 50), 0, BF16)}, {"w": torch.zeros(40, 50, dtype=BF16)}, []
+    params, zeros, actual = {"w": randn((40, 50), 0, BF16)}, {"w": torch.zeros(40, 50, dtype=BF16)}, []
     optimizer = make(0.02, weight_decay=0.1)
     for rate in (0.02, torch.tensor(0.02, dtype=F64)):
-        found.append(optimizer.update(zeros, optimizer.init(params), params, {"lr": rate}))
-    assert_same(found[1], found[0])
+        actual.append(optimizer.update(zeros, optimizer.init(params), params, {"lr": rate}))
+    assert_same(actual[1], actual[0])
 
 
 def test_clipping_scales_16_bits_by_the_factor_itself():
@@ -126,13 +126,13 @@ def test_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     above = ((value.view(torch.int32) & -0x10000) + 0x10000).view(F32)
     draws = 20_000
     bits = noise(random.key(1), 0, draws * len(value), eager=True)
-    found = rounded(value.repeat(draws), bits).view(draws, -1)
-    assert torch.equal(found.to(BF16).to(F32), found)
+    actual = rounded(value.repeat(draws), bits).view(draws, -1)
+    assert torch.equal(actual.to(BF16).to(F32), actual)
     exact = value == value.to(BF16).to(F32)
     assert torch.equal(
-        torch.where(exact, found == value, (found == below) | (found == above)).all(0), torch.ones(8).bool()
+        torch.where(exact, actual == value, (actual == below) | (actual == above)).all(0), torch.ones(8).bool()
     )
-    share = (found == above).double().mean(0)
+    share = (actual == above).double().mean(0)
     wanted = torch.where(exact, 0.0, (value.double() - below.double()) / (above.double() - below.double()))
     assert ((share - wanted).abs() <= 4.5 * (wanted * (1 - wanted) / draws).sqrt()).all()
 
@@ -141,27 +141,27 @@ def test_rounding_keeps_nan_and_infinity():
     patterns = [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400000, 0x7F800000, -0x800000]
     value = torch.tensor(patterns, dtype=torch.int32).view(F32)
     for bits in (0, 1, 65535):
-        found = rounded(value.clone(), torch.full((7,), bits, dtype=torch.int32)).to(BF16)
-        assert found[:5].isnan().all()
-        assert found[5:].tolist() == [math.inf, -math.inf]
+        actual = rounded(value.clone(), torch.full((7,), bits, dtype=torch.int32)).to(BF16)
+        assert actual[:5].isnan().all()
+        assert actual[5:].tolist() == [math.inf, -math.inf]
 
 
 def test_bits_are_other_ones_for_each_step_leaf_and_tree():
     """Of 100 equal parameters with equal gradients, in two leaves, hardly two go the same way."""
     params = {"a": torch.ones(4096, dtype=BF16), "b": torch.ones(4096, dtype=BF16)}
     optimizer = optim.adamw(1.0, stochastic_rounding=True)
-    found = []
+    actual = []
     for step in range(3):
         # The step in float32 is 2^-9, half of the distance to the next bfloat16 below 1.
         hyper = {"lr": 2.0**-9, "rng": random.fold_in(random.key(0), step)}
         moved, state = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, hyper)
-        found += [moved["a"] < 1, moved["b"] < 1, state["mu"]["a"].float() > 0.1, state["nu"]["b"].float() > 0.001]
-    for one in range(len(found)):
+        actual += [moved["a"] < 1, moved["b"] < 1, state["mu"]["a"].float() > 0.1, state["nu"]["b"].float() > 0.001]
+    for one in range(len(actual)):
         for other in range(one):
             if one % 4 < 2 and other % 4 < 2:
-                assert 0.4 < float((found[one] == found[other]).double().mean()) < 0.6
+                assert 0.4 < float((actual[one] == actual[other]).double().mean()) < 0.6
             elif one % 4 == other % 4:
-                assert not torch.equal(found[one], found[other])
+                assert not torch.equal(actual[one], actual[other])
 
 
 def test_a_small_rate_is_not_lost():
@@ -206,12 +206,12 @@ def adamw_reference(p, g, m, v, t, *, store, decay=0.0):
     return store("p", p), store("mu", m), store("nu", v)
 
 
-def assert_rounded(found, needed, share=0.01):
+def assert_rounded(actual, expected, share=0.01):
     """That values in bfloat16 or codes are the same, but for a few that were rounded to the other side."""
-    assert found.dtype == needed.dtype
-    assert int((found != needed).sum()) <= share * found.numel()
-    if found.dtype == BF16:
-        torch.testing.assert_close(found, needed, rtol=2**-7, atol=1e-7)
+    assert actual.dtype == expected.dtype
+    assert int((actual != expected).sum()) <= share * actual.numel()
+    if actual.dtype == BF16:
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -252,28 +252,28 @@ def test_float32_moments_of_bfloat16_parameters_are_those_of_float32():
     params = {"w": randn((40, 50), 0, BF16)}
     optimizer = optim.adamw(0.01, state_dtype="fp32")
     moved, state = run(optimizer, params, steps=1)
-    wide, needed = run(optim.adamw(0.01), tree.cast(params, F32), steps=0)
-    wide, needed = optim.adamw(0.01).update({"w": randn((40, 50), 0, BF16).float()}, needed, wide, {"lr": 0.01})
-    torch.testing.assert_close((state["mu"], state["nu"]), (needed["mu"], needed["nu"]), rtol=1e-6, atol=0)
+    wide, expected = run(optim.adamw(0.01), tree.cast(params, F32), steps=0)
+    wide, expected = optim.adamw(0.01).update({"w": randn((40, 50), 0, BF16).float()}, expected, wide, {"lr": 0.01})
+    torch.testing.assert_close((state["mu"], state["nu"]), (expected["mu"], expected["nu"]), rtol=1e-6, atol=0)
     assert torch.equal(moved["w"], wide["w"].to(BF16))
 
 
 def test_the_parameters_own_dtype_in_float32_is_plain_adamw():
     params = make_params()
     for path in PATHS[:2]:
-        found = run(optim.adamw(0.01, weight_decay=0.1, state_dtype="fp32"), params, path)
-        needed = run(optim.adamw(0.01, weight_decay=0.1), params, path)
-        torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-7)
+        actual = run(optim.adamw(0.01, weight_decay=0.1, state_dtype="fp32"), params, path)
+        expected = run(optim.adamw(0.01, weight_decay=0.1), params, path)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("make", [optim.adam, optim.adamw])
 def test_amsgrad_and_the_rest_of_the_options(make):
     options = {"amsgrad": True, "maximize": True, "weight_decay": 0.1}
     params = {"w": randn((40, 50), 0)}
-    found, state = run(make(0.01, state_dtype="bf16", **options), params)
-    needed, _ = run(make(0.01, **options), params)
+    actual, state = run(make(0.01, state_dtype="bf16", **options), params)
+    expected, _ = run(make(0.01, **options), params)
     assert {leaf.dtype for key in ("mu", "nu", "nu_max") for leaf in state[key].values()} == {BF16}
-    torch.testing.assert_close(found, needed, rtol=0.0, atol=5e-4)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=5e-4)
 
 
 OTHERS = [
@@ -294,11 +294,11 @@ def test_others_with_moments_in_bfloat16(make, options, path, pretend):
     assert {leaf.dtype for leaf in state[key].values()} == {BF16}
     exact = {**tree.clone(state), key: tree.cast(state[key], F32)}
     grads = {name: randn(leaf.shape, 50 + i) for i, (name, leaf) in enumerate(params.items())}
-    needed, wanted = plain.update(grads, exact, params, {"lr": 0.01})
+    expected, wanted = plain.update(grads, exact, params, {"lr": 0.01})
     rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
     hyper = {"lr": rate, "rng": random.key(9)}
-    found, state = low.update(grads, state, params, hyper, donate=path == "donated")
-    torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-7)
+    actual, state = low.update(grads, state, params, hyper, donate=path == "donated")
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(tree.cast(state[key], F32), wanted[key], rtol=2**-7, atol=1e-30)
 
 
@@ -331,13 +331,13 @@ def test_values_go_to_the_nearest_code(signed, shape, block):
     form.write([stored], values.reshape(-1), None)
     codes, scale = stored
     assert (codes.dtype, codes.shape, scale.shape) == (torch.uint8, values.shape, (-(-values.numel() // block),))
-    found = form.read([stored], F32)
+    actual = form.read([stored], F32)
     each = scale.repeat_interleave(block)[: values.numel()]
     assert torch.equal(scale, torch.stack([part.abs().max() for part in values.reshape(-1).split(block)]))
     # Those without a sign are second moments, which are never 0.
     shares, known = values.reshape(-1).double() / each, dynamic_map(signed=signed).double()[0 if signed else 1 :]
     nearest = (shares.unsqueeze(-1) - known).abs().amin(-1)
-    error = (found.double() / each - shares).abs()
+    error = (actual.double() / each - shares).abs()
     # To the nearest, and where float16 cannot tell, to one that is hardly farther.
     assert (error <= nearest + shares.abs() * 2**-10 + 1e-7).all()
     assert float((error <= nearest + 1e-7).double().mean()) > 0.99
@@ -348,10 +348,10 @@ def test_a_block_of_zeros_and_one_of_nan():
     stored = form.begin(torch.zeros(12))
     values = torch.tensor([0.0, 0, 0, 0, 1, math.nan, 2, 3, -1, 0.5, 1e-30, 1])
     form.write([stored], values.clone(), None)
-    found = form.read([stored], F32)
-    assert found[:4].count_nonzero() == 0
-    assert found[4:8].isnan().all()
-    torch.testing.assert_close(found[8:], values[8:], rtol=0.01, atol=1e-6)
+    actual = form.read([stored], F32)
+    assert actual[:4].count_nonzero() == 0
+    assert actual[4:8].isnan().all()
+    torch.testing.assert_close(actual[8:], values[8:], rtol=0.01, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -469,8 +469,8 @@ each = pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_donated_equals_undonated_and_graphs_equal_eager(name, dtype):
     optimizer, params = ALL[name](weight_decay=0.1), make_params(dtype)
-    found = run(optimizer, params)
-    assert_same(run(optimizer, params, "donated"), found)
+    actual = run(optimizer, params)
+    assert_same(run(optimizer, params, "donated"), actual)
     graph = run(optimizer, params, "graph", steps=1)
     one = run(optimizer, params, steps=1)
     for a, b in zip(tree.leaves(graph), tree.leaves(one), strict=True):
@@ -489,9 +489,9 @@ def test_leaves_that_lie_otherwise_in_memory(name):
         "image": plain["image"].clone().to(memory_format=torch.channels_last),
         "matrix": plain["matrix"].t().contiguous().t(),
     }
-    found, needed = run(optimizer, turned, "donated"), run(optimizer, plain)
-    assert found[0]["matrix"].stride() == (1, 70)
-    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+    actual, expected = run(optimizer, turned, "donated"), run(optimizer, plain)
+    assert actual[0]["matrix"].stride() == (1, 70)
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert torch.equal(a, b)
 
 
@@ -552,20 +552,20 @@ def test_inductor_makes_one_graph_that_equals_eager():
 
     step = ft.train_step(loss, optimizer)
     compiled = ft.compiled(lowering="whole", donate=True)(step)
-    found, needed = compiled.init(params), step.init(params)
+    actual, expected = compiled.init(params), step.init(params)
     for index in range(3):
         # Gradients that bfloat16 has, since Inductor leaves out that they are rounded to it.
         batch = randn((40, 30), index, BF16).float()
-        found, _ = compiled(found, batch)
-        needed, _ = step(needed, batch)
+        actual, _ = compiled(actual, batch)
+        expected, _ = step(expected, batch)
     assert compiled.lower(compiled.init(params), batch).graphs == 1
-    for a, b in zip(tree.leaves(found.opt_state), tree.leaves(needed.opt_state), strict=True):
+    for a, b in zip(tree.leaves(actual.opt_state), tree.leaves(expected.opt_state), strict=True):
         if a.dtype in (BF16, torch.uint8):
             assert_rounded(a, b)
-    torch.testing.assert_close(found.opt_state["wide"], needed.opt_state["wide"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.opt_state["wide"], expected.opt_state["wide"], rtol=1e-5, atol=1e-6)
     for name in ("coded", "wide"):
-        torch.testing.assert_close(found.params[name], needed.params[name], rtol=1e-5, atol=1e-6)
-    assert_rounded(found.params["rounded"], needed.params["rounded"])
+        torch.testing.assert_close(actual.params[name], expected.params[name], rtol=1e-5, atol=1e-6)
+    assert_rounded(actual.params["rounded"], expected.params["rounded"])
 
 
 def test_how_it_prints():

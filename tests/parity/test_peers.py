@@ -211,8 +211,8 @@ def from_optax():
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    found = iter(pickle.loads(done.stdout))
-    return {(name, case): next(found) for name in OPTAX for case in range(len(CASES))}
+    actual = iter(pickle.loads(done.stdout))
+    return {(name, case): next(actual) for name in OPTAX for case in range(len(CASES))}
 
 
 # `test_adaptive.py` has all three written out, and JAX takes long to start.

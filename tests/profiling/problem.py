@@ -69,13 +69,13 @@ def scripted(times):
     """A race whose times are given: name -> seconds, lists of them, or an error; one second for others."""
 
     def race(racers, rounds, *, is_result):
-        found = {}
+        actual = {}
         for key, racer in racers.items():
             name = getattr(key, "name", key)  # The ladder races techniques.
             took = times(name, racer) if callable(times) else times.get(name, 1.0)
             if isinstance(took, Exception) and not is_result(key, took):
                 raise took
-            found[key] = took if isinstance(took, list | Exception) else [float(took)] * rounds
-        return found
+            actual[key] = took if isinstance(took, list | Exception) else [float(took)] * rounds
+        return actual
 
     return race

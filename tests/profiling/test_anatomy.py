@@ -169,17 +169,17 @@ def test_the_predicted_peak_is_the_measured_one(model, wrapper):
     step, batch = build(model, wrapper)
     state = step.init()
     kept = tree.clone(state)
-    found = ft.anatomy(step, state, batch)
-    assert found.peak == sum(found.at_peak.values())
-    assert found.measured_ratio == found.measured / found.peak
+    actual = ft.anatomy(step, state, batch)
+    assert actual.peak == sum(actual.at_peak.values())
+    assert actual.measured_ratio == actual.measured / actual.peak
     for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
         assert torch.equal(a, b)
     if model == "convnet":
         # What kernels of convolutions allocate for their own use differs from one CPU to another.
-        assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
-        assert found.measured > 0.995 * found.peak
+        assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
+        assert actual.measured > 0.995 * actual.peak
     else:
-        assert found.measured_ratio == pytest.approx(1, abs=0.05), found
+        assert actual.measured_ratio == pytest.approx(1, abs=0.05), actual
 
 
 class Residual(nn.Module):
@@ -221,10 +221,10 @@ def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
     loss = ft.from_module(make(), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *WRAPPERS[wrapper])
     state, batch = step.init(), {"x": torch.randn(shape)}
-    found = ft.anatomy(step, state, batch)
-    assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), found
-    assert found.measured > 0.995 * found.peak
-    assert found.overhead == found.measured - found.peak
+    actual = ft.anatomy(step, state, batch)
+    assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), actual
+    assert actual.measured > 0.995 * actual.peak
+    assert actual.overhead == actual.measured - actual.peak
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "remat", *exhaustive(["fp16", "bf16", "accumulate"])])
@@ -235,9 +235,9 @@ def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
     wrappers = [ft.remat(blocks=["1.0", "1.1", "1.2"])] if wrapper == "remat" else WRAPPERS[wrapper]
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
     state, batch = step.init(), {"x": torch.randn(8, 3, 32, 32), "y": torch.randint(10, (8,))}
-    found = ft.anatomy(step, state, batch)
-    assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), found
-    assert found.measured > 0.995 * found.peak
+    actual = ft.anatomy(step, state, batch)
+    assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), actual
+    assert actual.measured > 0.995 * actual.peak
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -257,11 +257,11 @@ def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrappers, option
         loss, batch = MODELS[model]()
         step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
     step = ft.compiled(**options)(step)
-    found = ft.anatomy(step, step.init(), batch)
-    assert found.compiled
-    assert found.at_rest.total() < found.measured
-    assert found.measured <= found.peak, found
-    assert found.measured_ratio == found.measured / found.peak
+    actual = ft.anatomy(step, step.init(), batch)
+    assert actual.compiled
+    assert actual.at_rest.total() < actual.measured
+    assert actual.measured <= actual.peak, actual
+    assert actual.measured_ratio == actual.measured / actual.peak
 
 
 def test_the_measured_ratio_of_a_compiled_step_by_hand():
@@ -309,37 +309,39 @@ def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, 
 
     monkeypatch.setattr(torch, "compile", never)
     monkeypatch.setattr(capture, "capture", never)
-    plain, found = (ft.anatomy(each, each.init(), batch, measure=False) for each in (eager, compiled))
-    assert found.compiled
+    plain, actual = (ft.anatomy(each, each.init(), batch, measure=False) for each in (eager, compiled))
+    assert actual.compiled
     assert not plain.compiled
-    assert found.measured_ratio is None
-    assert {**found.as_dict(), "compiled": False} == plain.as_dict()
-    assert "predicted as if the step ran eagerly; compiled, it usually takes less\n" in repr(found)
+    assert actual.measured_ratio is None
+    assert {**actual.as_dict(), "compiled": False} == plain.as_dict()
+    assert "predicted as if the step ran eagerly; compiled, it usually takes less\n" in repr(actual)
 
 
 def test_a_constant_that_the_loss_holds_is_not_counted():
     """What is measured beyond the prediction is the state of torch's generator, which a step saves and restores."""
     table = torch.randn(1000, 64)
     step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
-    found = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
-    assert found.measured - found.peak == torch.default_generator.get_state().nbytes < table.nbytes / 10
+    actual = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
+    assert actual.measured - actual.peak == torch.default_generator.get_state().nbytes < table.nbytes / 10
 
 
 def test_a_linear_layer_by_hand():
     model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Tanh(), nn.Linear(200, 50, bias=False))
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.train_step(loss, optim.adamw(1e-3))
-    found = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
+    actual = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
     weights = 100 * 200 + 200 * 50
-    assert found.params == weights
-    assert found.bytes_per_parameter == pytest.approx({"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3)
-    assert found.at_peak["batch"] == 4 * 32 * 100
+    assert actual.params == weights
+    assert actual.bytes_per_parameter == pytest.approx(
+        {"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3
+    )
+    assert actual.at_peak["batch"] == 4 * 32 * 100
     # Of the tanh and of the last layer, what their gradients need; the input of the first one is the batch.
-    assert found.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
+    assert actual.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
     # The first layer needs no gradient of its input.
-    assert found.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
-    assert found.measured is None
-    assert found.overhead is None
+    assert actual.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
+    assert actual.measured is None
+    assert actual.overhead is None
 
 
 def test_the_contractions_are_those_that_torch_counts():
@@ -348,11 +350,11 @@ def test_the_contractions_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         step(state, batch)
     counts = counter.get_flop_counts()["Global"]
-    found = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
-    needed = sum(counts.values())
+    actual = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
+    expected = sum(counts.values())
     # Torch does not count its attention on CPUs: two products, and five on the way back, of 64 x 64 for each head.
     attention = 0 if any("attention" in str(name) for name in counts) else 2 * 7 * 2 * 8 * 64 * 64 * 64
-    assert found == needed + attention
+    assert actual == expected + attention
 
 
 @pytest.mark.parametrize(
@@ -373,18 +375,18 @@ def test_the_groups_of_operations(group, names):
 
 def test_products_that_torch_does_not_count():
     step = ft.train_step(lambda params, batch: (batch @ params["w"]) @ (batch @ params["w"]), optim.sgd(0.1))
-    found = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
+    actual = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
     # Two of a matrix and a vector with their gradients, and one of two vectors, whose gradient is a product by element.
-    assert found.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
+    assert actual.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
 def test_the_products_of_a_recurrent_layer_by_hand():
     layers = nn.LSTM(12, 16, 2, bidirectional=True)
     step = ft.train_step(ft.from_module(layers, lambda model, batch: model(batch)[0].square().mean()), optim.sgd(0.1))
     positions, matrices = 5 * 3, sum(each.numel() for each in layers.parameters() if each.ndim == 2)
-    found = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
+    actual = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
     # One kernel has the gradient of its input too, whether or not it is needed.
-    assert found.flops[CONTRACTION] == 3 * 2 * positions * matrices
+    assert actual.flops[CONTRACTION] == 3 * 2 * positions * matrices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -400,9 +402,9 @@ def test_the_products_of_experts_in_every_dtype(dtype):
         return F.grouped_mm(hidden, params["second"], offs=ends).square().mean()
 
     step = ft.train_step(loss, optim.sgd(0.1))
-    found = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
-    assert found.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
-    assert 0 <= found.overhead < 6000
+    actual = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
+    assert actual.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
+    assert 0 <= actual.overhead < 6000
 
 
 def test_the_known_bytes_per_parameter():
@@ -433,8 +435,8 @@ def test_remat_keeps_the_inputs_of_blocks_alone():
 def test_what_runs_after_a_recomputed_block_is_no_part_of_it():
     step, batch = build("gpt", "remat")
     step = ft.accumulate(2)(step)
-    found = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
-    assert {each.module for each in found if each.phase == "update"} == {""}
+    actual = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
+    assert {each.module for each in actual if each.phase == "update"} == {""}
 
 
 class Distilled(nn.Module):
@@ -452,8 +454,8 @@ class Distilled(nn.Module):
 def test_what_a_loss_computes_without_a_gradient_is_no_gradient(wrappers):
     step = ft.train_step(ft.from_module(Distilled(), lambda model, batch: model(batch)), optim.sgd(0.1))
     step = ft.compose(step, *wrappers)
-    found = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
-    assert found.bytes_per_parameter["gradients"] == pytest.approx(4, rel=0.01)
+    actual = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
+    assert actual.bytes_per_parameter["gradients"] == pytest.approx(4, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -462,9 +464,9 @@ def test_a_sparse_tensor_takes_the_memory_of_its_parts(layout):
     edges, given = getattr(torch.eye(1000), layout)(), torch.randn(1000, 4)
     loss = ft.from_module(nn.Linear(4, 4), lambda model, batch: (batch["edges"] @ model(batch["x"])).square().mean())
     step, batch = ft.train_step(loss, optim.sgd(0.1)), {"edges": edges, "x": given}
-    found = ft.anatomy(step, step.init(), batch, measure=False)
+    actual = ft.anatomy(step, step.init(), batch, measure=False)
     indices = 8 * (2 * 1000 if edges.layout == torch.sparse_coo else 1001 + 1000)
-    assert found.at_rest["batch"] == nbytes(batch) == given.nbytes + 4 * 1000 + indices
+    assert actual.at_rest["batch"] == nbytes(batch) == given.nbytes + 4 * 1000 + indices
 
 
 def test_a_nested_tensor_cannot_be_predicted():
@@ -482,12 +484,12 @@ def init(built):
 
 def test_frozen_parameters_have_no_gradient_and_no_state():
     step, batch = build("gpt", "plain", trainable=["head.*"])
-    found = ft.anatomy(step, step.init(), batch, measure=False)
+    actual = ft.anatomy(step, step.init(), batch, measure=False)
     head = 512 * 64 * 4
-    assert found.most["parameters"] == head
-    assert found.most["gradients"] == pytest.approx(head, abs=64)
-    assert found.most["optimizer state"] == pytest.approx(2 * head, abs=64)
-    assert found.most["frozen parameters"] > head
+    assert actual.most["parameters"] == head
+    assert actual.most["gradients"] == pytest.approx(head, abs=64)
+    assert actual.most["optimizer state"] == pytest.approx(2 * head, abs=64)
+    assert actual.most["frozen parameters"] > head
 
 
 def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp_path):
@@ -510,8 +512,8 @@ def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
     size = 100_000
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adamw(1e-3))
     step = ft.compose(step, ft.offload("opt_state", directory=tmp_path))
-    found = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
-    assert found.measured_ratio == pytest.approx(1, abs=0.05)
+    actual = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
+    assert actual.measured_ratio == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
@@ -519,8 +521,8 @@ def test_fused_updates_take_no_memory_either(optimizer):
     with torch.device("meta"):
         model = nn.Linear(100_000, 1_000_000, bias=False)
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
-    found = ft.anatomy(ft.train_step(loss, optimizer), None, torch.empty(4, 100_000, device="meta"))
-    assert found.most["parameters"] == 4 * 10**11
+    actual = ft.anatomy(ft.train_step(loss, optimizer), None, torch.empty(4, 100_000, device="meta"))
+    assert actual.most["parameters"] == 4 * 10**11
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(donate=True),)], ids=["eager", "compiled"])
@@ -529,11 +531,11 @@ def test_a_model_that_no_machine_holds(wrappers):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
-    found = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
-    assert found.params == 10**11
-    assert found.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
-    assert found.most["gradients"] == pytest.approx(4e11, rel=1e-6)
-    assert found.measured is None
+    actual = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
+    assert actual.params == 10**11
+    assert actual.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert actual.most["gradients"] == pytest.approx(4e11, rel=1e-6)
+    assert actual.measured is None
     assert all(leaf.is_meta for leaf in model.parameters())
 
 
@@ -543,14 +545,14 @@ def test_a_loss_that_draws_and_an_optimizer_that_draws():
 
     step = ft.train_step(loss, optim.chain(optim.noise(0.1), optim.sgd(0.1)))
     state = step.init({"w": torch.randn(1000)})
-    found = ft.anatomy(step, state, torch.ones(()))
-    assert found.most["parameters"] == 4000
+    actual = ft.anatomy(step, state, torch.ones(()))
+    assert actual.most["parameters"] == 4000
 
 
 def test_the_table_and_the_picture(tmp_path):
     step, batch = problem.make(ft.with_amp("bf16"), width=64), problem.batch(1024, 64)
-    found = ft.anatomy(step, step.init(), batch)
-    text = repr(found)
+    actual = ft.anatomy(step, step.init(), batch)
+    text = repr(actual)
     for part in (
         "MiB at the peak, predicted;",
         "measured (",
@@ -563,29 +565,29 @@ def test_the_table_and_the_picture(tmp_path):
         assert part in text
     assert text.count(" ms ") == len(GROUPS)
     assert "The times are of" not in text
-    assert f"measured beyond that {found.overhead / 2**20:>18,.1f} MiB  what the framework" in text
+    assert f"measured beyond that {actual.overhead / 2**20:>18,.1f} MiB  what the framework" in text
     predicted = ft.anatomy(step, step.init(), batch, measure=False)
     assert " ms " not in repr(predicted)
     assert "beyond" not in repr(predicted)
-    told = json.loads(json.dumps(found.as_dict()))
-    assert (told["peak"], told["measured"]) == (found.peak, found.measured)
-    assert told["overhead"] == found.measured - found.peak
-    assert sum(told["at_peak"].values()) == found.peak
+    told = json.loads(json.dumps(actual.as_dict()))
+    assert (told["peak"], told["measured"]) == (actual.peak, actual.measured)
+    assert told["overhead"] == actual.measured - actual.peak
+    assert sum(told["at_peak"].values()) == actual.peak
     assert told["seconds"].keys() == told["flops"].keys()
     assert predicted.as_dict()["measured"] is predicted.as_dict()["seconds"] is None
     for name in ("a.png", "a.svg"):
-        found.plot(tmp_path / name)
+        actual.plot(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf'; it must end in \.png or \.svg"):
-        found.plot(tmp_path / "a.pdf")
+        actual.plot(tmp_path / "a.pdf")
 
 
 def test_a_picture_without_matplotlib(monkeypatch):
     step, batch = problem.make(), problem.batch(4)
-    found = ft.anatomy(step, step.init(), batch, measure=False)
+    actual = ft.anatomy(step, step.init(), batch, measure=False)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
-        found.plot()
+        actual.plot()
 
 
 def test_what_anatomy_refuses():
@@ -823,9 +825,9 @@ def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(i
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *inner, ft.accumulate(4), ft.donated())
-    found = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
+    actual = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
     weights = 4 * 8 * 1024 * 1024
-    assert sets * weights < found.most["gradients"] + found.most["temporaries"] < (sets + 0.3) * weights
+    assert sets * weights < actual.most["gradients"] + actual.most["temporaries"] < (sets + 0.3) * weights
 
 
 def test_nothing_of_a_piece_is_left_when_the_next_one_runs():

@@ -164,8 +164,8 @@ def attending(model, *wrappers):
 
 def test_products_by_module_shape_and_dtype():
     matmuls, _ = record_calls(*attending(Attend()))
-    found = {(each.module, each.rows, each.inner, each.columns) for each in matmuls}
-    assert found == {("qkv", 32, 24, 72), ("out", 32, 24, 24)}
+    actual = {(each.module, each.rows, each.inner, each.columns) for each in matmuls}
+    assert actual == {("qkv", 32, 24, 72), ("out", 32, 24, 24)}
     assert all(
         each.exact and each.dtype == F32 and each.flops == 2 * each.rows * each.inner * each.columns for each in matmuls
     )

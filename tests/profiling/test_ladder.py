@@ -37,18 +37,18 @@ def timed(monkeypatch):
     return climb
 
 
-def rows(found, group):
-    return [row.name for row in found.rows if row.group == group]
+def rows(actual, group):
+    return [row.name for row in actual.rows if row.group == group]
 
 
 def test_every_technique_is_a_row_and_nothing_is_touched():
     step, given = make(width=64), batch(256, width=64)
     state = step.init()
     before = kept(state, given)
-    found = ft.ladder(step, state, given, techniques=PLAIN, rounds=1, stacked=False)
+    actual = ft.ladder(step, state, given, techniques=PLAIN, rounds=1, stacked=False)
     assert_untouched(state, given, before)
-    assert rows(found, ALONE) == ["as given", *PLAIN]
-    ran = {row.name for row in found.rows if row.seconds}
+    assert rows(actual, ALONE) == ["as given", *PLAIN]
+    ran = {row.name for row in actual.rows if row.seconds}
     # A CPU is the host itself, and has no TF32 and no cache.
     assert set(PLAIN) - ran == {
         'with_amp("tf32")',
@@ -56,20 +56,20 @@ def test_every_technique_is_a_row_and_nothing_is_touched():
         'offload("opt_state")',
         "empty_cache(every=1)",
     }
-    assert "has no TF32" in found['with_amp("tf32")'].note
-    base = found["as given"]
+    assert "has no TF32" in actual['with_amp("tf32")'].note
+    base = actual["as given"]
     assert base.speed.median == 1
     for name in ran:
-        row = found[name]
+        row = actual[name]
         assert row.seconds.low <= row.seconds.median <= row.seconds.high
         assert abs(row.measured / row.predicted - 1) < 0.2, row
-    assert (found["batch x2"].examples, found["batch /2"].examples) == (512, 128)
-    assert found["batch x2"].peak > base.peak > found["batch /2"].peak
+    assert (actual["batch x2"].examples, actual["batch /2"].examples) == (512, 128)
+    assert actual["batch x2"].peak > base.peak > actual["batch /2"].peak
     for name in ("accumulate(2)", "remat()", "adafactor"):
-        assert found[name].peak < base.peak
+        assert actual[name].peak < base.peak
     assert base.bytes_per_parameter == pytest.approx(16, rel=0.01)
     for name, each in {'adamw(state_dtype="bf16")': 12, "adamw_8bit": 10.1, "adafactor": 8.2}.items():
-        assert found[name].bytes_per_parameter == pytest.approx(each, rel=0.02)
+        assert actual[name].bytes_per_parameter == pytest.approx(each, rel=0.02)
 
 
 NO_TECHNIQUES = {
@@ -97,8 +97,8 @@ def test_every_wrapper_is_a_technique_or_none_for_a_reason(monkeypatch):
         if technique.remedy:
             remedies.append(technique.remedy)
     assert set(NO_TECHNIQUES) <= {entry.factory for entry in EVERY}
-    needed = {entry.make().name for entry in EVERY if entry.factory not in NO_TECHNIQUES}
-    assert added == needed
+    expected = {entry.make().name for entry in EVERY if entry.factory not in NO_TECHNIQUES}
+    assert added == expected
     assert sorted(remedies, key=lambda each: each.value) == list(Remedy)
 
 
@@ -119,7 +119,7 @@ def test_a_hint_is_not_given_for_what_the_ladder_has_found_to_be_no_faster(timed
 
 def test_a_compiled_row():
     step, given = make(), batch(4)
-    found = ft.ladder(
+    actual = ft.ladder(
         step,
         step.init(),
         given,
@@ -130,27 +130,27 @@ def test_a_compiled_row():
         ],
         rounds=1,
     )
-    assert found["eagerly"].seconds
-    assert found["eagerly"].measured > 0
+    assert actual["eagerly"].seconds
+    assert actual["eagerly"].measured > 0
 
 
 def test_speeds_are_examples_a_second_in_the_same_round(timed):
     times = {"as given": [1.0, 2.0, 4.0], "batch x2": [1.0, 2.0, 2.0], "remat()": [2.0, 4.0, 8.0]}
-    found = timed(
+    actual = timed(
         make(), batch(), times, techniques=["batch x2", "remat()"], throughput={"numbers": lambda b: b["x"].numel()}
     )
-    assert found["batch x2"].speed == (2.0, 2.0, 4.0)
-    assert found["remat()"].speed == (0.5, 0.5, 0.5)
-    assert found["batch x2"].rate == 128 / 2.0
-    assert found["batch x2"].rates == {"numbers": 128 * 16 / 2.0}
-    assert "numbers/s" in repr(found)
+    assert actual["batch x2"].speed == (2.0, 2.0, 4.0)
+    assert actual["remat()"].speed == (0.5, 0.5, 0.5)
+    assert actual["batch x2"].rate == 128 / 2.0
+    assert actual["batch x2"].rates == {"numbers": 128 * 16 / 2.0}
+    assert "numbers/s" in repr(actual)
 
 
 def test_a_count_is_a_number_for_json_or_refused_before_anything_is_measured(timed):
-    found = timed(
+    actual = timed(
         make(), batch(), {}, techniques=[], throughput={"ones": lambda batch: (batch["x"] == batch["x"]).sum()}
     )
-    assert json.loads(json.dumps(found.as_dict()))["rows"][0]["rates"] == {"ones": 64 * 16}
+    assert json.loads(json.dumps(actual.as_dict()))["rows"][0]["rates"] == {"ones": 64 * 16}
     with pytest.raises(OptionError, match=r"^ladder: throughput\['tokens'\] returned None; needs a number"):
         ft.ladder(make(), make().init(), batch(), throughput={"tokens": lambda batch: None})
 
@@ -165,16 +165,16 @@ def test_what_is_faster_beyond_doubt_is_stacked_the_best_of_each_method(timed):
         "adafactor": [0.5, 0.5, 1.1],
     }
     names = ["batch size", "mixed precision", "optimizer choice", "donation"]
-    found = timed(make(), batch(), times, techniques=names)
-    assert rows(found, FASTER) == ['with_amp("fp16")', "+ donated()"]
+    actual = timed(make(), batch(), times, techniques=names)
+    assert rows(actual, FASTER) == ['with_amp("fp16")', "+ donated()"]
 
 
 def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
     names = ["batch size", "gradient accumulation", "gradient checkpointing", "optimizer choice"]
-    found = timed(make(width=32), batch(128, width=32), techniques=names)
-    assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
-    peaks = [row.peak for row in found.rows if row.group == SMALLER]
-    assert found["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
+    actual = timed(make(width=32), batch(128, width=32), techniques=names)
+    assert rows(actual, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
+    peaks = [row.peak for row in actual.rows if row.group == SMALLER]
+    assert actual["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
     few = ["accumulate(2)", "remat()"]
     assert rows(timed(make(), batch(), techniques=few, stacked=False), SMALLER) == []
     # One alone is no stack.
@@ -184,14 +184,14 @@ def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
 def test_a_technique_that_the_step_has_is_said_and_another_of_its_kind_takes_its_place(timed):
     step = make(ft.remat(), ft.accumulate(2), ft.with_amp("bf16"))
     names = ["accumulate(2)", "remat()", 'remat("dots")', 'with_amp("bf16")', 'with_amp("fp16")']
-    found = timed(step, batch(), techniques=names, stacked=False)
+    actual = timed(step, batch(), techniques=names, stacked=False)
     for name in ("remat()", 'with_amp("bf16")'):
-        assert found[name].note == "the step has it already"
-    assert found["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
-    assert found['remat("dots")'].note == "remat(dots, blocks=2) in place of remat(blocks=2)"
-    assert found['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
-    assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(found)
-    assert found["accumulate(2)"].seconds
+        assert actual[name].note == "the step has it already"
+    assert actual["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
+    assert actual['remat("dots")'].note == "remat(dots, blocks=2) in place of remat(blocks=2)"
+    assert actual['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
+    assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(actual)
+    assert actual["accumulate(2)"].seconds
 
 
 def test_accumulation_goes_inside_of_what_clips():
@@ -207,8 +207,8 @@ def test_accumulation_goes_inside_of_what_clips():
 
 
 def test_other_optimizers_than_adam_keep_theirs(timed):
-    found = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
-    assert "replaces adam or adamw; the step has sgd(" in found["adafactor"].note
+    actual = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
+    assert "replaces adam or adamw; the step has sgd(" in actual["adafactor"].note
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_other_optimizers_than_adam_keep_theirs(timed):
     ],
 )
 def test_batches_that_cannot_be_halved(timed, given, note):
-    found = timed(make(), given, techniques=["batch /2"])
-    assert note in found["batch /2"].note
-    assert found["batch /2"].seconds is None
+    actual = timed(make(), given, techniques=["batch /2"])
+    assert note in actual["batch /2"].note
+    assert actual["batch /2"].seconds is None
 
 
 def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed):
@@ -230,8 +230,8 @@ def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed):
         return squares(model, batch)
 
     given = {**batch(8), "weights": [1.0] * 8, "names": ("a",) * 8}
-    found = timed(make(criterion=weighed), given, techniques=["batch size"], measured=True)
-    assert [row.measured is not None for row in found.rows] == [True] * 3
+    actual = timed(make(criterion=weighed), given, techniques=["batch size"], measured=True)
+    assert [row.measured is not None for row in actual.rows] == [True] * 3
 
 
 def broken(case):
@@ -247,37 +247,37 @@ def test_a_technique_that_fails_is_a_row(timed):
         return Case(loss(case.step), case.batch)
 
     own = [ft.Technique("own", "broken", broken), ft.Technique("own", "spoilt", spoil), "remat()"]
-    found = timed(make(), batch(), techniques=own)
-    assert found["broken"].note.startswith("does not go")
-    assert found["spoilt"].note == "fails: ZeroDivisionError: in the middle"
-    assert found["remat()"].seconds
-    assert "does not go at all" in repr(found)
+    actual = timed(make(), batch(), techniques=own)
+    assert actual["broken"].note.startswith("does not go")
+    assert actual["spoilt"].note == "fails: ZeroDivisionError: in the middle"
+    assert actual["remat()"].seconds
+    assert "does not go at all" in repr(actual)
 
 
 def test_a_model_without_repeated_blocks_has_a_ladder(timed):
     loss = ft.from_module(torch.nn.Linear(16, 16), squares)
-    found = timed(ft.train_step(loss, ft.optim.adamw(1e-3)), batch(), techniques=["remat()", "batch x2"])
-    assert "Linear has no repeated children" in found["remat()"].note
-    assert found["batch x2"].seconds
+    actual = timed(ft.train_step(loss, ft.optim.adamw(1e-3)), batch(), techniques=["remat()", "batch x2"])
+    assert "Linear has no repeated children" in actual["remat()"].note
+    assert actual["batch x2"].seconds
 
 
 def test_a_technique_for_which_there_is_no_memory_is_a_row(timed):
     oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")
-    found = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])
-    assert found["remat()"].note == "does not fit: out of memory"
-    assert found["remat()"].predicted > 0
-    assert found["donated()"].seconds
+    actual = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])
+    assert actual["remat()"].note == "does not fit: out of memory"
+    assert actual["remat()"].predicted > 0
+    assert actual["donated()"].seconds
 
 
 def test_a_step_that_does_not_fit_itself_has_a_ladder(timed):
     oom = torch.OutOfMemoryError("on purpose")
     names = ["accumulate(2)", "remat()"]
-    found = timed(make(width=64), batch(256, width=64), {"as given": oom}, techniques=names)
-    assert found["as given"].note == "does not fit: out of memory"
-    assert found["remat()"].speed is None
-    assert found["remat()"].seconds.median == 1
-    assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()"]
-    assert "does not fit" in repr(found)
+    actual = timed(make(width=64), batch(256, width=64), {"as given": oom}, techniques=names)
+    assert actual["as given"].note == "does not fit: out of memory"
+    assert actual["remat()"].speed is None
+    assert actual["remat()"].seconds.median == 1
+    assert rows(actual, SMALLER) == ["accumulate(2)", "+ remat()"]
+    assert "does not fit" in repr(actual)
 
 
 def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
@@ -287,12 +287,12 @@ def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
 
     step = make(criterion=asking)
     names = ["remat()", "donated()"]
-    found = timed(step, batch(), techniques=names, measured=True, stacked=False)
+    actual = timed(step, batch(), techniques=names, measured=True, stacked=False)
     known = timed(make(), batch(), techniques=names, measured=True, stacked=False)
     for name in ("as given", "remat()", "donated()"):
-        assert found[name].seconds
-        assert (found[name].predicted, found[name].note) == (None, "")
-        assert found[name].measured == pytest.approx(known[name].measured, rel=0.05)
+        assert actual[name].seconds
+        assert (actual[name].predicted, actual[name].note) == (None, "")
+        assert actual[name].measured == pytest.approx(known[name].measured, rel=0.05)
     with pytest.raises(TraceError, match="runs the step on fake tensors"):
         ft.hints(step, step.init(), batch())
 
@@ -306,11 +306,11 @@ def test_a_state_that_is_elsewhere_takes_no_memory_of_the_device(timed, tmp_path
             ft.offload("opt_state", directory=tmp_path, min_bytes=1)(ft.donated()(case.step)), case.batch
         ),
     )
-    found = timed(make(width=64), batch(width=64), techniques=[away, "donated()"], stacked=False, measured=True)
+    actual = timed(make(width=64), batch(width=64), techniques=[away, "donated()"], stacked=False, measured=True)
     given = make(width=64).init()
     moments = sum(leaf.nbytes for leaf in tree.leaves(given.opt_state) if leaf.ndim)
     for peak in ("predicted", "measured"):
-        here, there = getattr(found["donated()"], peak), getattr(found["files"], peak)
+        here, there = getattr(actual["donated()"], peak), getattr(actual["files"], peak)
         assert here - there == pytest.approx(moments, rel=0.1), peak
 
 
@@ -324,9 +324,9 @@ def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):
         assert name != "batch x2"
         return 1.0
 
-    found = timed(step, given, times, techniques=["batch size"])
-    assert found["batch x2"].note.startswith("does not fit: ")
-    assert found["batch /2"].seconds
+    actual = timed(step, given, times, techniques=["batch size"])
+    assert actual["batch x2"].note.startswith("does not fit: ")
+    assert actual["batch /2"].seconds
 
 
 def test_what_the_step_as_given_raises_is_raised(timed):
@@ -338,16 +338,16 @@ def test_what_the_step_as_given_raises_is_raised(timed):
 
 
 def test_data(monkeypatch, timed):
-    found = timed(make(), batch(), techniques=[], data=[batch()] * 3)
-    assert found.loading.alone > 0
-    assert "ms/batch; the device waits" in repr(found)
+    actual = timed(make(), batch(), techniques=[], data=[batch()] * 3)
+    assert actual.loading.alone > 0
+    assert "ms/batch; the device waits" in repr(actual)
     with pytest.raises(DataError, match="data is list_iterator"):
         timed(make(), batch(), techniques=[], data=iter([batch()] * 3))
 
 
 def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
-    found = timed(make(ft.clip(1.0)), batch(), {"remat()": 2.0}, techniques=NAMES, data=[batch()] * 2)
-    text = repr(found)
+    actual = timed(make(ft.clip(1.0)), batch(), {"remat()": 2.0}, techniques=NAMES, data=[batch()] * 2)
+    text = repr(actual)
     assert [line for line in text.splitlines() if len(line) > 100] == []
     assert (
         text.splitlines()[0]
@@ -356,15 +356,15 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
     for part in ("gradient checkpointing remat()", "x0.50", "ms/step", "examples/s", "KiB", "B/par", SMALLER):
         assert part in text
     assert "Median of 3 rounds with its full range" in text
-    assert "95% confidence interval" in repr(dataclasses.replace(found, rounds=6))
-    told = json.loads(json.dumps(found.as_dict()))
-    assert [row["name"] for row in told["rows"]] == [row.name for row in found.rows]
+    assert "95% confidence interval" in repr(dataclasses.replace(actual, rounds=6))
+    told = json.loads(json.dumps(actual.as_dict()))
+    assert [row["name"] for row in told["rows"]] == [row.name for row in actual.rows]
     assert told["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     for name in ("a.png", "a.svg"):
-        found.plot(tmp_path / name)
+        actual.plot(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf"):
-        found.plot(tmp_path / "a.pdf")
+        actual.plot(tmp_path / "a.pdf")
 
 
 def test_millions_of_examples_a_second_do_not_touch_the_column_before():
@@ -373,18 +373,18 @@ def test_millions_of_examples_a_second_do_not_touch_the_column_before():
 
 
 def test_a_picture_without_matplotlib(timed, monkeypatch):
-    found = timed(make(), batch(), techniques=[])
+    actual = timed(make(), batch(), techniques=[])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
-        found.plot()
+        actual.plot()
 
 
 def test_no_example_and_no_parameter_is_no_fault(timed):
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
-    found = timed(step, torch.ones(0), state=step.init({"w": torch.ones(0)}), techniques=["batch size", "donated()"])
-    assert "0 parameters" in repr(found)
-    assert found["donated()"].seconds
-    assert "0 examples cannot be halved" in found["batch /2"].note
+    actual = timed(step, torch.ones(0), state=step.init({"w": torch.ones(0)}), techniques=["batch size", "donated()"])
+    assert "0 parameters" in repr(actual)
+    assert actual["donated()"].seconds
+    assert "0 examples cannot be halved" in actual["batch /2"].note
 
 
 def test_what_a_ladder_refuses():

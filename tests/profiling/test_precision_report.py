@@ -171,10 +171,10 @@ def test_an_evaluation_casts_once_and_leaves_the_state(dtype):
     # Parameters, and the float buffers whose shapes are those of parameters: once, however many batches there are.
     assert counts[0] == counts[1] == len(state.params) + sum("running" in name for name in state.buffers)
     assert_bitwise(state, kept)
-    found = ft.evaluate(evaluation, state, [make_batch(7)], dtype=dtype)
-    needed = ft.evaluate(evaluation, state, [make_batch(7)])
-    assert found != needed
-    assert found["loss"] == pytest.approx(needed["loss"], rel=2e-2)
+    actual = ft.evaluate(evaluation, state, [make_batch(7)], dtype=dtype)
+    expected = ft.evaluate(evaluation, state, [make_batch(7)])
+    assert actual != expected
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=2e-2)
 
 
 def test_an_evaluation_computes_in_the_dtype_throughout():
@@ -186,12 +186,12 @@ def test_an_evaluation_computes_in_the_dtype_throughout():
             for name, part in model.named_modules()
             if not list(part.children()) and not isinstance(part, nn.ModuleList)
         ]
-        found = token_loss(model, batch)
+        actual = token_loss(model, batch)
         for hook in hooks:
             hook.remove()
         seen["params"] = {leaf.dtype for leaf in model.parameters()}
         seen["buffers"] = {name: leaf.dtype for name, leaf in model.named_buffers()}
-        return found
+        return actual
 
     model = make_model(0.3, torch.float32)
     state = ft.train_step(ft.from_module(model, criterion), ft.optim.sgd(0.1)).init()
@@ -218,8 +218,8 @@ def test_an_evaluation_takes_buffers_that_the_model_computes_again_in_float32():
 
     loss = ft.from_module(Scaled(), lambda model, x: model(x).square().mean())
     state, data = ft.train_step(loss, ft.optim.sgd(0.1)).init(), [torch.ones(2, 3)]
-    needed = ft.evaluate(ft.eval_step(loss), state, data)["loss"]
-    assert ft.evaluate(ft.eval_step(loss), state, data, dtype="bf16")["loss"] == pytest.approx(needed, rel=2e-2)
+    expected = ft.evaluate(ft.eval_step(loss), state, data)["loss"]
+    assert ft.evaluate(ft.eval_step(loss), state, data, dtype="bf16")["loss"] == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
@@ -228,8 +228,8 @@ def test_a_batch_without_examples_changes_no_evaluation(dtype):
     state, given = make().init(params()), batch()
     empty = {name: leaf[:0] for name, leaf in given.items()}
     for loss in (squares, lambda params, batch: squares(params, batch).nan_to_num()):
-        needed = ft.evaluate(ft.eval_step(loss), state, [given], dtype=dtype)
-        assert ft.evaluate(ft.eval_step(loss), state, [empty, given, empty], dtype=dtype) == needed
+        expected = ft.evaluate(ft.eval_step(loss), state, [given], dtype=dtype)
+        assert ft.evaluate(ft.eval_step(loss), state, [empty, given, empty], dtype=dtype) == expected
 
 
 def test_labels_and_weights_of_a_batch_stay_exact():
@@ -241,9 +241,9 @@ def test_labels_and_weights_of_a_batch_stay_exact():
 
     given = {**batch(), "y": torch.tensor([1.0, 257.0, 70001.0, 0.1])}
     state = make().init(params())
-    found = ft.evaluate(ft.eval_step(loss), state, [given], dtype="fp16")
+    actual = ft.evaluate(ft.eval_step(loss), state, [given], dtype="fp16")
     assert seen == [(torch.float32, given["y"].tolist())]
-    assert found["loss"] == float(given["y"].sum())
+    assert actual["loss"] == float(given["y"].sum())
 
 
 def test_trees_with_other_leaves_frozen_parts_and_adapters():
@@ -252,8 +252,8 @@ def test_trees_with_other_leaves_frozen_parts_and_adapters():
     loss = ft.from_module(model, lambda model, batch: (model(batch).float() - 9).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(2, targets=["0"]))
     state, kept = (step.init(seed=3), step.init(seed=3))
-    found = ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)], dtype="bf16")
-    assert found["loss"] == pytest.approx(
+    actual = ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)], dtype="bf16")
+    assert actual["loss"] == pytest.approx(
         ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)])["loss"], rel=0.01
     )
     assert_bitwise(state, kept)
@@ -373,16 +373,16 @@ def test_an_evaluation_of_the_steps_loss_has_its_precision():
 def test_it_changes_what_is_computed_where_the_device_can():
     weight, x = torch.randn(256, 256, dtype=torch.float64), torch.randn(64, 256)
     loss = lambda params, batch: (batch @ params["w"]).square().mean()  # noqa: E731
-    found = {}
+    actual = {}
     for name in ("medium", "highest"):
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.matmul_precision(name))
         state, _ = step(step.init({"w": weight.float()}), x)
-        found[name] = state.params["w"]
+        actual[name] = state.params["w"]
     torch.set_float32_matmul_precision("medium")
     able = not torch.equal(
         x @ weight.float(), (lambda: (torch.set_float32_matmul_precision("highest"), x @ weight.float())[1])()
     )
-    assert torch.equal(found["medium"], found["highest"]) is not able
+    assert torch.equal(actual["medium"], actual["highest"]) is not able
 
 
 def test_it_prints():

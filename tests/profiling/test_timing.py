@@ -62,9 +62,9 @@ def always(name, error):
 def test_racers_take_turns_back_and_forth_and_the_first_round_does_not_count():
     said = []
     racers = {name: Scripted(name, said, 9.0, 1.0, 2.0, 3.0) for name in "abc"}
-    found = race(racers, 3, is_result=never)
+    actual = race(racers, 3, is_result=never)
     assert "".join(said) == "abccbaabccba"
-    assert found == {name: [1.0, 2.0, 3.0] for name in "abc"}
+    assert actual == {name: [1.0, 2.0, 3.0] for name in "abc"}
     assert all(racer.closed == 1 for racer in racers.values())
 
 
@@ -79,9 +79,9 @@ def test_out_of_memory_is_tried_again_when_the_others_have_given_theirs_back():
 def test_who_runs_out_of_memory_alone_is_out_and_the_others_go_on():
     said, oom = [], torch.OutOfMemoryError("on purpose")
     racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom, oom)}
-    found = race(racers, 2, is_result=always)
-    assert found["a"] == [1.0, 1.0]
-    assert found["b"] is oom
+    actual = race(racers, 2, is_result=always)
+    assert actual["a"] == [1.0, 1.0]
+    assert actual["b"] is oom
     assert "".join(said) == "abbaa"
 
 
@@ -106,8 +106,8 @@ def test_states_that_do_not_fit_beside_each_other_come_one_after_the_other(monke
     racers = {name: Large(name, []) for name in "abc"}
     for racer, needs in zip(racers.values(), (40, 50, 60), strict=True):
         racer._needs, racer._state = needs, None
-    found = race(racers, 2, is_result=never)
-    assert found == {name: [1.0, 1.0] for name in "abc"}
+    actual = race(racers, 2, is_result=never)
+    assert actual == {name: [1.0, 1.0] for name in "abc"}
     assert most[0] == 90  # The first two stay beside each other.
 
 
@@ -154,9 +154,9 @@ def test_a_source_of_data_is_left_where_it_was():
     data.load_state_dict(data.state_dict())
     before = data.state_dict()
     step = make()
-    found = loading(step, step.init(), data, HOST)
+    actual = loading(step, step.init(), data, HOST)
     assert data.state_dict() == before
-    assert min(found) > 0
+    assert min(actual) > 0
 
 
 def test_shuffled_data_of_torch_takes_no_random_number_of_the_program():
@@ -204,9 +204,9 @@ def test_the_parts_of_loading_are_told_apart(monkeypatch):
         now[0] += 3.0
         return state, {}
 
-    found = loading(step, None, Slow([batch(2)] * 5), HOST)
-    assert found == pytest.approx(Loading(alone=2.0, ready=3.0, together=5.0))
-    assert found.waiting == pytest.approx(0.4)
+    actual = loading(step, None, Slow([batch(2)] * 5), HOST)
+    assert actual == pytest.approx(Loading(alone=2.0, ready=3.0, together=5.0))
+    assert actual.waiting == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("data", [iter([1, 2]), (each for each in (1, 2)), 3, []])

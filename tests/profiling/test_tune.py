@@ -51,18 +51,18 @@ def wrappers(step):
     return [each.name for each in step.wrappers]
 
 
-def verdicts(found):
-    return {(row.microbatches, row.policy): row.verdict for row in found.rows}
+def verdicts(actual):
+    return {(row.microbatches, row.policy): row.verdict for row in actual.rows}
 
 
 def test_with_enough_memory_a_step_stays_as_it_is(timed):
     step, given = problem(ft.clip(1.0))
-    found = timed(step, given, {"accumulate": 2.0}, memory="1GB")
-    assert wrappers(found.step) == ["clip"]
-    assert [(row.microbatches, row.policy) for row in found.rows] == [(1, "none"), (2, "none")]
-    assert found.rows[0].measured < 1e9
-    assert found.rows[0].verdict.startswith("<- fastest;")
-    assert found.rows[1].verdict == "slower"
+    actual = timed(step, given, {"accumulate": 2.0}, memory="1GB")
+    assert wrappers(actual.step) == ["clip"]
+    assert [(row.microbatches, row.policy) for row in actual.rows] == [(1, "none"), (2, "none")]
+    assert actual.rows[0].measured < 1e9
+    assert actual.rows[0].verdict.startswith("<- fastest;")
+    assert actual.rows[1].verdict == "slower"
 
 
 def test_the_fastest_of_those_that_fit_is_taken(timed):
@@ -73,10 +73,10 @@ def test_the_fastest_of_those_that_fit_is_taken(timed):
         ({"accumulate(2)": 0.5}, ["accumulate"]),
         ({"accumulate(4)": 0.5}, ["accumulate"]),
     ):
-        found = timed(step, given, times, memory=limit)
-        assert wrappers(found.step) == chosen
-        assert verdicts(found)[1, "none"] == "does not fit"
-        text = " ".join(str(found.step).split())
+        actual = timed(step, given, times, memory=limit)
+        assert wrappers(actual.step) == chosen
+        assert verdicts(actual)[1, "none"] == "does not fit"
+        text = " ".join(str(actual.step).split())
         assert next(iter(times)) in text
 
 
@@ -87,11 +87,11 @@ def test_what_is_chosen_is_within_the_limit_as_predicted_and_as_measured(timed):
     before = kept(state, given)
     for share in (0.9, 0.5):
         limit = int(share * whole)
-        found = timed(step, given, memory=limit, state=state)
-        (row,) = (row for row in found.rows if row.verdict.startswith("<-"))
-        assert row.step is found.step
+        actual = timed(step, given, memory=limit, state=state)
+        (row,) = (row for row in actual.rows if row.verdict.startswith("<-"))
+        assert row.step is actual.step
         assert max(row.predicted, row.measured) <= limit
-        assert all(row.predicted > limit for row in found.rows if row.verdict == "does not fit")
+        assert all(row.predicted > limit for row in actual.rows if row.verdict == "does not fit")
     assert_untouched(state, given, before)
 
 
@@ -102,8 +102,8 @@ def test_the_update_is_the_same(monkeypatch):
     state = step.init()
     tuned = ft.tune(step, state, given, memory=int(0.7 * peak(step, given)), rounds=1)
     assert wrappers(tuned) != wrappers(step)
-    needed, found = (each(state, given)[0].params for each in (step, tuned))
-    for a, b in zip(tree.leaves(needed), tree.leaves(found), strict=True):
+    expected, actual = (each(state, given)[0].params for each in (step, tuned))
+    for a, b in zip(tree.leaves(expected), tree.leaves(actual), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
@@ -111,18 +111,18 @@ def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed
     step, given = problem(ft.remat(), ft.accumulate(2), ft.clip(1.0))
     assert wrappers(timed(step, given, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
     # As it is given it is a candidate, whatever it computes.
-    found = timed(
+    actual = timed(
         step, given, {"remat(blocks=2) grad value_and_grad <- accumulate(2)": 0.5}, memory=int(1.01 * peak(step, given))
     )
-    assert repr(found.step) == repr(step)
+    assert repr(actual.step) == repr(step)
 
 
 def test_pieces_that_are_clipped_stay_as_they_are(timed):
     """Others would be another update."""
     step, given = problem(ft.clip(1.0), ft.accumulate(4))
-    found = timed(step, given, memory=peak(step, given) - 1)
-    assert wrappers(found.step) == ["remat", "clip", "accumulate"]
-    assert {each.text for each in found.step.wrappers} >= {"accumulate(4)", "clip(norm<=1)"}
+    actual = timed(step, given, memory=peak(step, given) - 1)
+    assert wrappers(actual.step) == ["remat", "clip", "accumulate"]
+    assert {each.text for each in actual.step.wrappers} >= {"accumulate(4)", "clip(norm<=1)"}
 
 
 def test_only_whole_pieces(timed):
@@ -142,8 +142,8 @@ def of_what_counts(model, batch):
 
 
 def comparing(model, batch):
-    found = F.normalize(model(batch["x"]), dim=1) @ F.normalize(batch["y"], dim=1).T
-    return F.cross_entropy(found, torch.arange(len(found)))
+    actual = F.normalize(model(batch["x"]), dim=1) @ F.normalize(batch["y"], dim=1).T
+    return F.cross_entropy(actual, torch.arange(len(actual)))
 
 
 def weighed(model, batch):
@@ -173,21 +173,21 @@ PIECES = {squares: 2, weighed: 2, summed: 1, of_what_counts: 1, comparing: 1}
 def test_a_loss_that_pieces_would_change_stays_whole(timed, criterion, pieces, wrappers):
     step = make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=criterion, drop=0.1)
     given = {**batch(64, WIDTH), "w": torch.arange(64.0)}
-    found = timed(step, given, memory="1GB")
-    assert max(row.microbatches for row in found.rows if row.predicted) == pieces
-    refused = [row for row in found.rows if "does not apply" in row.verdict]
+    actual = timed(step, given, memory="1GB")
+    assert max(row.microbatches for row in actual.rows if row.predicted) == pieces
+    refused = [row for row in actual.rows if "does not apply" in row.verdict]
     assert len(refused) == (pieces == 1)
     if refused:
         assert "the loss of the batch is" in refused[0].verdict
-        assert "return a Mean(total, weight)" in repr(found)
+        assert "return a Mean(total, weight)" in repr(actual)
 
 
 def test_a_loss_that_is_no_mean_stays_in_the_pieces_it_is_given_in(timed, monkeypatch):
     monkeypatch.setattr(search, "shortage", lambda *step: [])
     step = make(ft.accumulate(4), width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=summed)
     given = batch(64, WIDTH)
-    found = timed(step, given, memory="1GB")
-    assert {row.microbatches for row in found.rows if row.predicted} == {4}
+    actual = timed(step, given, memory="1GB")
+    assert {row.microbatches for row in actual.rows if row.predicted} == {4}
     with pytest.raises(DeviceError, match="The number of microbatches does not change: the loss of the batch is"):
         timed(step, given, memory=int(1.01 * sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))))
 
@@ -205,20 +205,20 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
 @pytest.mark.parametrize("choice", [search.NO_REMAT, search.FULL])
 def test_two_of_many_pieces_show_how_large_all_are(choice):
     step, given = problem(ft.clip(1.0))
-    found = search.Search(step, None, given, "1GB")._predict(8, choice)
-    needed = ft.anatomy(found.step, None, given)
-    assert found.predicted == pytest.approx(needed.peak, rel=1e-3)
-    assert found.flops == pytest.approx(sum(needed.flops.values()), rel=1e-2)
+    actual = search.Search(step, None, given, "1GB")._predict(8, choice)
+    expected = ft.anatomy(actual.step, None, given)
+    assert actual.predicted == pytest.approx(expected.peak, rel=1e-3)
+    assert actual.flops == pytest.approx(sum(expected.flops.values()), rel=1e-2)
 
 
 def test_a_model_without_blocks_is_cut_alone(timed):
     loss = ft.from_module(torch.nn.Linear(WIDTH, WIDTH), lambda model, b: (model(b["x"]) - b["y"]).square().mean())
     step, given = ft.train_step(loss, ft.optim.sgd(0.1)), batch(LENGTH, WIDTH)
-    found = timed(step, given, memory=int(0.9 * peak(step, given)))
-    assert verdicts(found)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
+    actual = timed(step, given, memory=int(0.9 * peak(step, given)))
+    assert verdicts(actual)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
     # Which is said once, and not for each policy.
-    assert {row.policy for row in found.rows} == {"none", "full"}
-    assert wrappers(found.step) == ["accumulate"]
+    assert {row.policy for row in actual.rows} == {"none", "full"}
+    assert wrappers(actual.step) == ["accumulate"]
 
 
 def test_a_model_that_no_machine_holds():
@@ -227,8 +227,8 @@ def test_a_model_that_no_machine_holds():
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step, given = ft.train_step(loss, ft.optim.sgd(1e-3)), torch.empty(65_536, 30_000, device="meta")
     whole = ft.anatomy(step, None, given).peak
-    found = ft.trials(step, None, given, memory=int(0.9 * whole))
-    (chosen,) = (row for row in found.rows if row.verdict.startswith("<-"))
+    actual = ft.trials(step, None, given, memory=int(0.9 * whole))
+    (chosen,) = (row for row in actual.rows if row.verdict.startswith("<-"))
     assert chosen.verdict == "<- computes least"
     assert chosen.predicted < 0.9 * whole
     assert chosen.seconds is None
@@ -244,9 +244,9 @@ def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
         return 10**9 if not candidate.wrappers else measured(original, candidate, *more)
 
     monkeypatch.setattr(comparison.Original, "measured_peak", pretending)
-    found = timed(step, given, {"accumulate": 2.0}, memory="100MB")
-    assert wrappers(found.step) == ["accumulate"]
-    assert verdicts(found)[1, "none"] == "too large: 953.7 MiB measured"
+    actual = timed(step, given, {"accumulate": 2.0}, memory="100MB")
+    assert wrappers(actual.step) == ["accumulate"]
+    assert verdicts(actual)[1, "none"] == "too large: 953.7 MiB measured"
 
 
 def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predicted(timed, monkeypatch):
@@ -256,26 +256,26 @@ def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predict
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(comparison, "measure", short)
-    found = timed(step, given, memory="1GB")
-    assert found.rows[0].verdict == "<- fastest; not measured"
-    assert found.rows[0].measured is None
+    actual = timed(step, given, memory="1GB")
+    assert actual.rows[0].verdict == "<- fastest; not measured"
+    assert actual.rows[0].measured is None
 
 
 def test_no_example_and_no_parameter_is_no_fault(timed):
     step, _ = problem()
-    found = timed(step, batch(0, WIDTH), memory="1GB")
-    assert [(row.microbatches, row.policy) for row in found.rows] == [(1, "none")]
+    actual = timed(step, batch(0, WIDTH), memory="1GB")
+    assert [(row.microbatches, row.policy) for row in actual.rows] == [(1, "none")]
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
-    found = timed(step, torch.ones(0), memory="1GB", state=step.init({"w": torch.ones(0)}))
-    assert repr(found.step) == repr(step)
+    actual = timed(step, torch.ones(0), memory="1GB", state=step.init({"w": torch.ones(0)}))
+    assert repr(actual.step) == repr(step)
 
 
 def test_what_runs_out_of_memory_is_not_taken(timed):
     step, given = problem()
     oom = torch.OutOfMemoryError("on purpose")
-    found = timed(step, given, {"value_and_grad update": oom}, memory="100MB")
-    assert verdicts(found)[1, "none"] == "ran out of memory"
-    assert wrappers(found.step) == ["accumulate"]
+    actual = timed(step, given, {"value_and_grad update": oom}, memory="100MB")
+    assert verdicts(actual)[1, "none"] == "ran out of memory"
+    assert wrappers(actual.step) == ["accumulate"]
     with pytest.raises(ZeroDivisionError):
         timed(step, given, {"value_and_grad update": ZeroDivisionError()}, memory="100MB")
     with pytest.raises(DeviceError, match="tune: nothing fits into"):
@@ -314,10 +314,10 @@ class Remembering(nn.Module):
 
 def test_a_batch_that_cannot_be_cut_stays_whole():
     step = ft.train_step(ft.from_module(Remembering(), lambda model, batch: model(batch["x"])), ft.optim.adamw(1e-3))
-    found = ft.trials(step, step.init(), {"x": torch.randn(8, 4)}, memory="1MB", rounds=1)
-    assert found.step is not None
-    assert [row.microbatches for row in found.rows if row.seconds] == [1]
-    assert "the loss fails for half of the batch: The size of tensor" in str(found)
+    actual = ft.trials(step, step.init(), {"x": torch.randn(8, 4)}, memory="1MB", rounds=1)
+    assert actual.step is not None
+    assert [row.microbatches for row in actual.rows if row.seconds] == [1]
+    assert "the loss fails for half of the batch: The size of tensor" in str(actual)
     unseen = ft.trials(step, None, {"x": torch.randn(8, 4)}, memory="1MB")
     assert {row.microbatches for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
 
@@ -398,8 +398,8 @@ def test_what_tune_refuses():
 
 def test_what_was_tried_is_shown_and_logged(timed, caplog):
     step, given = problem()
-    found = timed(step, given, memory=peak(step, given) - 1)
-    text = repr(found)
+    actual = timed(step, given, memory=peak(step, given) - 1)
+    text = repr(actual)
     assert text.startswith("2,048 examples within ")
     for part in ("microbatches  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
         assert part in text

@@ -295,8 +295,8 @@ def test_pieces_draw_what_their_examples_have_in_the_whole(lengths, shape, folds
     for draw in draws:
         whole, start = draw(made(key), (total, *shape)), 0
         for length in lengths:
-            found = draw(made(random.for_examples(key, start, length)), (length, *shape))
-            same(found, whole[start : start + length])
+            actual = draw(made(random.for_examples(key, start, length)), (length, *shape))
+            same(actual, whole[start : start + length])
             start += length
 
 
@@ -348,16 +348,16 @@ def test_pieces_traced_compiled_and_under_vmap():
         return random.normal(key, (4, 3)), random.bernoulli(random.fold_in(key, 1), 0.5, (8, 3)), random.bits(key, ())
 
     keys = torch.stack([random.for_examples(random.key(25), start, 4) for start in (0, 4, 9)])
-    needed = [draws(key) for key in keys]
+    expected = [draws(key) for key in keys]
     traced = make_fx(draws, tracing_mode="fake")(keys[0])
     assert not [node for node in traced.graph.nodes if node.op == "get_attr"]
     compiled = torch.compile(draws, backend="aot_eager", fullgraph=True)
-    for key, drawn in zip(keys, needed, strict=True):
+    for key, drawn in zip(keys, expected, strict=True):
         same(traced(key), drawn)
         same(compiled(key), drawn)
     same(
         torch.func.vmap(lambda key: draws(key)[:2])(keys),
-        tuple(torch.stack(each) for each in list(zip(*needed, strict=True))[:2]),
+        tuple(torch.stack(each) for each in list(zip(*expected, strict=True))[:2]),
     )
 
 
@@ -460,8 +460,8 @@ def test_normal_tails():
     drawn = random.normal(random.key(23), (MANY,), dtype=torch.float64)
     for bound in (0.5, 1.0, 2.0, 3.0):
         p = math.erfc(bound / math.sqrt(2))
-        found = float((drawn.abs() > bound).double().mean())
-        assert abs(found - p) < 4 * math.sqrt(p * (1 - p) / MANY)
+        actual = float((drawn.abs() > bound).double().mean())
+        assert abs(actual - p) < 4 * math.sqrt(p * (1 - p) / MANY)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
@@ -911,7 +911,7 @@ def test_vmap_inside_keyed_draws_for_each():
 def test_operations_with_a_kernel_of_their_own_keep_their_bits(function):
     """A first step under `Keyed` would differ from later ones, which draw nothing and run without it."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    (needed,) = torch.autograd.grad(function(x).sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
     with Keyed(random.key(0)):
-        (found,) = torch.autograd.grad(function(x).sum(), x)
-    assert torch.equal(found, needed)
+        (actual,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(actual, expected)

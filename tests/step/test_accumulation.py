@@ -136,8 +136,8 @@ def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
 
     step = ft.compose(ft.train_step(loss, optim.sgd(1.0)), ft.accumulate(3), *wrappers)
     state, _ = step(step.init(params), {"x": torch.ones(5, 2)})
-    needed = {"a": torch.zeros(2), "b": torch.full((2,), 0.8), "c": torch.full((2,), 0.8)}
-    torch.testing.assert_close(state.params, needed)
+    expected = {"a": torch.zeros(2), "b": torch.full((2,), 0.8), "c": torch.full((2,), 0.8)}
+    torch.testing.assert_close(state.params, expected)
 
 
 def test_one_compiled_loss_serves_all_pieces():
@@ -184,12 +184,12 @@ FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
 def test_what_has_no_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
     base = ft.train_step(averaged, optim.sgd(0.1))
     state = base.init({"a": torch.tensor(1.5)})
-    needed, metrics = base(state, FULL)
+    expected, metrics = base(state, FULL)
     step = ft.compose(base, ft.accumulate(2), *wrappers)
     batch = {name: torch.cat([part[name] for part in order]) for name in EMPTY}
-    found, said = step(step.init({"a": torch.tensor(1.5)}), batch)
-    torch.testing.assert_close(found.params, needed.params, rtol=1e-6, atol=0)
-    assert not torch.equal(found.params["a"], state.params["a"])
+    actual, said = step(step.init({"a": torch.tensor(1.5)}), batch)
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-6, atol=0)
+    assert not torch.equal(actual.params["a"], state.params["a"])
     assert float(said["loss"]) == float(metrics["loss"])
     assert float(said["again"]) == float(metrics["again"]) == float(metrics["loss"])
 
@@ -197,17 +197,17 @@ def test_what_has_no_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
 def test_a_step_of_nothing_changes_nothing_and_has_no_mean():
     step = ft.skip_nonfinite(1)(ft.train_step(averaged, optim.sgd(0.1)))
     state = step.init({"a": torch.tensor(1.5)})
-    found, metrics = step(state, EMPTY)
-    assert torch.equal(found.params["a"], state.params["a"])
-    assert int(found.slots["skip_nonfinite"]["skipped"]) == 0
+    actual, metrics = step(state, EMPTY)
+    assert torch.equal(actual.params["a"], state.params["a"])
+    assert int(actual.slots["skip_nonfinite"]["skipped"]) == 0
     assert torch.isnan(metrics["loss"])
 
 
 def test_an_evaluation_leaves_out_what_has_no_weight():
     step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(1.5)})
-    needed = ft.evaluate(step, state, [FULL])
-    assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == needed
-    assert needed["again"] == needed["loss"]
+    expected = ft.evaluate(step, state, [FULL])
+    assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == expected
+    assert expected["again"] == expected["loss"]
     with pytest.warns(UserWarning, match="the mean of loss, again is NaN"):
         nothing = ft.evaluate(step, state, [EMPTY, EMPTY])
     assert all(value != value for value in nothing.values())
@@ -218,13 +218,13 @@ def test_a_nan_that_counts_is_not_hidden():
     assert torch.tensor(ft.evaluate(step, state, [EMPTY, FULL])["loss"]).isnan()
 
 
-@pytest.mark.parametrize(("metric", "found"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
-def test_a_metric_that_has_no_mean(metric, found):
+@pytest.mark.parametrize(("metric", "actual"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
+def test_a_metric_that_has_no_mean(metric, actual):
     def loss(params, batch):
         return (params["a"] * batch["x"]).mean(), {"each": metric}
 
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2))
-    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {found}; .* a Mean or a number"):
+    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {actual}; .* a Mean or a number"):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
 
 

@@ -55,5 +55,5 @@ def of_module(layers):
 def test_an_eager_step_calls_few_functions_however_many_leaves_there_are(make, most):
     few, many = calls(*make(2)), calls(*make(20))
     assert few == many
-    found = len(few), len({file for file, _ in few})
-    assert all(map(operator.le, found, most)), "\n".join(map(": ".join, few))
+    actual = len(few), len({file for file, _ in few})
+    assert all(map(operator.le, actual, most)), "\n".join(map(": ".join, few))

@@ -278,8 +278,8 @@ def test_microbatches_with_uneven_labels_are_the_full_batch(name, caplog):
         full, metrics = trained(model, batch)
     assert not warnings_of(caplog)
     assert float(metrics["loss"]) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
-    pieces, found = trained(model, batch, ft.accumulate(ROWS))
-    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    pieces, actual = trained(model, batch, ft.accumulate(ROWS))
+    assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
     # Logits of some models are turned into float32 for the loss.
     torch.testing.assert_close(pieces.params, full.params, rtol=1e-6, atol=1e-7)
 
@@ -367,13 +367,13 @@ def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(n
     model = make(build).float()
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch().items()}
     with caplog.at_level(logging.WARNING, "ftrain"):
-        _, found = trained(model, batch, ft.accumulate(ROWS))
+        _, actual = trained(model, batch, ft.accumulate(ROWS))
     (record,) = warnings_of(caplog)
     assert f"loss of {type(model).__name__} is not known" in record.message
     assert "returns a Mean" in record.message
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
-    needed = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
-    assert float(found["loss"]) == pytest.approx(needed, rel=1e-6)
+    expected = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
+    assert float(actual["loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 def mixtral():
@@ -394,7 +394,7 @@ def test_the_loss_of_a_router_has_the_weight_of_the_labels_of_its_microbatch(bui
     batch = text(labels=of_any_number(), output_router_logits=True)
     batch["labels"][0] = ids(1, shape=(LENGTH,))
     with caplog.at_level(logging.WARNING, "ftrain"):
-        _, found = trained(model, batch, ft.accumulate(ROWS))
+        _, actual = trained(model, batch, ft.accumulate(ROWS))
     assert not warnings_of(caplog)
     weights = (batch["labels"][:, first:] != -100).sum(1)
     assert len(weights.unique()) > 2
@@ -404,7 +404,7 @@ def test_the_loss_of_a_router_has_the_weight_of_the_labels_of_its_microbatch(bui
         outputs.append(model.train()(**inputs))
     assert all(float(sum(output[name] for name in output if "aux_loss" in name).detach()) > 0 for output in outputs)
     losses = torch.stack([output.loss.detach() for output in outputs])
-    assert float(found["loss"]) == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
+    assert float(actual["loss"]) == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
 
 
 NOTHING = {"labels": torch.full((2, LENGTH), -100)}
@@ -461,17 +461,17 @@ LAST, FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
 )
 def test_a_microbatch_without_a_label_leaves_the_others_as_they_are(order, wrappers):
     model, batch = make(declared), {"labels": HALF["labels"][list(order)]}
-    needed, metrics = trained(model, SOME)
-    state, found = trained(model, batch, ft.accumulate(2), *wrappers)
-    torch.testing.assert_close(state.params, needed.params, rtol=1e-12, atol=0)
-    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
+    expected, metrics = trained(model, SOME)
+    state, actual = trained(model, batch, ft.accumulate(2), *wrappers)
+    torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=0)
+    assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
 
 
 def test_an_evaluation_leaves_out_batches_without_a_label():
     loss = ft.from_module(make(declared))
     step, state = ft.eval_step(loss), ft.train_step(loss, ft.optim.sgd(0.1)).init()
-    needed = ft.evaluate(step, state, [SOME])["loss"]
-    assert ft.evaluate(step, state, [NOTHING, SOME, NOTHING])["loss"] == pytest.approx(needed, rel=1e-12)
+    expected = ft.evaluate(step, state, [SOME])["loss"]
+    assert ft.evaluate(step, state, [NOTHING, SOME, NOTHING])["loss"] == pytest.approx(expected, rel=1e-12)
     with pytest.warns(UserWarning, match="mean of loss is NaN.*no labels that count"):
         assert math.isnan(ft.evaluate(step, state, [NOTHING])["loss"])
 
@@ -479,10 +479,10 @@ def test_an_evaluation_leaves_out_batches_without_a_label():
 def test_a_batch_in_pieces_leaves_out_those_without_a_label():
     model = make(declared)
     step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
-    needed, _ = step(step.init(), SOME)
+    expected, _ = step(step.init(), SOME)
     for batch in (HALF, {"labels": HALF["labels"][:3]}):
         state, _ = split_step(step, 2)(step.init(), batch)
-        torch.testing.assert_close(state.params, needed.params, rtol=1e-12, atol=0)
+        torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=0)
 
 
 def test_a_narrow_loss_has_all_of_its_labels():

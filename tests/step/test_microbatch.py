@@ -76,14 +76,14 @@ def test_a_list_is_split_by_the_length_of_the_whole_batch_however_often_that_is_
     batch = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64), "coefs": (1.0, -2.0, 3.0, 0.5), "weights": [*range(8)]}
     base = ft.train_step(loss, ft.optim.sgd(0.1))
     state = base.init({"w": torch.ones((), dtype=torch.float64)})
-    needed, evaluated = base(state, batch)[0].params["w"], ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
+    expected, evaluated = base(state, batch)[0].params["w"], ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
 
     def rank(_):
         mesh = ft.parallel.mesh()
         for wrappers in ([ft.accumulate(2)], [ft.sharded(mesh, 0)], [ft.accumulate(2), ft.sharded(mesh, 0)]):
             for pieces in (1, 2):
                 step = split_step(ft.compose(base, *wrappers), pieces)
-                torch.testing.assert_close(step(state, batch)[0].params["w"], needed, rtol=1e-12, atol=0)
+                torch.testing.assert_close(step(state, batch)[0].params["w"], expected, rtol=1e-12, atol=0)
         on_ranks = ft.eval_step(ft.compose(base, ft.sharded(mesh, 0)).loss)
 
         def limited(params, batch):

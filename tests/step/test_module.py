@@ -183,7 +183,7 @@ def assert_as_it_was(module, before):
 @cases
 def test_a_step_is_what_torch_computes(name):
     module, batch, criterion = make(name)
-    needed, grads = by_hand(module, batch, criterion)
+    expected, grads = by_hand(module, batch, criterion)
     step = step_of(module, criterion)
     state = step.init(seed=0)
     first, _ = step(state, batch(0))
@@ -191,11 +191,11 @@ def test_a_step_is_what_torch_computes(name):
         torch.testing.assert_close((state.params[key] - first.params[key]) / LR, grad, rtol=1e-9, atol=1e-12)
     for index in range(STEPS):
         state, metrics = step(state, batch(index))
-    assert list(state.params) == [key for key, _ in needed.named_parameters()]
-    for key, param in needed.named_parameters():
+    assert list(state.params) == [key for key, _ in expected.named_parameters()]
+    for key, param in expected.named_parameters():
         torch.testing.assert_close(state.params[key], param.detach(), rtol=1e-12, atol=1e-14)
-    assert sorted(state.buffers) == sorted(key for key, _ in needed.named_buffers())
-    for key, buffer in needed.named_buffers():
+    assert sorted(state.buffers) == sorted(key for key, _ in expected.named_buffers())
+    for key, buffer in expected.named_buffers():
         torch.testing.assert_close(state.buffers[key], buffer, rtol=1e-12, atol=1e-14)
     assert metrics["loss"].dtype == torch.float64
 
@@ -218,15 +218,15 @@ def test_a_compiled_step_computes_the_same(name, lowering):
         step_of(module, criterion),
         step_of(module, criterion, ft.compiled(backend="eager", lowering=lowering)),
     )
-    state, needed = compiled.init(), eager.init()
+    state, expected = compiled.init(), eager.init()
     before = photograph(module)
     for index in range(STEPS):
         state, _ = compiled(state, batch(index))
-        needed, _ = eager(needed, batch(index))
-    for key in needed.params:
-        torch.testing.assert_close(state.params[key], needed.params[key], rtol=1e-9, atol=1e-12)
-    for key in needed.buffers:
-        torch.testing.assert_close(state.buffers[key], needed.buffers[key], rtol=1e-9, atol=1e-12)
+        expected, _ = eager(expected, batch(index))
+    for key in expected.params:
+        torch.testing.assert_close(state.params[key], expected.params[key], rtol=1e-9, atol=1e-12)
+    for key in expected.buffers:
+        torch.testing.assert_close(state.buffers[key], expected.buffers[key], rtol=1e-9, atol=1e-12)
     assert_as_it_was(module, before)
 
 
@@ -237,10 +237,10 @@ def test_the_gradient_function_gives_torchs_gradients():
     state = ft.train_step(loss, ft.optim.sgd(LR)).init()
     with torch.random.fork_rng(), loss.scope(True):
         reseed(0)
-        found = ValueAndGrad(Forward(loss.fn, "loss", {}), "loss")(state, batch(0), None)
-    assert sorted(found.grads) == sorted(grads)
+        actual = ValueAndGrad(Forward(loss.fn, "loss", {}), "loss")(state, batch(0), None)
+    assert sorted(actual.grads) == sorted(grads)
     for name, grad in grads.items():
-        assert torch.equal(found.grads[name], grad)
+        assert torch.equal(actual.grads[name], grad)
 
 
 def test_tied_weights_are_one_parameter():
@@ -340,11 +340,11 @@ def test_remat_leaves_the_module_as_it_was(policy, fails):
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             step(step.init(), floats(8, 4))
     else:
-        found, _ = step(step.init(), floats(8, 4))
+        actual, _ = step(step.init(), floats(8, 4))
         plain = step_of(module, criterion)
-        needed, _ = plain(plain.init(), floats(8, 4))
-        for name in needed.params:
-            assert torch.equal(found.params[name], needed.params[name])
+        expected, _ = plain(plain.init(), floats(8, 4))
+        for name in expected.params:
+            assert torch.equal(actual.params[name], expected.params[name])
     assert_as_it_was(module, before)
 
 
@@ -394,8 +394,8 @@ def test_training_and_evaluation_modes():
         assert torch.equal(a, b)
     # In evaluation mode, with the statistics and parameters of the state, as torch does it.
     with torch.no_grad():
-        needed = criterion(ft.to_module(copy.deepcopy(module), state).eval(), batch())
-    assert float(means["loss"]) == float(needed)
+        expected = criterion(ft.to_module(copy.deepcopy(module), state).eval(), batch())
+    assert float(means["loss"]) == float(expected)
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
@@ -438,10 +438,10 @@ def test_accumulation_hands_the_statistics_from_piece_to_piece():
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     step = step_of(module, squares, ft.accumulate(2))
     state, _ = step(step.init(), floats(8, 4))
-    needed = copy.deepcopy(module).train()
+    expected = copy.deepcopy(module).train()
     for piece in floats(8, 4).chunk(2):
-        needed(piece)
-    for name, buffer in needed.named_buffers():
+        expected(piece)
+    for name, buffer in expected.named_buffers():
         torch.testing.assert_close(state.buffers[name], buffer, rtol=1e-12, atol=0)
 
 
@@ -546,15 +546,15 @@ def test_a_donated_module_hands_over_its_memory_and_gets_weights_back(name):
     step = step_of(module, criterion, optimizer=ft.optim.adamw(LR))
     held = {key: leaf.data_ptr() for key, leaf in tensors(module).items()}
     apart = step_of(kept, criterion, optimizer=ft.optim.adamw(LR))
-    state, needed = step.init(seed=1, donate=True), apart.init(seed=1)
+    state, expected = step.init(seed=1, donate=True), apart.init(seed=1)
     assert {key: leaf.data_ptr() for key, leaf in {**state.params, **state.buffers}.items()} == held
     assert all(leaf.is_meta for leaf in tensors(module).values())
     for count in range(STEPS):
-        state, needed = step(state, batch(count))[0], apart(needed, batch(count))[0]
-    assert same(state, needed)
+        state, expected = step(state, batch(count))[0], apart(expected, batch(count))[0]
+    assert same(state, expected)
     assert all(leaf.is_meta for leaf in tensors(module).values())
     ft.to_module(module, state)
-    ft.to_module(kept, needed)
+    ft.to_module(kept, expected)
     assert same(dict(module.state_dict()), dict(kept.state_dict()))
     for (key, leaf), other in zip(module.named_parameters(), kept.parameters(), strict=True):
         assert leaf.requires_grad == other.requires_grad, key
@@ -604,13 +604,13 @@ def test_the_state_may_outlive_changes_of_the_module():
     module, batch, criterion = make("net")
     step = step_of(module, criterion)
     state = step.init()
-    needed, _ = step(state, batch())
+    expected, _ = step(state, batch())
     with torch.no_grad():
         for tensor in tensors(module).values():
             tensor.zero_()
-    found, _ = step(state, batch())
-    for name in needed.params:
-        assert torch.equal(found.params[name], needed.params[name])
+    actual, _ = step(state, batch())
+    for name in expected.params:
+        assert torch.equal(actual.params[name], expected.params[name])
 
 
 @cases
@@ -655,8 +655,8 @@ def test_to_module_of_the_averages():
     step = step_of(module, criterion, ft.ema(0.5))
     state, _ = step(step.init(), batch())
     target = ft.to_module(make("net")[0], ft.averaged(state))
-    needed = (module.norm.weight + state.params["norm.weight"]) / 2
-    torch.testing.assert_close(target.norm.weight.detach(), needed.detach())
+    expected = (module.norm.weight + state.params["norm.weight"]) / 2
+    torch.testing.assert_close(target.norm.weight.detach(), expected.detach())
 
 
 def test_to_module_casts_to_the_modules_dtype():
@@ -671,13 +671,13 @@ def test_to_module_casts_to_the_modules_dtype():
 def test_what_takes_a_state_says_so(given):
     module, batch, criterion = make("net")
     step = step_of(module, criterion)
-    found, loss = given(step.init()), ft.eval_step(step.loss)
+    actual, loss = given(step.init()), ft.eval_step(step.loss)
     for name, call in {
-        "to_module": lambda: ft.to_module(module, found),
-        "averaged": lambda: ft.averaged(found),
-        "evaluate": lambda: ft.evaluate(loss, found, [batch()]),
+        "to_module": lambda: ft.to_module(module, actual),
+        "averaged": lambda: ft.averaged(actual),
+        "evaluate": lambda: ft.evaluate(loss, actual, [batch()]),
     }.items():
-        with pytest.raises(StructureError, match=f"{name}: the state is {type(found).__name__}; needs the TrainState"):
+        with pytest.raises(StructureError, match=f"{name}: the state is {type(actual).__name__}; needs the TrainState"):
             call()
 
 
@@ -695,13 +695,13 @@ def test_to_module_that_does_not_fit_changes_nothing():
 def test_one_module_in_two_steps():
     module, batch, criterion = make("net")
     alone = step_of(module, criterion)
-    needed, _ = alone(alone.init(), batch())
+    expected, _ = alone(alone.init(), batch())
     one, other = step_of(module, criterion), step_of(module, criterion, ft.clip(0.01))
     states = one.init(), other.init()
-    found, _ = one(states[0], batch())
+    actual, _ = one(states[0], batch())
     other(states[1], batch())
-    for name in needed.params:
-        assert torch.equal(found.params[name], needed.params[name])
+    for name in expected.params:
+        assert torch.equal(actual.params[name], expected.params[name])
 
 
 def test_find_blocks_by_type_and_by_name():
@@ -758,22 +758,22 @@ def hugging_face_batch(name, seed):
 def test_a_hugging_face_model_trains_as_in_a_loop_by_hand(name, dtype):
     model = hugging_face(name).to(dtype)
     before = photograph(model)
-    needed = copy.deepcopy(model).train()
-    optimizer = torch.optim.AdamW(needed.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+    expected = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, weight_decay=0.0, fused=True)
     step = ft.train_step(ft.from_module(model), ft.optim.adamw(0.01))
     state = step.init(seed=5)
     for index in range(STEPS):
         batch = hugging_face_batch(name, index)
         with torch.random.fork_rng():
             reseed(index, seed=5)
-            loss = needed(**batch).loss
+            loss = expected(**batch).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         state, metrics = step(state, batch)
         assert float(metrics["loss"]) == loss.item()
-    assert list(state.params) == [key for key, _ in needed.named_parameters()]
-    for key, param in needed.named_parameters():
+    assert list(state.params) == [key for key, _ in expected.named_parameters()]
+    for key, param in expected.named_parameters():
         assert torch.equal(state.params[key], param), key
     assert_as_it_was(model, before)
     assert "lm_head.weight" not in state.params
@@ -784,8 +784,8 @@ def test_remat_of_a_hugging_face_model_changes_no_bit():
     steps = [ft.compose(step_of(model, None), *wrappers) for wrappers in ((), (ft.remat(),), (ft.remat("dots"),))]
     assert "blocks=2" in repr(steps[1])
     states = [step(step.init(), hugging_face_batch("gpt2", 0))[0] for step in steps]
-    for (_, found), key in itertools.product([(0, states[1]), (1, states[2])], states[0].params):
-        assert torch.equal(found.params[key], states[0].params[key])
+    for (_, actual), key in itertools.product([(0, states[1]), (1, states[2])], states[0].params):
+        assert torch.equal(actual.params[key], states[0].params[key])
 
 
 class Recomputing(nn.Module):
@@ -828,9 +828,9 @@ def trained(*wrappers, recomputes, rate=0.0):
     ids=lambda wrappers: "+".join(each.text for each in wrappers),
 )
 def test_a_model_that_recomputes_a_part_of_itself_does_so_on_the_state(wrappers, rate):
-    found, needed = (trained(*wrappers, recomputes=flag, rate=rate) for flag in (True, False))
-    for name, leaf in needed.items():
-        assert torch.equal(found[name], leaf), name
+    actual, expected = (trained(*wrappers, recomputes=flag, rate=rate) for flag in (True, False))
+    for name, leaf in expected.items():
+        assert torch.equal(actual[name], leaf), name
 
 
 class CountingBlock(nn.Module):
@@ -871,14 +871,14 @@ def test_what_dynamo_leaves_to_torch_to_recompute_is_recomputed_on_the_state(wra
 
 def test_a_whole_graph_is_not_told_what_a_model_drew_before():
     whole = ft.compiled(lowering="whole", backend="aot_eager")
-    found, needed = (trained(whole, recomputes=flag) for flag in (True, False))
-    assert all(torch.equal(found[name], needed[name]) for name in needed)
+    actual, expected = (trained(whole, recomputes=flag) for flag in (True, False))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     for refusing in (whole, ft.compiled(lowering="whole")):
         with pytest.raises(TraceError, match=r"recomputed by torch.utils.checkpoint.*ft.remat\(\) instead"):
             trained(refusing, recomputes=True, rate=0.5)
     split = trained(ft.compiled(backend="aot_eager"), recomputes=True, rate=0.5)
-    needed = trained(recomputes=False, rate=0.5)
-    torch.testing.assert_close(split, needed, rtol=1e-5, atol=1e-6)
+    expected = trained(recomputes=False, rate=0.5)
+    torch.testing.assert_close(split, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_checkpointing_of_transformers_changes_no_bit():
@@ -980,21 +980,21 @@ def test_a_loss_may_run_within_itself(wrappers):
 def test_arguments_in_the_wrong_place_are_named():
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).mean())
     step = ft.train_step(loss, ft.optim.adamw(1e-3))
-    for params, found in ((loss.module, "Linear"), (list(loss.module.parameters()), "list"), (0, "int")):
-        with pytest.raises(StructureError, match=rf"Step\.init: params is {found}; leave it out"):
+    for params, actual in ((loss.module, "Linear"), (list(loss.module.parameters()), "list"), (0, "int")):
+        with pytest.raises(StructureError, match=rf"Step\.init: params is {actual}; leave it out"):
             step.init(params)
     without_module = ft.train_step(lambda model, batch: model(batch).mean(), ft.optim.sgd(0.1))
     for arguments in ((), (loss.module,)):
         with pytest.raises(StructureError, match=r"has no module; .* ft\.from_module\(module, criterion\)"):
             without_module.init(*arguments)
     decay = ft.schedules.cosine(1.0, 100)
-    for wrong, found in (
+    for wrong, actual in (
         (step, "a Step"),
         ([ft.clip(2)], r"\[clip.*\]"),
         (step.optimizer, "adamw.*"),
         (decay, "cosine.*"),
     ):
-        with pytest.raises(ComposeError, match=rf"argument 1 is {found}; needs a wrapper. The step comes first"):
+        with pytest.raises(ComposeError, match=rf"argument 1 is {actual}; needs a wrapper. The step comes first"):
             ft.compose(ft.clip(1.0), wrong)
     with pytest.raises(ComposeError, match="argument 2 returned None; a wrapper returns a step"):
         ft.compose(step, ft.clip(1.0), print)

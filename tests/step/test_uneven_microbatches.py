@@ -64,10 +64,10 @@ STACKS = {
 def test_microbatches_of_unequal_length_are_the_whole_batch(loss, stack, compiled):
     outer = [] if compiled is None else [ft.compiled(lowering=compiled)]
     lengths = (8, 7, 2, 1, 8) if compiled is None else (7, 2)
-    whole, needed = run(make(loss, *STACKS[stack]), lengths)
-    found, metrics = run(make(loss, ft.accumulate(4), *STACKS[stack], *outer), lengths)
-    torch.testing.assert_close(found.params, whole.params, rtol=1e-11, atol=1e-12)
-    for one, other in zip(needed, metrics, strict=True):
+    whole, expected = run(make(loss, *STACKS[stack]), lengths)
+    actual, metrics = run(make(loss, ft.accumulate(4), *STACKS[stack], *outer), lengths)
+    torch.testing.assert_close(actual.params, whole.params, rtol=1e-11, atol=1e-12)
+    for one, other in zip(expected, metrics, strict=True):
         assert other == pytest.approx(one, rel=1e-11, abs=1e-12)
 
 
@@ -75,10 +75,10 @@ def test_microbatches_of_unequal_length_are_the_whole_batch(loss, stack, compile
 @pytest.mark.parametrize("loss", [plain, counted])
 def test_a_split_for_memory_within_unequal_microbatches_is_the_same_update(loss, pieces):
     """Microbatches of 5 and 4: one is split in equal pieces, the other is not."""
-    whole, needed = run(make(loss), [9])
-    found, (metrics,) = run(split_step(make(loss, ft.accumulate(2)), pieces), [9])
-    torch.testing.assert_close(found.params, whole.params, rtol=1e-11, atol=1e-12)
-    assert metrics == pytest.approx(needed[0], rel=1e-11, abs=1e-12)
+    whole, expected = run(make(loss), [9])
+    actual, (metrics,) = run(split_step(make(loss, ft.accumulate(2)), pieces), [9])
+    torch.testing.assert_close(actual.params, whole.params, rtol=1e-11, atol=1e-12)
+    assert metrics == pytest.approx(expected[0], rel=1e-11, abs=1e-12)
 
 
 def test_clip_within_clips_each_microbatch_and_weighs_it_by_its_examples():
@@ -89,8 +89,8 @@ def test_clip_within_clips_each_microbatch_and_weighs_it_by_its_examples():
         after, _ = step(step.init(params()), {name: leaf[first:last] for name, leaf in batch.items()})
         for name, leaf in params().items():
             sums[name] += (after.params[name] - leaf) * (last - first) / 5
-    needed = {name: leaf + sums[name] for name, leaf in params().items()}
-    torch.testing.assert_close(state.params, needed, rtol=1e-11, atol=1e-12)
+    expected = {name: leaf + sums[name] for name, leaf in params().items()}
+    torch.testing.assert_close(state.params, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_an_epoch_with_a_last_short_batch():

@@ -34,16 +34,16 @@ def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, fac
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     options = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "factor": factor}
     options |= {"threshold": threshold, "eps": eps}
-    needed = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
-    found = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
+    expected = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
+    actual = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
     for value in seen:
-        before = found
+        before = actual
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            needed.step(value)
-        found = found.after(value)
-        assert found.value == inner.param_groups[0]["lr"]
-        assert before.after(value) == found or math.isnan(value)
+            expected.step(value)
+        actual = actual.after(value)
+        assert actual.value == inner.param_groups[0]["lr"]
+        assert before.after(value) == actual or math.isnan(value)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_history_that_grows_is_read_once_and_another_one_from_its_start():
             return super().get(*arguments)
 
     stop, losses = ft.patience("loss", 2), [3.0, 2.0, 4.0, 1.0, 1.5, 1.25]
-    history, found = History(), []
+    history, actual = History(), []
     for loss in losses:
         history.extend([Record(loss=loss), Record(other=0.0)])
-        found.append(stop(history))
-    assert found == [""] * 5 + ["patience(loss)"]
+        actual.append(stop(history))
+    assert actual == [""] * 5 + ["patience(loss)"]
     assert len(reads) == len(history)
     assert stop(History(history[:4])) == ""
     assert stop(history) == "patience(loss)"
@@ -327,11 +327,11 @@ def test_evaluations_of_steps_that_are_not_saved_are_warned_of_where_the_best_is
     expected = pytest.warns(
         UserWarning, match=rf"every={evaluate_every} is not a multiple of Checkpoints\(every={every}\)"
     )
-    with expected if warned else nullcontext() as found:
+    with expected if warned else nullcontext() as actual:
         ft.fit(step, start(step), DATA, progress=False, **options)
     if warned:
-        assert len(found) == 1
-        assert found[0].filename == __file__
+        assert len(actual) == 1
+        assert actual[0].filename == __file__
 
 
 def test_a_scheduler_of_torch_is_no_schedule():

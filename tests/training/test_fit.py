@@ -67,9 +67,9 @@ def fit(step, data, state=None, **options):
     return ft.fit(step, state, data, **{"progress": False, **options})
 
 
-def assert_bitwise(found, needed):
-    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
-    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+def assert_bitwise(actual, expected):
+    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
+    for a, b in zip(ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -77,9 +77,9 @@ def assert_bitwise(found, needed):
 @pytest.mark.parametrize("donate", [True, False])
 def test_fit_is_the_loop_by_hand(wrappers, donate):
     step = make(ft.clip(1.0), ft.ema(0.9), *wrappers, lr=ft.schedules.warmup_cosine(0.1, warmup=2, total=8))
-    needed, losses = by_hand(step, batches())
+    expected, losses = by_hand(step, batches())
     state, history = fit(step, batches(), donate=donate)
-    assert_bitwise(state, needed)
+    assert_bitwise(state, expected)
     assert history["loss"] == losses
     assert history["lr"] == pytest.approx([0.0, 0.05, 0.1, step.optimizer.schedules["lr"](3)])
 
@@ -89,8 +89,8 @@ def test_a_dataloader_works_as_it_is():
     loader = DataLoader(TensorDataset(x, y), batch_size=4)
     state, history = fit(make(), loader, epochs=2)
     pieces = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
-    needed, losses = by_hand(make(), pieces * 2)
-    assert_bitwise(state, needed)
+    expected, losses = by_hand(make(), pieces * 2)
+    assert_bitwise(state, expected)
     assert history["loss"] == losses
 
 
@@ -224,12 +224,12 @@ def test_metrics_within_dicts_and_lists_are_recorded_as_numbers(tmp_path):
         weighted = ft.Mean(torch.tensor(6.0), torch.tensor(4.0))
         return value, {"layers": {"first": torch.tensor(2.0), "all": [weighted, (torch.ones(2), "text")]}}
 
-    path, needed = tmp_path / "log.jsonl", {"first": 2.0, "all": [1.5, [[1.0, 1.0], "text"]]}
+    path, expected = tmp_path / "log.jsonl", {"first": 2.0, "all": [1.5, [[1.0, 1.0], "text"]]}
     checkpoints = ft.Checkpoints(tmp_path / "run", every=1)
     _, history = fit(make(loss=loss), batches(2), loggers=[ft.loggers.jsonl(path)], checkpoints=checkpoints)
-    assert history["layers"] == [json.loads(line)["layers"] for line in path.read_text().splitlines()] == [needed] * 2
+    assert history["layers"] == [json.loads(line)["layers"] for line in path.read_text().splitlines()] == [expected] * 2
     _, resumed = fit(make(loss=loss), batches(2), steps=3, checkpoints=checkpoints)
-    assert resumed["layers"] == [needed] * 3
+    assert resumed["layers"] == [expected] * 3
 
 
 def test_jsonl_writes_one_line_for_each_record(tmp_path):
@@ -301,8 +301,8 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
     path = tmp_path / "log.jsonl"
     values = {"report": {0: {"f1": math.nan}, "all": (1, math.inf)}, "path": path, "kind": {F64}}
     fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=lambda state: values)
-    needed = {"report": {"0": {"f1": None}, "all": [1, None]}, "path": str(path), "kind": "{torch.float64}"}
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in needed.items()}
+    expected = {"report": {"0": {"f1": None}, "all": [1, None]}, "path": str(path), "kind": "{torch.float64}"}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1} | {f"eval_{k}": v for k, v in expected.items()}
 
 
 def test_jsonl_writes_the_metrics_of_a_loop_of_ones_own_as_numbers(tmp_path):
@@ -316,8 +316,13 @@ def test_jsonl_writes_the_metrics_of_a_loop_of_ones_own_as_numbers(tmp_path):
                 "of numpy": np.int64(3),
             }
         )
-        needed = {"step": 1, **{name: float(value) for name, value in made.metrics.items()}, "mean": 1.5, "of numpy": 3}
-    assert json.loads((tmp_path / "log.jsonl").read_text()) == needed
+        expected = {
+            "step": 1,
+            **{name: float(value) for name, value in made.metrics.items()},
+            "mean": 1.5,
+            "of numpy": 3,
+        }
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == expected
 
 
 def test_a_logger_may_change_its_record(tmp_path):
@@ -446,8 +451,8 @@ def test_ctrl_c_returns_what_was_trained(at, capsys):
     assert signal.getsignal(signal.SIGINT) is before
     assert history.stopped == "interrupt"
     assert f"fit: ended by SIGINT after step {at + 1}; " in capsys.readouterr().err
-    needed, losses = by_hand(make(), batches(6)[: at + 1])
-    assert_bitwise(state, needed)
+    expected, losses = by_hand(make(), batches(6)[: at + 1])
+    assert_bitwise(state, expected)
     assert history["loss"] == losses
     # And on it goes from there.
     state, rest = fit(step, batches(6)[at + 1 :], state, steps=6)
@@ -715,8 +720,8 @@ def test_the_loss_of_an_evaluation_is_not_mistaken_for_that_of_a_step():
         return ft.evaluate(evaluation, state, batches(2))
 
     _, history = fit(make(), batches(4), evaluate=evaluate, evaluate_every=2)
-    _, needed = by_hand(make(), batches(4))
-    assert history["loss"] == needed
+    _, expected = by_hand(make(), batches(4))
+    assert history["loss"] == expected
     assert len(history["eval_loss"]) == 2
 
 
@@ -790,12 +795,12 @@ def test_donation_consumes_the_state_and_changes_no_bit():
     step = make(ft.ema(0.9))
     kept, donated = step.init(params()), step.init(params())
     copied = ft.tree.clone(kept)
-    found, history = fit(step, batches(), kept, donate=False)
-    needed, other = fit(step, batches(), donated)
-    assert_bitwise(found, needed)
+    actual, history = fit(step, batches(), kept, donate=False)
+    expected, other = fit(step, batches(), donated)
+    assert_bitwise(actual, expected)
     assert history["loss"] == other["loss"]
     assert_bitwise(kept, copied)
-    assert_bitwise(fit(step, batches(), kept, donate=False).state, needed)
+    assert_bitwise(fit(step, batches(), kept, donate=False).state, expected)
     with pytest.raises(ConsumedError, match="donated"):
         fit(step, batches(), donated)
 
@@ -806,11 +811,11 @@ def test_a_metric_that_is_a_parameter_is_that_before_the_step(wrappers):
         return squares(params, batch)[0], {"w": params["w"], "first": params["w"][0]}
 
     _, history = fit(make(*wrappers, loss=loss), batches(3))
-    needed = [params()["w"].tolist()]
+    expected = [params()["w"].tolist()]
     for count in (1, 2):
-        needed.append(by_hand(make(), batches(3)[:count])[0].params["w"].tolist())
-    for found, value in zip(history["w"], needed, strict=True):
-        assert found == pytest.approx(value, rel=1e-5)
+        expected.append(by_hand(make(), batches(3)[:count])[0].params["w"].tolist())
+    for actual, value in zip(history["w"], expected, strict=True):
+        assert actual == pytest.approx(value, rel=1e-5)
     assert history["first"] == [row[0] for row in history["w"]]
 
 
@@ -865,16 +870,16 @@ def gan_batches():
 def test_a_function_of_two_steps(compiled, caplog):
     step, state = gan()
     fitted = ft.compiled(backend="eager")(step) if compiled else step
-    needed, losses = state, []
+    expected, losses = state, []
     for batch in gan_batches():
-        needed, metrics = step(needed, batch)
+        expected, metrics = step(expected, batch)
         losses.append(float(metrics["critic"]))
     with caplog.at_level(logging.WARNING, "ftrain"):
-        found, history = ft.fit(fitted, state, gan_batches(), progress=False)
+        actual, history = ft.fit(fitted, state, gan_batches(), progress=False)
     assert history["step"] == [1, 2, 3, 4]
     assert history["critic"] == losses
-    assert [int(part.step) for part in found] == [4, 4]
-    for a, b in zip(found, needed, strict=True):
+    assert [int(part.step) for part in actual] == [4, 4]
+    for a, b in zip(actual, expected, strict=True):
         assert_bitwise(a, b)
     # A plain function is never donated to: the state given is as it was.
     assert [int(part.step) for part in state] == [0, 0]
@@ -1077,8 +1082,8 @@ def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkey
     monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
     fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])  # noqa: T201
     # Above the bar if stdout is a terminal too, which the bar would else overwrite.
-    found, other = (terminal, printed) if to_terminal else (printed, terminal)
-    assert "record 4" in found.getvalue()
+    actual, other = (terminal, printed) if to_terminal else (printed, terminal)
+    assert "record 4" in actual.getvalue()
     assert "record" not in other.getvalue()
 
 
@@ -1107,10 +1112,10 @@ def test_progress_can_be_turned_off(capsys):
 def test_iterate_yields_after_each_step():
     step = make()
     seen = list(ft.iterate(step, step.init(params()), batches(3), steps=5))
-    needed, losses = by_hand(make(), [*batches(3), *batches(3)[:2]])
+    expected, losses = by_hand(make(), [*batches(3), *batches(3)[:2]])
     assert [made.step for made in seen] == [1, 2, 3, 4, 5]
     assert [float(made.metrics["loss"]) for made in seen] == losses
-    assert_bitwise(seen[-1].state, needed)
+    assert_bitwise(seen[-1].state, expected)
     assert torch.equal(seen[3].batch[0], batches(3)[0][0])
     # No donation unless the step does: every state is still there.
     assert [int(made.state.step) for made in seen] == [1, 2, 3, 4, 5]
@@ -1137,9 +1142,9 @@ def test_a_loop_that_is_left_within_a_pass_goes_on_there():
         if made.step == 2:
             break
     *_, made = ft.iterate(step, made.state, data)
-    needed, losses = by_hand(step, loader())
+    expected, losses = by_hand(step, loader())
     assert made.step == len(losses) == 6
-    assert_bitwise(made.state, needed)
+    assert_bitwise(made.state, expected)
 
 
 def test_the_state_on_its_way_is_usable_in_every_step():
@@ -1175,14 +1180,14 @@ def of_kept(params, batch):
 def test_an_evaluation_is_exact_for_uneven_batches(size):
     step = ft.train_step(of_kept, ft.optim.sgd(0.1))
     state = step.init({"w": params()["w"].double()})
-    found = ft.evaluate(ft.eval_step(of_kept), state, uneven(size))
+    actual = ft.evaluate(ft.eval_step(of_kept), state, uneven(size))
     x, y, keep = table()
     errors = (x @ state.params["w"] - y) ** 2
-    needed = {"loss": errors[keep].mean(), "all": errors.mean(), "share": keep.double().mean()}
-    assert set(found) == set(needed)
-    for name, value in needed.items():
-        assert type(found[name]) is float
-        assert found[name] == pytest.approx(float(value), rel=1e-14)
+    expected = {"loss": errors[keep].mean(), "all": errors.mean(), "share": keep.double().mean()}
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        assert type(actual[name]) is float
+        assert actual[name] == pytest.approx(float(value), rel=1e-14)
 
 
 def test_an_evaluation_cannot_count_the_examples_of_a_batch_with_unequal_axes():
@@ -1229,8 +1234,8 @@ def test_an_evaluation_of_float32_adds_up_in_float64():
 
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init(torch.ones(()))
     data = [torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0)]
-    found = ft.evaluate(ft.eval_step(loss), state, data)
-    assert found["loss"] == (2.0**24 + 2) / (3 * 2.0**24)
+    actual = ft.evaluate(ft.eval_step(loss), state, data)
+    assert actual["loss"] == (2.0**24 + 2) / (3 * 2.0**24)
 
 
 def test_an_evaluation_reads_the_device_once(monkeypatch):
@@ -1296,12 +1301,12 @@ NO_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("metric", "found"), NO_NUMBERS)
-def test_an_evaluation_with_a_metric_that_is_no_number(metric, found):
+@pytest.mark.parametrize(("metric", "actual"), NO_NUMBERS)
+def test_an_evaluation_with_a_metric_that_is_no_number(metric, actual):
     def loss(params, batch):
         return params["w"].square().mean(), {"each": metric}
 
-    with pytest.raises(LossError, match=re.escape(f"loss: the metric 'each' is {found}; an evaluation takes")):
+    with pytest.raises(LossError, match=re.escape(f"loss: the metric 'each' is {actual}; an evaluation takes")):
         ft.evaluate(ft.eval_step(loss), make(loss=loss).init(params()), batches(1))
 
 
@@ -1323,7 +1328,7 @@ def test_an_evaluation_of_the_averages():
     step = make(ft.ema(0.5))
     state, _ = fit(step, batches())
     evaluation = ft.eval_step(squares)
-    found = ft.evaluate(evaluation, ft.averaged(state), batches())
+    actual = ft.evaluate(evaluation, ft.averaged(state), batches())
     states, start = [params()["w"]], make().init(params())
     for batch in batches():
         start, _ = make()(start, batch)
@@ -1332,9 +1337,9 @@ def test_an_evaluation_of_the_averages():
     for each in states[1:]:
         average = torch.lerp(average, each, 0.5)
     x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
-    needed = ((x @ average - y) ** 2).mean()
-    assert found["loss"] == pytest.approx(float(needed), rel=1e-5)
-    assert found != ft.evaluate(evaluation, state, batches())
+    expected = ((x @ average - y) ** 2).mean()
+    assert actual["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert actual != ft.evaluate(evaluation, state, batches())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", torch.bfloat16])
@@ -1391,9 +1396,9 @@ def _calls(wrappers, batch):
 def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
     with pytest.raises((TypeError, RuntimeError, KeyError)) as raised:
         _calls((), batch)[call]()
-    (found,) = raised.value.__notes__
-    assert re.search(note, found)
-    assert found in "".join(traceback.format_exception(raised.value))
+    (actual,) = raised.value.__notes__
+    assert re.search(note, actual)
+    assert actual in "".join(traceback.format_exception(raised.value))
 
 
 def test_notes_name_a_batch_elsewhere_a_criterion_without_module_and_a_second_backward_pass():
@@ -1477,9 +1482,9 @@ def test_batches_of_hugging_faces_collators():
     def loss(params, batch):
         return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
 
-    found, _ = fit(make(ft.accumulate(2), loss=loss), data)
-    needed, _ = fit(make(ft.accumulate(2), loss=loss), [dict(batch) for batch in data])
-    assert_bitwise(found, needed)
+    actual, _ = fit(make(ft.accumulate(2), loss=loss), data)
+    expected, _ = fit(make(ft.accumulate(2), loss=loss), [dict(batch) for batch in data])
+    assert_bitwise(actual, expected)
 
 
 def test_data_that_an_earlier_run_has_begun_is_warned_of(recwarn):

@@ -132,14 +132,14 @@ def by_hand(step, data, split_at, split=None):
     return state
 
 
-def assert_bitwise(found, needed):
-    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
-    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+def assert_bitwise(actual, expected):
+    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
+    for a, b in zip(ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def assert_close(found, needed, tolerance=1e-12):
-    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+def assert_close(actual, expected, tolerance=1e-12):
+    for a, b in zip(ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -180,12 +180,12 @@ def test_out_of_memory_at_every_operation(name, stride):
     stack, after = STACKS[name]
     # Draws are many operations, which were seen where they are by themselves.
     step, data = make(*stack, loss=still if name in ("accumulate", "full") else loss), batches(2)
-    needed = by_hand(step, data, 1)
+    expected = by_hand(step, data, 1)
     for at in every(operations(step, 1, donate=False), stride, 2 * list(STACKS).index(name)):
         with scarce(1, at, after=after) as mode:
             state, history = fit(step, data, donate=False)
         assert mode.left == 0
-        assert_bitwise(state, needed)
+        assert_bitwise(state, expected)
         assert splits(history) == {2: 2}
         assert history["step"] == [1, 2]
 
@@ -194,12 +194,12 @@ def test_out_of_memory_at_every_operation(name, stride):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp_path):
     step, data = make(ft.clip(1.0)), batches(2)
-    needed = by_hand(step, data, 1)
+    expected = by_hand(step, data, 1)
     spoilt = []
     for at in every(operations(step, 1), stride, 2 * after):
         with scarce(1, at, after=after):
             try:
-                assert_bitwise(fit(step, data).state, needed)
+                assert_bitwise(fit(step, data).state, expected)
             except DeviceError as caught:
                 error = caught
                 spoilt.append(at)
@@ -212,7 +212,7 @@ def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp
         with scarce(1, at, after=after):
             checkpoints = ft.Checkpoints(tmp_path / str(at), every=1, async_=False)
             state, history = fit(step, data, checkpoints=checkpoints)
-        assert_bitwise(state, needed)
+        assert_bitwise(state, expected)
         assert splits(history) == {2: 2}
         assert history["step"] == [1, 2]
 
@@ -222,11 +222,11 @@ def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp
 )
 def test_a_step_that_may_be_refused_and_not_by_kernels_overwrites_nothing(optimizer, more):
     step, data = make(ft.skip_nonfinite(3), *more, loss=still, optimizer=optimizer), batches(2)
-    needed = by_hand(step, data, 1)
+    expected = by_hand(step, data, 1)
     # The last one of them: what the update makes is there, and the counters are not.
     for at in range(operations(step, 1))[-25::2]:
         with scarce(1, at, after=True) as mode:
-            assert_bitwise(fit(step, data).state, needed)
+            assert_bitwise(fit(step, data).state, expected)
         assert mode.left == 0
 
 
@@ -236,12 +236,12 @@ def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
         "ftrain.training.oom_retry._StateWrites.begun", property(lambda self: False, lambda self, value: None)
     )
     step, data = make(), batches(2)
-    needed, wrong = by_hand(step, data, 1), 0
+    expected, wrong = by_hand(step, data, 1), 0
     # The last ones, which write.
     for at in range(operations(step, 1))[-10:]:
         with scarce(1, at, after=True):
             state, _ = fit(step, data)
-        wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, needed)), strict=True))
+        wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, expected)), strict=True))
     assert wrong
 
 
@@ -263,7 +263,7 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stri
     """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
     step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
     split = compiled_once(step.donating if donate else step, monkeypatch)
-    needed = [by_hand(step, data, index, None if donate else split) for index in (0, 1)]
+    expected = [by_hand(step, data, index, None if donate else split) for index in (0, 1)]
     count = operations(step, 1, donate=donate)
     # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
     chosen = {index: every(count, stride, 3 * index + after + donate) for index in (0, 1)}
@@ -272,7 +272,7 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stri
         with scarce(index, at, after=after) as mode:
             state, history = fit(step, data, donate=donate, checkpoints=there)
         assert mode.left == 0
-        assert_bitwise(state, needed[index])
+        assert_bitwise(state, expected[index])
         assert splits(history) == {index + 1: 2}
 
 
@@ -347,12 +347,12 @@ def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, c
     sizes = {}
     for length, pieces in cuts:
         state, (batch,) = step.init(seed=1), batches(1, length)
-        needed, metrics = step(state, batch)
+        expected, metrics = step(state, batch)
         with captures() as sizes[length, pieces]:
             split = split_step(step, pieces)
-            state, found = split(state, batch)
-        assert_close(state, needed)
-        assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
+            state, actual = split(state, batch)
+        assert_close(state, expected)
+        assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
         assert_bitwise(split(step.init(seed=1), batch)[0], state)
     # One graph of a gradient for each length of a piece, however many there are, and one of the update.
     assert [len(each) for each in sizes.values()] == [
@@ -374,16 +374,16 @@ def test_pieces_of_a_compiled_fp16_step(donate):
     # Small gradients, for those of a few examples may overflow where the mean of all does not.
     batch |= {name: batch[name] / 10 for name in ("x", "y")}
     state = step.init(seed=1)
-    needed, _ = step(ft.tree.clone(state), batch)
-    found, metrics = split_step(step, 3)(state, batch)
+    expected, _ = step(ft.tree.clone(state), batch)
+    actual, metrics = split_step(step, 3)(state, batch)
     assert not metrics["skipped"]
-    assert_close(found.params, needed.params, 1e-3)
-    assert torch.equal(found.slots["with_amp"]["scale"], needed.slots["with_amp"]["scale"])
+    assert_close(actual.params, expected.params, 1e-3)
+    assert torch.equal(actual.slots["with_amp"]["scale"], expected.slots["with_amp"]["scale"])
     batch["x"][7] = float("inf")
-    before = ft.tree.clone(found.params)
-    found, metrics = split_step(step, 3)(found, batch)
+    before = ft.tree.clone(actual.params)
+    actual, metrics = split_step(step, 3)(actual, batch)
     assert metrics["skipped"]
-    assert_bitwise(found.params, before)
+    assert_bitwise(actual.params, before)
 
 
 def weighted_rows(model, batch):
@@ -427,8 +427,8 @@ def test_a_piece_that_cannot_be_captured_is_split_otherwise():
 def test_a_split_is_the_same_update(pieces, length, loss, wrappers):
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)
     state, (batch,) = step.init(params()), batches(1, length)
-    (found, metrics), (needed, whole) = split_step(step, pieces)(state, batch), step(state, batch)
-    assert_close(found, needed)
+    (actual, metrics), (expected, whole) = split_step(step, pieces)(state, batch), step(state, batch)
+    assert_close(actual, expected)
     assert metrics.keys() == whole.keys()
     names = [name for name in metrics if name != "worst"]
     assert [float(metrics[name]) for name in names] == pytest.approx([float(whole[name]) for name in names], abs=1e-12)
@@ -513,11 +513,11 @@ def test_a_run_goes_on_with_its_split(tmp_path, every):
         return limited(3)(params, batch)
 
     step, data = make(loss=counted), batches(4)
-    needed, _ = fit(step, data, steps=4)
+    expected, _ = fit(step, data, steps=4)
     fit(step, data, steps=2, checkpoints=ft.Checkpoints(tmp_path, every=every))
     tried.clear()
     state, history = fit(step, data, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=every))
-    assert_bitwise(state, needed)
+    assert_bitwise(state, expected)
     assert tried == [3] * 4, "nothing that did not fit was tried again"
     assert splits(history) == {1: 2}
     assert history["step"] == [1, 2, 3, 4]
@@ -561,8 +561,8 @@ def test_a_replay_makes_steps_in_as_many_pieces(tmp_path, every, keep):
         _, history = fit(step, data, checkpoints=checkpoints)
     assert splits(history) == {5: 2}
     for at in range(1, 8):
-        found, batch = ft.replay(step, states[0], data, checkpoints, at=at)
-        assert_bitwise(found, states[at - 1])
+        actual, batch = ft.replay(step, states[0], data, checkpoints, at=at)
+        assert_bitwise(actual, states[at - 1])
         assert_bitwise(batch, data[at - 1])
     # Which shows nothing unless pieces round otherwise.
     with pytest.raises(AssertionError):
@@ -585,9 +585,9 @@ def test_a_reload_takes_back_history_log_and_position(tmp_path):
         return ft.data.loader(ft.data.arrays(batches(1, 24)[0] | {"scale": torch.ones(24)}), 6, seed=3)
 
     step = make()
-    needed = fit(step, data(), steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
+    expected = fit(step, data(), steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
     with scarce(5, operations(step, 1) - 1) as mode:
-        found, history = fit(
+        actual, history = fit(
             step,
             data(),
             steps=7,
@@ -601,7 +601,7 @@ def test_a_reload_takes_back_history_log_and_position(tmp_path):
     assert history["step"] == [1, 2, 3, 4, 5, 6, 7]
     assert history["seconds"] == sorted(history["seconds"])
     assert len((tmp_path / "log").read_text().splitlines()) == 7
-    assert found.step == needed.step
+    assert actual.step == expected.step
 
 
 def test_data_that_passes_once_is_not_gone_on_with(tmp_path):
@@ -736,9 +736,9 @@ def test_an_evaluation_in_pieces_is_exact(examples, kind):
 
     unlimited = (lambda *args: still(*args)[0]) if kind == "mean" else plain
     state, data = make().init(params()), [*batches(2, 6), *batches(1, 1), *batches(1, 5)]
-    needed = ft.evaluate(ft.eval_step(unlimited), state, data)
-    found = ft.evaluate(ft.eval_step(limited_loss), state, data, on_oom="split")
-    assert found == pytest.approx(needed, rel=1e-12)
+    expected = ft.evaluate(ft.eval_step(unlimited), state, data)
+    actual = ft.evaluate(ft.eval_step(limited_loss), state, data, on_oom="split")
+    assert actual == pytest.approx(expected, rel=1e-12)
     failed = [length for length in tried if length > examples]
     assert len(failed) <= math.ceil(math.log2(6)), "what does not fit is not tried again"
 
@@ -835,11 +835,11 @@ def test_a_loss_that_is_no_mean_of_examples_is_warned_of_once(loss):
     state = step.init(params())
     with pytest.warns(UserWarning, match=r"^accumulate: the loss of two examples") as caught:
         # This run is shorter than what `log_every` waits for.
-        found, _ = fit(step, data, state=state, donate=False, on_oom="raise", log_every=10)
+        actual, _ = fit(step, data, state=state, donate=False, on_oom="raise", log_every=10)
     assert [each.filename for each in caught] == [__file__]
     for batch in data:
         state, _ = step(state, batch)
-    assert_bitwise(found, state)
+    assert_bitwise(actual, state)
 
 
 @pytest.mark.parametrize("other", [3, 5])

@@ -25,11 +25,11 @@ def make(*wrappers):
 
 
 def run(step, state, steps):
-    found = []
+    actual = []
     for _ in range(steps):
         state, _ = step(state, torch.ones(3))
-        found.append(int(state.step))
-    return state, found
+        actual.append(int(state.step))
+    return state, actual
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -74,11 +74,11 @@ def test_a_step_that_fails_empties_nothing(emptied):
 def test_a_device_without_a_cache_is_said_once(caplog):
     step = make(ft.empty_cache(1))
     with caplog.at_level(logging.WARNING, logger="ftrain"):
-        state, found = run(step, step.init({"w": torch.ones(3)}), 3)
+        state, actual = run(step, step.init({"w": torch.ones(3)}), 3)
         step.init({"w": torch.ones(3)})
         ft.fit(step, state, [torch.ones(3)] * 2, progress=False)
     said = [record.getMessage() for record in caplog.records]
-    assert found == [1, 2, 3]
+    assert actual == [1, 2, 3]
     assert len(said) == 1
     assert said[0].startswith("empty_cache: does nothing on ")
 

@@ -67,8 +67,8 @@ def test_both_passes_have_the_same_dropout_of_stock_modules(more):
     # Of a loss that is linear in the parameters, the gradient is the same everywhere.
     step = step_of(loss, *more, rho=10.0)
     batch = torch.randn(8, 64)
-    found, needed = (each(each.init(), batch)[0].params for each in (step, plain))
-    torch.testing.assert_close(found, needed)
+    actual, expected = (each(each.init(), batch)[0].params for each in (step, plain))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_torch_draws_on_as_after_one_pass():
@@ -91,10 +91,10 @@ def test_buffers_are_those_of_the_first_pass(more):
     plain = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *more)
     step = step_of(loss, *more, rho=1.0)
     batch = torch.randn(8, 4)
-    found, needed = (each(each.init(), batch)[0] for each in (step, plain))
-    torch.testing.assert_close(found.buffers, needed.buffers)
-    assert int(found.buffers["1.num_batches_tracked"]) == 1
-    assert not found.params["0.weight"].allclose(needed.params["0.weight"])
+    actual, expected = (each(each.init(), batch)[0] for each in (step, plain))
+    torch.testing.assert_close(actual.buffers, expected.buffers)
+    assert int(actual.buffers["1.num_batches_tracked"]) == 1
+    assert not actual.params["0.weight"].allclose(expected.params["0.weight"])
 
 
 @modes

@@ -34,9 +34,9 @@ def test_a_reader_reads_the_leaves_of_its_structure_and_of_no_other(first, secon
     leaves, spec = tree.flatten(first)
     read = reader(spec)
     assert read(first) == leaves
-    found, other = tree.flatten(second)
+    actual, other = tree.flatten(second)
     if other == spec:
-        assert read(second) == found
+        assert read(second) == actual
     else:
         # What stands in the place of a leaf is for the caller to look at.
         assert read(second) is None or any(not isinstance(leaf, int) for leaf in read(second))
@@ -49,10 +49,10 @@ def test_a_flattener_flattens(nodes, data):
     for node in nodes:
         given = data.draw(st.sampled_from([node, tree.map(torch.tensor, node)]))
         leaves, spec = tree.flatten(given)
-        found, other = flatten(given)
+        actual, other = flatten(given)
         assert other == spec
-        assert len(found) == len(leaves)
-        assert all(a is b for a, b in zip(found, leaves, strict=True))
+        assert len(actual) == len(leaves)
+        assert all(a is b for a, b in zip(actual, leaves, strict=True))
 
 
 def test_a_flattener_sees_a_tree_in_the_place_of_a_leaf():

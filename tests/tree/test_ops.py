@@ -64,9 +64,9 @@ def test_unflatten_inverts_flatten(values):
 
 @given(trees(st.integers()))
 def test_leaf_names_are_unique_and_find_their_leaf(values):
-    found = tree.leaf_names(values)
-    assert len(found) == len(set(found)) == len(tree.leaves(values))
-    for name, leaf in zip(found, tree.leaves(values), strict=True):
+    actual = tree.leaf_names(values)
+    assert len(actual) == len(set(actual)) == len(tree.leaves(values))
+    for name, leaf in zip(actual, tree.leaves(values), strict=True):
         place = values
         for part in name.split(".") if name else []:
             place = place[part] if isinstance(place, dict) else place[int(part)]
@@ -105,8 +105,8 @@ def test_map_named():
 
 @given(trees(tensors() | st.integers()), st.data())
 def test_overlay_inverts_split(values, data):
-    found = tree.leaf_names(values)
-    chosen = set(data.draw(st.lists(st.sampled_from(found)))) if found else set()
+    actual = tree.leaf_names(values)
+    chosen = set(data.draw(st.lists(st.sampled_from(actual)))) if actual else set()
     asked = []
 
     def keep(name, leaf):
@@ -114,9 +114,9 @@ def test_overlay_inverts_split(values, data):
         return name in chosen
 
     kept, others = tree.split(values, keep)
-    assert asked == found
-    assert tree.leaf_names(kept) == [name for name in found if name in chosen]
-    assert tree.leaf_names(others) == [name for name in found if name not in chosen]
+    assert asked == actual
+    assert tree.leaf_names(kept) == [name for name in actual if name in chosen]
+    assert tree.leaf_names(others) == [name for name in actual if name not in chosen]
     for whole in (tree.overlay(kept, others), tree.overlay(others, kept)):
         assert same(whole, values)
         assert all(a is b for a, b in zip(tree.leaves(whole), tree.leaves(values), strict=True))
@@ -187,10 +187,10 @@ def test_cast_converts_floats_only(dtype):
         "b": True,
         "s": "text",
     }
-    found = tree.cast(values, dtype)
-    assert (found["x"].dtype, found["half"].dtype) == (dtype, dtype)
-    assert found["n"] is values["n"]
-    assert (found["b"], found["s"]) == (True, "text")
+    actual = tree.cast(values, dtype)
+    assert (actual["x"].dtype, actual["half"].dtype) == (dtype, dtype)
+    assert actual["n"] is values["n"]
+    assert (actual["b"], actual["s"]) == (True, "text")
 
 
 @given(trees(tensors() | st.integers()))
@@ -205,17 +205,17 @@ def test_clone_equals_and_shares_nothing(values):
 
 def test_clone_separates_and_detaches():
     base = torch.ones(4, requires_grad=True)
-    found = tree.clone(
+    actual = tree.clone(
         {"a": base, "b": base, "view": base[:2], "wide": torch.ones(1).expand(3), "t": torch.ones(2, 3).t()}
     )
-    storages = {leaf.untyped_storage().data_ptr() for leaf in found.values()}
+    storages = {leaf.untyped_storage().data_ptr() for leaf in actual.values()}
     assert len(storages) == 5
-    assert not any(leaf.requires_grad for leaf in found.values())
+    assert not any(leaf.requires_grad for leaf in actual.values())
     assert type(tree.clone(torch.nn.Parameter(torch.ones(1)))) is torch.Tensor
     # Memory of its own for each element, in the layout of the original.
-    found["wide"][0] = 5
-    assert found["wide"].tolist() == [5, 1, 1]
-    assert found["t"].stride() == (1, 3)
+    actual["wide"][0] = 5
+    assert actual["wide"].tolist() == [5, 1, 1]
+    assert actual["t"].stride() == (1, 3)
 
 
 # Norms
@@ -223,12 +223,12 @@ def test_clone_separates_and_detaches():
 
 @given(trees(tensors()))
 def test_global_norm_equals_torch(values):
-    found, leaves = tree.global_norm(values), tree.leaves(values)
+    actual, leaves = tree.global_norm(values), tree.leaves(values)
     exact = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
-    assert found.shape == ()
-    assert float(found) == pytest.approx(exact, rel=1e-6)
+    assert actual.shape == ()
+    assert float(actual) == pytest.approx(exact, rel=1e-6)
     assume(leaves)
-    torch.testing.assert_close(found.double(), torch.nn.utils.get_total_norm(leaves).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.double(), torch.nn.utils.get_total_norm(leaves).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
@@ -255,23 +255,23 @@ def test_global_norm_is_bitwise_torchs(dtype):
 )
 def test_global_norm_of_huge_and_tiny_values(values, dtype, wanted):
     leaves = [torch.tensor([value], dtype=dtype) for value in values]
-    found = tree.global_norm(leaves)
-    assert float(found) == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-3)
-    assert torch.equal(found, torch.nn.utils.get_total_norm(leaves))
+    actual = tree.global_norm(leaves)
+    assert float(actual) == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-3)
+    assert torch.equal(actual, torch.nn.utils.get_total_norm(leaves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_global_norm_sums_half_precision_in_float32(dtype):
     # 300 ** 2 is beyond float16, and 257 ones are beyond bfloat16's digits.
-    found = tree.global_norm({"big": torch.full((4,), 300.0, dtype=dtype), "ones": torch.ones(257, dtype=dtype)})
-    assert found.dtype == torch.float32
-    assert float(found) == pytest.approx(math.sqrt(4 * float(torch.tensor(300.0, dtype=dtype)) ** 2 + 257), rel=1e-6)
+    actual = tree.global_norm({"big": torch.full((4,), 300.0, dtype=dtype), "ones": torch.ones(257, dtype=dtype)})
+    assert actual.dtype == torch.float32
+    assert float(actual) == pytest.approx(math.sqrt(4 * float(torch.tensor(300.0, dtype=dtype)) ** 2 + 257), rel=1e-6)
 
 
 def test_global_norm_of_several_dtypes_is_taken_in_the_widest():
-    found = tree.global_norm([torch.tensor(3.0, dtype=torch.float16), torch.tensor(4e100, dtype=F64)])
-    assert found.dtype == F64
-    assert float(found) == pytest.approx(4e100, rel=1e-12)
+    actual = tree.global_norm([torch.tensor(3.0, dtype=torch.float16), torch.tensor(4e100, dtype=F64)])
+    assert actual.dtype == F64
+    assert float(actual) == pytest.approx(4e100, rel=1e-12)
 
 
 @pytest.mark.parametrize("empty", [{}, None, [], {"a": torch.zeros(0)}, [torch.zeros(0, 3), torch.zeros(3, 0)]])
@@ -282,8 +282,8 @@ def test_norms_of_nothing(empty):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_global_norm_of_what_is_not_finite(bad):
-    found = float(tree.global_norm([torch.ones(3), torch.tensor([1.0, bad])]))
-    assert math.isnan(found) if math.isnan(bad) else found == math.inf
+    actual = float(tree.global_norm([torch.ones(3), torch.tensor([1.0, bad])]))
+    assert math.isnan(actual) if math.isnan(bad) else actual == math.inf
 
 
 HUGE = {F64: 1.7e308, torch.float32: 3.4e38, torch.bfloat16: 3.3e38, torch.float16: 65504.0}
@@ -307,9 +307,9 @@ def test_all_finite_finds_one_bad_element_anywhere(data):
     assert bool(tree.all_finite(leaves))
     where = data.draw(st.sampled_from([i for i, size in enumerate(sizes) if size]))
     leaves[where][data.draw(st.integers(0, sizes[where] - 1))] = bad
-    found = tree.all_finite(leaves)
-    assert (found.shape, found.dtype) == ((), torch.bool)
-    assert not found
+    actual = tree.all_finite(leaves)
+    assert (actual.shape, actual.dtype) == ((), torch.bool)
+    assert not actual
 
 
 def test_all_finite_of_mixed_nan_and_infinity():
@@ -332,15 +332,15 @@ def test_require_same_accepts():
 
 
 def test_require_same_lists_every_difference():
-    needed = {"same": torch.ones(1), "shape": torch.ones(2), "dtype": torch.ones(2), "gone": torch.ones(3)}
-    found = {
+    expected = {"same": torch.ones(1), "shape": torch.ones(2), "dtype": torch.ones(2), "gone": torch.ones(3)}
+    actual = {
         "same": torch.ones(1),
         "shape": torch.ones(3),
         "dtype": torch.ones(2).double(),
         "more": {"x": torch.ones(4)},
     }
     with pytest.raises(StructureError) as caught:
-        tree.require_same("Step", "the state", found, needed)
+        tree.require_same("Step", "the state", actual, expected)
     head, *lines = str(caught.value).split("\n")
     assert head.startswith("Step: the state ")
     assert {line.strip() for line in lines} == {

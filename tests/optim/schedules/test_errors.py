@@ -47,9 +47,9 @@ class TestErrors:
         for bad in [*always, *([] if least is None else [least - 1, 2.0])]:
             with pytest.raises(OptionError) as caught:
                 make(**{**good, argument: bad})
-            needed = "a positive number" if argument in {"power", "waves"} else "a finite number"
-            needed = needed if least is None else f"a whole number of at least {least}"
-            assert str(caught.value) == f"{function}: {argument} is {bad!r}, needs {needed}"
+            expected = "a positive number" if argument in {"power", "waves"} else "a finite number"
+            expected = expected if least is None else f"a whole number of at least {least}"
+            assert str(caught.value) == f"{function}: {argument} is {bad!r}, needs {expected}"
 
     def test_a_long_value_is_shortened(self) -> None:
         with pytest.raises(OptionError, match=r"(?s)^adamw: lr is \[\{'params': .{,100}, needs a finite number, or a"):
@@ -71,8 +71,8 @@ class TestErrors:
     @pytest.mark.parametrize("value", [0.0, -1.0])
     def test_positive(self, function: str, argument: str, value: float) -> None:
         make, good = FUNCTIONS[function]
-        needed = "a number greater than 0 and at most 1" if argument == "factor" else "a positive number"
-        with pytest.raises(OptionError, match=rf"^{function}: {argument} is {value}, needs {needed}$"):
+        expected = "a number greater than 0 and at most 1" if argument == "factor" else "a positive number"
+        with pytest.raises(OptionError, match=rf"^{function}: {argument} is {value}, needs {expected}$"):
             make(**{**good, argument: value})
 
     @pytest.mark.parametrize("function", ["step_decay", "exponential"])
@@ -101,8 +101,8 @@ class TestErrors:
 
     @pytest.mark.parametrize(("rise", "three_phase"), [(-0.1, False), (1.0, False), (-0.1, True), (0.6, True)])
     def test_rise(self, rise: float, three_phase: bool) -> None:
-        needed = "<= 0.5 in three phases" if three_phase else "< 1"
-        with pytest.raises(OptionError, match=rf"^one_cycle: rise is {rise:g}; it must be 0 <= rise {needed}\.$"):
+        expected = "<= 0.5 in three phases" if three_phase else "< 1"
+        with pytest.raises(OptionError, match=rf"^one_cycle: rise is {rise:g}; it must be 0 <= rise {expected}\.$"):
             schedules.one_cycle(1.0, 10, rise=rise, three_phase=three_phase)
 
     @pytest.mark.parametrize("bad", ["no", 1, torch.ones(2)])
@@ -160,17 +160,17 @@ class TestErrors:
             schedules.named(name, 1.0, 10)
 
     @pytest.mark.parametrize(
-        ("arguments", "needed"),
+        ("arguments", "expected"),
         [(([0.1, 0.2], 100), "boundaries is 100, needs a list"), ((0.1, [3]), r"schedules is 0\.1, needs a list")],
     )
-    def test_chain_needs_lists(self, arguments: tuple[Any, Any], needed: str) -> None:
-        with pytest.raises(OptionError, match=f"^chain: {needed}"):
+    def test_chain_needs_lists(self, arguments: tuple[Any, Any], expected: str) -> None:
+        with pytest.raises(OptionError, match=f"^chain: {expected}"):
             chain(*arguments)
 
     @pytest.mark.parametrize(("parts", "boundaries"), [([], []), ([1.0], [2]), ([1.0, 2.0], []), ([], [1])])
     def test_chain_counts(self, parts: list[float], boundaries: list[int]) -> None:
-        found = f"{len(parts)} schedules and {len(boundaries)} boundaries"
-        with pytest.raises(OptionError, match=f"^chain: found {found}; needs at least one"):
+        actual = f"{len(parts)} schedules and {len(boundaries)} boundaries"
+        with pytest.raises(OptionError, match=f"^chain: found {actual}; needs at least one"):
             chain(parts, boundaries)
 
     def test_chain_unsorted(self) -> None:
@@ -184,12 +184,12 @@ class TestErrors:
 
     @pytest.mark.parametrize("bad", [None, "cosine", math.nan, True, torch.tensor(0.1), {"lr": 1}])
     def test_not_a_schedule(self, bad: object) -> None:
-        needed = ", needs a finite number, or a function from step to number"
-        with pytest.raises(OptionError, match=rf"^as_schedule: value is .*{needed}"):
+        expected = ", needs a finite number, or a function from step to number"
+        with pytest.raises(OptionError, match=rf"^as_schedule: value is .*{expected}"):
             as_schedule(bad)  # type: ignore[arg-type]
-        with pytest.raises(OptionError, match=rf"^scale: schedule is .*{needed}"):
+        with pytest.raises(OptionError, match=rf"^scale: schedule is .*{expected}"):
             schedules.scale(bad, 1.0)  # type: ignore[arg-type]
-        with pytest.raises(OptionError, match=rf"^chain: schedules\[1\] is .*{needed}"):
+        with pytest.raises(OptionError, match=rf"^chain: schedules\[1\] is .*{expected}"):
             chain([1.0, bad], [1])  # type: ignore[list-item]
 
     @pytest.mark.parametrize("bad", [None, "2", 1.5, True, -1])

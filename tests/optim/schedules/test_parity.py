@@ -75,14 +75,14 @@ class TestTransformers:
             warnings.simplefilter("ignore", UserWarning)
             theirs = values_of(lambda optimizer: get_scheduler(name, optimizer, **arguments), PEAK)
         schedule = s.named(name, PEAK, warmup, TOTAL, **options)
-        found = ours(schedule)
-        assert found[:TOTAL] == theirs[:TOTAL]
+        actual = ours(schedule)
+        assert actual[:TOTAL] == theirs[:TOTAL]
         if name in RISE_AGAIN:
-            assert len(set(found[TOTAL:])) == 1
+            assert len(set(actual[TOTAL:])) == 1
         else:
-            assert found[TOTAL:] == pytest.approx(theirs[TOTAL:], rel=1e-15, abs=0)
+            assert actual[TOTAL:] == pytest.approx(theirs[TOTAL:], rel=1e-15, abs=0)
         if name in {"cosine", "cosine_with_min_lr"}:
-            assert found[TOTAL] == pytest.approx(theirs[TOTAL], rel=0, abs=math.ulp(PEAK))
+            assert actual[TOTAL] == pytest.approx(theirs[TOTAL], rel=0, abs=math.ulp(PEAK))
         assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == schedule
         assert eval(repr(schedule), vars(s).copy()) == schedule
 
@@ -103,9 +103,9 @@ class TestTransformers:
         counts = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
         make = optimization.get_cosine_with_min_lr_schedule_with_warmup_lr_rate
         theirs = values_of(lambda optimizer: make(optimizer, **counts, **options), PEAK)
-        found = s.named("cosine_warmup_with_min_lr", PEAK, warmup, TOTAL, **options)
-        assert ours(found)[:TOTAL] == pytest.approx(theirs[:TOTAL], rel=1e-15, abs=0)
-        assert eval(repr(found), vars(s).copy()) == found
+        actual = s.named("cosine_warmup_with_min_lr", PEAK, warmup, TOTAL, **options)
+        assert ours(actual)[:TOTAL] == pytest.approx(theirs[:TOTAL], rel=1e-15, abs=0)
+        assert eval(repr(actual), vars(s).copy()) == actual
 
     def test_all_names_but_those_that_need_more_than_the_step(self) -> None:
         from transformers.trainer_utils import SchedulerType
@@ -143,8 +143,8 @@ class TestTorch:
 
     def test_milestones(self) -> None:
         theirs = values_of(lambda o: lr_scheduler.MultiStepLR(o, [30, 31, 120], 0.1), 1.0)
-        found = ours(s.piecewise({0: 1.0, 30: 0.1, 31: 0.01, 120: 0.001}))
-        assert found == pytest.approx(theirs, rel=1e-15)
+        actual = ours(s.piecewise({0: 1.0, 30: 0.1, 31: 0.01, 120: 0.001}))
+        assert actual == pytest.approx(theirs, rel=1e-15)
 
     @pytest.mark.parametrize("total", [2, 10, 150, 200])
     @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ class TestTorch:
                 optimizer, PEAK, total, three_phase=three_phase, cycle_momentum=False, **options
             )
 
-        found = ours(s.one_cycle(PEAK, total, rise=rise, shape=shape, three_phase=three_phase))
+        actual = ours(s.one_cycle(PEAK, total, rise=rise, shape=shape, three_phase=three_phase))
         if rise * total == 1:
-            assert found[0] == PEAK, "where torch divides by zero"
+            assert actual[0] == PEAK, "where torch divides by zero"
             return
         theirs = values_of(make, PEAK, total)
-        assert found[:total] == theirs
-        assert set(found[total:]) <= {theirs[-1]}
+        assert actual[:total] == theirs
+        assert set(actual[total:]) <= {theirs[-1]}
 
     def test_one_cycle_with_other_ends(self) -> None:
         theirs = values_of(
@@ -178,8 +178,8 @@ class TestTorch:
     @pytest.mark.parametrize("end", [0.0, 1e-5])
     def test_warm_restarts(self, end: float) -> None:
         theirs = values_of(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 50, eta_min=end), PEAK)
-        found = ours(s.cosine_restarts(PEAK, STEPS, STEPS // 50, end))
-        assert found == pytest.approx(theirs, rel=1e-12, abs=4 * math.ulp(PEAK))
+        actual = ours(s.cosine_restarts(PEAK, STEPS, STEPS // 50, end))
+        assert actual == pytest.approx(theirs, rel=1e-12, abs=4 * math.ulp(PEAK))
 
     def test_warm_restarts_that_grow(self) -> None:
         theirs = values_of(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20, T_mult=2), PEAK)

@@ -81,12 +81,12 @@ def test_errors(arguments: dict[str, object], message: str) -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
+    actual = builtins.__import__
 
     def missing(name: str, *arguments: object, **options: object) -> object:
         if name.partition(".")[0] == "matplotlib":
             raise ModuleNotFoundError(name)
-        return found(name, *arguments, **options)  # type: ignore[arg-type]
+        return actual(name, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(FtrainError, match=r"^plot: needs matplotlib, .* pip install 'matplotlib>=3\.8'$"):

@@ -160,8 +160,8 @@ class TestOtherFamilies:
         once = ours(cosine(peak, length, end))[:length]
         slack = 1e-12 * max(peak, end)
         for cycle in range(cycles):
-            found = [schedule(warmup + cycle * length + k) for k in range(length)]
-            assert found == pytest.approx(once, rel=0, abs=slack)
+            actual = [schedule(warmup + cycle * length + k) for k in range(length)]
+            assert actual == pytest.approx(once, rel=0, abs=slack)
 
     @UNTIMED
     @given(rates, st.integers(1, 60), st.integers(1, 60))

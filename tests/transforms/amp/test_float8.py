@@ -104,11 +104,11 @@ def by_torchao(model, batches):
 def test_it_is_what_torchao_computes(emulated):
     model, batches = net(), [data(), data(48), data(32).reshape(2, 16, 32)]
     state, losses = train(step_of(model=model), batches)
-    needed, wanted = by_torchao(model, batches)
+    expected, wanted = by_torchao(model, batches)
     assert losses == pytest.approx(wanted, rel=1e-6)
-    assert needed.keys() == state.params.keys()
+    assert expected.keys() == state.params.keys()
     for name, leaf in state.params.items():
-        torch.testing.assert_close(leaf, needed[name].detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(leaf, expected[name].detach(), rtol=1e-5, atol=1e-7)
     narrow, other = train(step_of(model=model, dtype="bf16"), batches)
     assert other == pytest.approx(losses, rel=0.05)
     assert not torch.equal(narrow.params["blocks.0.0.weight"], state.params["blocks.0.0.weight"])
@@ -127,8 +127,8 @@ def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
     assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
     assert {name: (type(part), set(part.__dict__)) for name, part in model.named_modules()} == kept
     ft.checkpoint.save(tmp_path / "a", state)
-    found = ft.checkpoint.load(tmp_path / "a", like=plain.init())
-    assert_bitwise(found.params, state.params)
+    actual = ft.checkpoint.load(tmp_path / "a", like=plain.init())
+    assert_bitwise(actual.params, state.params)
 
 
 @needs_torchao
@@ -147,10 +147,10 @@ def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
 )
 def test_other_wrappers_change_nothing(more, emulated):
     batches = [data(), data()]
-    found, losses = train(step_of(*more), batches)
-    needed, wanted = train(step_of(), batches)
+    actual, losses = train(step_of(*more), batches)
+    expected, wanted = train(step_of(), batches)
     assert losses == pytest.approx(wanted, rel=1e-6)
-    for a, b in zip(tree.leaves(found.params), tree.leaves(needed.params), strict=True):
+    for a, b in zip(tree.leaves(actual.params), tree.leaves(expected.params), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
@@ -195,10 +195,10 @@ def test_rows_are_padded_where_they_must_be(shape, padded, emulated, monkeypatch
 def test_an_evaluation_of_the_steps_loss_is_in_float8_too(emulated):
     step = step_of()
     state = step.init()
-    found = ft.evaluate(ft.eval_step(step.loss), state, [data()])
+    actual = ft.evaluate(ft.eval_step(step.loss), state, [data()])
     _, metrics = step(state, data())
-    assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
-    assert found != ft.evaluate(ft.eval_step(step.base), state, [data()], dtype="bf16")
+    assert actual["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    assert actual != ft.evaluate(ft.eval_step(step.base), state, [data()], dtype="bf16")
     with failing(ComposeError, "evaluate", "computes in fp8"):
         ft.evaluate(ft.eval_step(step.loss), state, [data()], dtype="bf16")
 

@@ -127,15 +127,15 @@ def test_a_watched_step_is_the_same_to_the_bit(way, dtype):
     inner, outer = WAYS[way]
     model = Broken(1.0, 1.0)
     random_state = torch.get_rng_state()
-    watched, found = run(build(*outer, inner=inner, model=model, dtype=dtype))
+    watched, actual = run(build(*outer, inner=inner, model=model, dtype=dtype))
     torch.set_rng_state(random_state)
     if way == "split":  # The loss that is watched is not compiled.
-        plain, needed = run(build(model=model, watch=False))
+        plain, expected = run(build(model=model, watch=False))
         torch.testing.assert_close(tree.leaves(watched.params), tree.leaves(plain.params))
         return
-    plain, needed = run(build(*outer, inner=inner, model=model, dtype=dtype, watch=False))
+    plain, expected = run(build(*outer, inner=inner, model=model, dtype=dtype, watch=False))
     assert_bitwise(watched, plain)
-    for a, b in zip(found, needed, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert_equal({name: value for name, value in a.items() if "/" not in name}, b)
 
 
@@ -371,11 +371,11 @@ def test_a_part_that_does_not_run_in_float32():
 def test_an_evaluation_of_a_watched_loss():
     step = build()
     state = step.init()
-    found = ft.evaluate(ft.eval_step(step.loss), state, data())
-    assert found["overflow/parts.1.2"] > 0.9
-    assert found["underflow/parts.3.1"] == 1.0
-    assert not any("grad" in name for name in found)
-    assert ft.precision_report(found).rows[0].part == "parts.1.2"
+    actual = ft.evaluate(ft.eval_step(step.loss), state, data())
+    assert actual["overflow/parts.1.2"] > 0.9
+    assert actual["underflow/parts.3.1"] == 1.0
+    assert not any("grad" in name for name in actual)
+    assert ft.precision_report(actual).rows[0].part == "parts.1.2"
 
 
 def test_the_history_of_a_run_makes_a_table():
@@ -415,16 +415,16 @@ def test_the_order_of_the_table():
     assert "<0.01%" in repr(ft.precision_report({"overflow/x": 1e-9}))
 
 
-@pytest.mark.parametrize("found", [{}, [], {"loss": 1.0}, {"overflow": 1.0}])
-def test_nothing_to_report(found):
+@pytest.mark.parametrize("actual", [{}, [], {"loss": 1.0}, {"overflow": 1.0}])
+def test_nothing_to_report(actual):
     with failing(OptionError, "precision_report", "watch=True"):
-        ft.precision_report(found)
+        ft.precision_report(actual)
 
 
-@pytest.mark.parametrize("found", [ft.fit, None, 5, "overflow/a", [None], [{"overflow/a": 1.0}, 3]])
-def test_what_is_no_metrics(found):
+@pytest.mark.parametrize("actual", [ft.fit, None, 5, "overflow/a", [None], [{"overflow/a": 1.0}, 3]])
+def test_what_is_no_metrics(actual):
     with failing(OptionError, "precision_report", "needs the metrics of a step, or the history of ft.fit"):
-        ft.precision_report(found)
+        ft.precision_report(actual)
 
 
 def test_tf32_is_not_watched():

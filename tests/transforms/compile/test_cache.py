@@ -173,9 +173,9 @@ def test_a_setting_of_torch_that_changes_between_steps_is_another_graph(backend)
         for autocast, default in [(False, torch.float32), (True, torch.float32), (False, torch.float64)] * 2:
             torch.set_default_dtype(default)
             with torch.autocast("cpu", enabled=autocast):
-                (_, found), (_, needed) = compiled(state, batch), eager(state, batch)
-            assert found == needed
-            assert found["third"].dtype == default
+                (_, actual), (_, expected) = compiled(state, batch), eager(state, batch)
+            assert actual == expected
+            assert actual["third"].dtype == default
     finally:
         torch.set_default_dtype(torch.float32)
     assert "compiled(whole)" in repr(compiled)

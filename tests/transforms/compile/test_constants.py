@@ -215,8 +215,8 @@ def test_a_number_that_changes_in_each_step_is_an_error_that_names_it(accumulate
         return float(step(state, x)[1]["loss"]), float(mean.total)
 
     for _ in range(2):
-        found, expected = losses()
-        assert found == pytest.approx(expected)
+        actual, expected = losses()
+        assert actual == pytest.approx(expected)
     assert "settings.weight is 2 and was 1" in caplog.text
     with pytest.raises(BatchError, match=r"constants.*settings.weight came as '?1"):
         [losses() for _ in range(3)]

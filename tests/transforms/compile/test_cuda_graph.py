@@ -92,8 +92,8 @@ def train(step, state, data):
     return state, torch.stack(losses)
 
 
-def same(found, needed):
-    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+def same(actual, expected):
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert torch.equal(a, b)
 
 
@@ -110,10 +110,10 @@ def plain(data, seed=0):
 def test_a_replayed_run_is_the_same_to_the_bit(device):
     """Random numbers, the schedule, batches and losses that are read at the end included."""
     step = make()
-    found = train(step, step.init(params()), batches(6))
+    actual = train(step, step.init(params()), batches(6))
     assert (device.recorded, device.replayed) == (1, 5)
-    same(found, plain(batches(6)))
-    assert len(set(found[1].tolist())) == 6
+    same(actual, plain(batches(6)))
+    assert len(set(actual[1].tolist())) == 6
     assert "replay" in repr(step)
 
 
@@ -121,8 +121,8 @@ def test_fit_replays(device):
     step = make(donate=False)
     state, history = ft.fit(step, step.init(params()), batches(6), progress=False)
     assert (device.recorded, device.replayed) == (1, 5)
-    needed, losses = plain(batches(6))
-    same(state, needed)
+    expected, losses = plain(batches(6))
+    same(state, expected)
     assert history["loss"] == losses.tolist()
     assert "compiled(whole, donate, replay)" in repr(step)
 
@@ -156,8 +156,8 @@ def test_a_restored_state_is_recorded_in_its_turn(device):
 def test_batches_of_other_shapes_have_recordings_of_their_own(device):
     step = make()
     data = [*batches(3), *batches(3, rows=2), *batches(3)]
-    found = train(step, step.init(params()), data)
-    same(found, plain(data))
+    actual = train(step, step.init(params()), data)
+    same(actual, plain(data))
     assert device.recorded == 2
 
 
@@ -171,8 +171,8 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(device, caplog):
     device.fails = True
     step = make()
     with caplog.at_level(logging.WARNING, logger="ftrain"):
-        found = train(step, step.init(params()), batches(5))
-    same(found, plain(batches(5)))
+        actual = train(step, step.init(params()), batches(5))
+    same(actual, plain(batches(5)))
     assert [record.getMessage() for record in caplog.records if record.name == "ftrain"] == [
         "compiled: runs without replay, since the device cannot record it: "
         "operation not permitted when stream is capturing"
@@ -237,8 +237,8 @@ def test_a_replay_copies_inputs_and_outputs_of_one_kind_together():
     for each in (*floats[:1], *given[3:]):
         each += 1
     with Copies() as copies:
-        found = graph(state, *given)
-    same(list(found), given)
+        actual = graph(state, *given)
+    same(list(actual), given)
     assert copies.count - len(outputs) == 4
 
 
@@ -293,8 +293,8 @@ def test_a_graph_that_copies_between_host_and_device_is_not_recorded(function, w
     captured = capture.capture(lambda x: [function(x)], [there], lambda: None)
     move_constants(captured, there.device)
     record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
-    found = _why_not_recorded(captured, [there], record)
-    assert re.search(why, found) if why else found == ""
+    actual = _why_not_recorded(captured, [there], record)
+    assert re.search(why, actual) if why else actual == ""
 
 
 def by_item():
@@ -346,8 +346,8 @@ def test_what_is_changed_in_place_on_the_host_is_no_constant(make):
         lambda: None,
     )
     move_constants(captured, there.device)
-    written, needed = captured(there)[0], make().sum()
-    assert torch.equal(written, needed)
+    written, expected = captured(there)[0], make().sum()
+    assert torch.equal(written, expected)
     moved = [node for node in captured.graph.nodes if node.op == "get_attr" and "on_device" in str(node.target)]
     assert len(moved) == 1
 

@@ -56,8 +56,8 @@ def test_its_means_are_those_of_eager_evaluation_between_compiled_training_steps
         state, _ = step(state, data[0])
         compiled_graphs.clear()
         before = ft.tree.clone(state)
-        found = ft.evaluate(compiled, state, data, dtype=dtype)
-        torch.testing.assert_close(found, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
+        actual = ft.evaluate(compiled, state, data, dtype=dtype)
+        torch.testing.assert_close(actual, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
         assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
     # One graph for each length, and no other one for another state.
     assert not compiled_graphs
@@ -68,8 +68,8 @@ def test_inductors_code_is_as_exact_in_float64():
     loss = ft.from_module(model().double(), criterion)
     eager, data = ft.eval_step(loss), batches(torch.float64)[:1]
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
-    found = ft.evaluate(ft.compiled()(eager), state, data)
-    torch.testing.assert_close(found, ft.evaluate(eager, state, data), rtol=1e-12, atol=0)
+    actual = ft.evaluate(ft.compiled()(eager), state, data)
+    torch.testing.assert_close(actual, ft.evaluate(eager, state, data), rtol=1e-12, atol=0)
 
 
 def test_what_the_compiler_cannot_do_runs_eagerly_with_a_line(caplog):
@@ -78,8 +78,8 @@ def test_what_the_compiler_cannot_do_runs_eagerly_with_a_line(caplog):
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
     compiled = ft.compiled(backend="ftrain_broken_evaluation")(eager)
     with caplog.at_level(logging.WARNING, "ftrain"):
-        found = ft.evaluate(compiled, state, data)
-    assert found == ft.evaluate(eager, state, data)
+        actual = ft.evaluate(compiled, state, data)
+    assert actual == ft.evaluate(eager, state, data)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert "runs eagerly" in line
     assert "the linker is gone" in line
@@ -211,8 +211,8 @@ def test_another_autocast_is_another_graph_though_the_state_has_the_dtype_alread
     eager, data = ft.eval_step(loss), batches(torch.bfloat16)
     compiled = ft.compiled(backend="ftrain_counted_evaluation")(eager)
     for dtype in (None, "bf16", None):
-        found = ft.evaluate(compiled, state, data, dtype=dtype)
-        torch.testing.assert_close(found, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
+        actual = ft.evaluate(compiled, state, data, dtype=dtype)
+        torch.testing.assert_close(actual, ft.evaluate(eager, state, data, dtype=dtype), rtol=1e-6, atol=0)
 
 
 def test_dropout_of_an_evaluation_is_the_same_in_each_call_and_the_generators_stay():
@@ -252,5 +252,5 @@ def centred(params, batch):
 def test_what_a_loss_computes_with_autocast_off_is_not_cast_again(backend):
     state, data = ft.train_step(centred, ft.optim.sgd(0.1)).init({"w": torch.ones(())}), [torch.randn(5, 8)]
     eager = ft.eval_step(centred)
-    found = ft.evaluate(ft.compiled(backend=backend, lowering="whole")(eager), state, data, dtype="bf16")
-    assert found == ft.evaluate(eager, state, data, dtype="bf16")
+    actual = ft.evaluate(ft.compiled(backend=backend, lowering="whole")(eager), state, data, dtype="bf16")
+    assert actual == ft.evaluate(eager, state, data, dtype="bf16")

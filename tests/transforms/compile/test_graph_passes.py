@@ -125,8 +125,8 @@ def test_products_of_a_list_are_taken_one_by_one(sizes):
     graph.recompile()
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert names == ["aten.mul.Tensor"] * len(sizes)
-    for found, wanted in zip(graph(*inputs), clipped(*inputs), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(graph(*inputs), clipped(*inputs), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize("lowering", ["whole", *exhaustive(["split"])])

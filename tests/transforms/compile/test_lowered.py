@@ -96,13 +96,13 @@ def reading(model, batch):
 def test_the_whole_step_is_one_graph():
     step = make()
     state = step.init()
-    found = step.lower(state, BATCH)
-    assert (found.lowering, found.graphs, found.breaks) == ("whole", 1, ())
-    assert found.nodes["mm"] + found.nodes["addmm"] == 3 * 2 * BLOCKS - 1
+    actual = step.lower(state, BATCH)
+    assert (actual.lowering, actual.graphs, actual.breaks) == ("whole", 1, ())
+    assert actual.nodes["mm"] + actual.nodes["addmm"] == 3 * 2 * BLOCKS - 1
     # Each block keeps two activations of 64 and one of 32 numbers for each of 512 rows, at least.
-    assert found.peak_bytes > BLOCKS * 512 * (64 + 32) * 4
-    assert "1 graph" in repr(found)
-    assert "MiB" in repr(found)
+    assert actual.peak_bytes > BLOCKS * 512 * (64 + 32) * 4
+    assert "1 graph" in repr(actual)
+    assert "MiB" in repr(actual)
 
 
 def test_rematerialising_lowers_the_peak():
@@ -129,13 +129,13 @@ def test_a_split_says_where_the_graph_breaks(caplog):
     state = step.init()
     before = ft.tree.clone(state)
     with caplog.at_level(logging.WARNING, logger="ftrain"):
-        found = step.lower(state, BATCH)
-    assert (found.lowering, found.peak_bytes) == ("split", None)
-    assert found.graphs > 2
-    (why,) = found.breaks
+        actual = step.lower(state, BATCH)
+    assert (actual.lowering, actual.peak_bytes) == ("split", None)
+    assert actual.graphs > 2
+    (why,) = actual.breaks
     assert "item()" in why
     assert "test_lowered.py" in why
-    assert "break     " in repr(found)
+    assert "break     " in repr(actual)
     # And so do the log and the pipeline, once it was chosen.
     assert any("compiled: split" in message and "test_lowered.py" in message for message in caplog.messages)
     assert "compiled(split)  # the value of a tensor is needed" in repr(step)

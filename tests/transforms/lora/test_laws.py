@@ -51,9 +51,9 @@ def test_lora_is_the_module_with_adapters_written_out(kind, names):
     state, losses = train(step)
     hand = by_hand(model, step.init(), RANK, ALPHA, **KINDS[kind])
     others = registry.make(names)
-    wanted, needed = train(step_of(hand, *others, trainable=["*lora_*"]))
+    wanted, expected = train(step_of(hand, *others, trainable=["*lora_*"]))
     assert_near(adapters(state.params), adapters(wanted.params), names)
-    assert losses == pytest.approx(needed, rel=2e-3 if narrow(names) else 1e-9)
+    assert losses == pytest.approx(expected, rel=2e-3 if narrow(names) else 1e-9)
     if "ema" in names:
         assert_near(adapters(state.slots["ema"]), adapters(wanted.slots["ema"]), names)
     assert_equal(state.frozen, step.init().frozen)
@@ -88,10 +88,10 @@ def test_captured_is_eager(names):
     # Stock dropout draws other bits in a graph; that of the model here is counter-based.
     _, step = build(names, 0, criterion=keyed_loss, dora=len(names) != 1)
     eager, losses = train(step)
-    captured, found = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
+    captured, actual = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
     for part in ("params", "frozen", "opt_state", "slots"):
         close_trees(getattr(captured, part), getattr(eager, part), names)
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -106,10 +106,10 @@ def test_captured_is_eager(names):
 def test_compiled_is_eager(lowering, backend):
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)).double()
     step = step_of(model, ft.lora(2, targets=["2"], dora=True), optimizer=ft.optim.sgd(0.5, momentum=0.9))
-    found, _ = train(ft.compiled(lowering=lowering, backend=backend, donate=True)(step))
-    needed, _ = train(step)
-    close_trees(found.params, needed.params, ())
-    assert_equal(found.frozen, needed.frozen)
+    actual, _ = train(ft.compiled(lowering=lowering, backend=backend, donate=True)(step))
+    expected, _ = train(step)
+    close_trees(actual.params, expected.params, ())
+    assert_equal(actual.frozen, expected.frozen)
 
 
 CAPTURED = ft.compiled(lowering="whole", backend="eager")

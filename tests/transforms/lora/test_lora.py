@@ -160,9 +160,9 @@ def test_adapters_of_a_tied_weight_are_merged_into_one_of_its_own(tmp_path):
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     loss_fn, apart = step_of_tiny(model)
     merged = ft.adapters.merge(apart, ft.adapters.load(tmp_path / "adapters", apart, apart.init()))
-    found = ft.eval_step(loss_fn)(dataclasses.replace(merged, buffers=state.buffers), make_batch(9))
-    needed = ft.eval_step(step.loss)(state, make_batch(9))
-    assert float(found["loss"]) == pytest.approx(float(needed["loss"]), abs=1e-12)
+    actual = ft.eval_step(loss_fn)(dataclasses.replace(merged, buffers=state.buffers), make_batch(9))
+    expected = ft.eval_step(step.loss)(state, make_batch(9))
+    assert float(actual["loss"]) == pytest.approx(float(expected["loss"]), abs=1e-12)
 
 
 def test_fused_layers_of_torch_run_their_adapters_in_evaluation_too():
@@ -229,8 +229,8 @@ def test_shapes_at_the_edge(inputs, outputs, rank):
 
 def test_a_bad_step_changes_only_the_counters():
     def poisoned(model, batch):
-        found = loss(model, batch)
-        return ft.Mean(found.total * float("nan"), found.weight)
+        actual = loss(model, batch)
+        return ft.Mean(actual.total * float("nan"), actual.weight)
 
     step = step_of(make(), ft.lora(2, targets=TARGETS, dora=True), ft.skip_nonfinite(3))
     bad = step_of(make(), ft.lora(2, targets=TARGETS, dora=True), ft.skip_nonfinite(3), criterion=poisoned)
@@ -250,7 +250,7 @@ def test_a_quantised_base():
             dense[place].weight.copy_(model[place].weight.dequantize())
             dense[place].bias.copy_(model[place].bias)
     batch = torch.randn(16, 32)
-    found = []
+    actual = []
     for base in (model, dense):
         step = step_of(
             base, ft.lora(4, targets=["*"], dora=True), criterion=lambda m, b: (m(b) - 1).square().mean(), trainable=[]
@@ -258,10 +258,10 @@ def test_a_quantised_base():
         state = step.init()
         for _ in range(3):
             state, _ = step(state, batch)
-        found.append(state)
-    assert type(found[0].frozen["0.weight"]) is type(model[0].weight.data)
-    for name, leaf in adapters(found[1].params).items():
-        torch.testing.assert_close(found[0].params[name], leaf, rtol=1e-3, atol=1e-4)
+        actual.append(state)
+    assert type(actual[0].frozen["0.weight"]) is type(model[0].weight.data)
+    for name, leaf in adapters(actual[1].params).items():
+        torch.testing.assert_close(actual[0].params[name], leaf, rtol=1e-3, atol=1e-4)
 
 
 # Trees
@@ -300,8 +300,8 @@ def test_a_tree_gets_its_matrices_with_the_adapters_added():
             dict(zip(ft.tree.leaf_names(merged.params), ft.tree.leaves(merged.params), strict=True))[name], leaf
         )
     back = ft.adapters.unmerge(step, merged)
-    for found, needed in zip(ft.tree.leaves(back), ft.tree.leaves(state), strict=True):
-        torch.testing.assert_close(found, needed, rtol=0, atol=1e-14)
+    for actual, expected in zip(ft.tree.leaves(back), ft.tree.leaves(state), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"dora": True}])

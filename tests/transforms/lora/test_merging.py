@@ -32,15 +32,15 @@ def test_merged_weights_compute_what_the_adapters_do(kind, trainable):
     model, step, state = trained(kind, trainable=trainable)
     kept = ft.tree.clone(state)
     merged = ft.adapters.merge(step, state)
-    needed = evaluated(step.loss, state)
-    assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(needed, abs=1e-10)
-    assert evaluated(step.base, merged) == pytest.approx(needed, abs=1e-10)
+    expected = evaluated(step.loss, state)
+    assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(expected, abs=1e-10)
+    assert evaluated(step.base, merged) == pytest.approx(expected, abs=1e-10)
     with pytest.raises(LossError, match=r"or merged.*step\.base.*unmerge"):
         evaluated(step.loss, merged)
-    assert needed != pytest.approx(evaluated(step.loss, step.init()), abs=1e-3)
+    assert expected != pytest.approx(evaluated(step.loss, step.init()), abs=1e-3)
     with torch.no_grad():
-        found = loss(ft.to_module(model, merged).eval(), make_batch(9))
-    assert float(found) == pytest.approx(needed, abs=1e-10)
+        actual = loss(ft.to_module(model, merged).eval(), make_batch(9))
+    assert float(actual) == pytest.approx(expected, abs=1e-10)
     assert_equal(state, kept)
 
 
@@ -51,8 +51,8 @@ def test_unmerging_gives_the_state_back(kind, trainable):
     back = ft.adapters.unmerge(step, ft.adapters.merge(step, state))
     ft.tree.require_same("test", "state", back, state)
     assert_equal((back.params, back.opt_state, back.slots), (state.params, state.opt_state, state.slots))
-    for found, needed in zip(ft.tree.leaves(back), ft.tree.leaves(state), strict=True):
-        torch.testing.assert_close(found, needed, rtol=0, atol=1e-13)
+    for actual, expected in zip(ft.tree.leaves(back), ft.tree.leaves(state), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
     _, metrics = step(back, make_batch(5))
     assert float(metrics["loss"]) == pytest.approx(float(step(state, make_batch(5))[1]["loss"]), abs=1e-10)
 
@@ -85,10 +85,10 @@ def test_a_module_that_was_donated_gets_the_merged_weights():
     step = step_of(model, ft.lora(2, targets=TARGETS), ft.donated())
     state, _ = train(step, state=step.init(donate=True))
     assert next(model.parameters()).is_meta
-    needed = evaluated(step.loss, state)
+    expected = evaluated(step.loss, state)
     with torch.no_grad():
         assert float(loss(ft.to_module(model, ft.adapters.merge(step, state)).eval(), make_batch(9))) == pytest.approx(
-            needed
+            expected
         )
 
 
@@ -99,11 +99,11 @@ def test_merged_weights_of_a_quantised_base():
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     step = step_of(model, ft.lora(4, targets=["2"]), criterion=lambda m, b: (m(b) - 1).square().mean())
     state, _ = step(step.init(), batch)
-    merged, needed = ft.adapters.merge(step, state), ft.eval_step(step.loss)(state, batch)["loss"]
+    merged, expected = ft.adapters.merge(step, state), ft.eval_step(step.loss)(state, batch)["loss"]
     # The merged weight is dense, and the other one stays quantised, whatever the module had.
     for module in (copy.deepcopy(model), dense):
         ft.to_module(module, merged)
-        assert float((module(batch).detach() - 1).square().mean()) == pytest.approx(float(needed))
+        assert float((module(batch).detach() - 1).square().mean()) == pytest.approx(float(expected))
         assert type(module[2].weight.data) is torch.Tensor
         assert type(module[0].weight.data) is type(model[0].weight.data)
 

@@ -144,17 +144,17 @@ def test_options_that_compute_something_else(saved, options, said):
 
 
 @pytest.mark.parametrize(
-    ("options", "found", "said"),
+    ("options", "actual", "said"),
     [
         ({"r": "three"}, "r: found 'three', the step has rank=3", "rank is 'three'"),
         ({"r": None}, "r: found None", "rank is None"),
         ({"lora_alpha": math.nan}, "lora_alpha: found nan", "alpha is nan"),
     ],
 )
-def test_options_out_of_their_range(saved, options, found, said):
+def test_options_out_of_their_range(saved, options, actual, said):
     step, state, path = saved
     changed(path, **options)
-    with pytest.raises(StructureError, match=found):
+    with pytest.raises(StructureError, match=actual):
         ft.adapters.load(path, step, state)
     with pytest.raises(OptionError, match=said):
         ft.adapters.like(path)
@@ -385,10 +385,10 @@ def test_peft_computes_what_was_trained_here(name, kind, peft, tmp_path):
     ft.adapters.save(tmp_path / "adapter", step, state)
     theirs = loaded(peft, model, tmp_path / "adapter").eval()
     with torch.no_grad():
-        needed = criterion(theirs, make_batch(9))
-    found = ft.eval_step(step.loss)(state, make_batch(9))["loss"]
-    torch.testing.assert_close(found.value, needed.value, rtol=0, atol=1e-12)
-    assert float(found) != pytest.approx(float(ft.eval_step(step.loss)(step.init(), make_batch(9))["loss"]), abs=1e-3)
+        expected = criterion(theirs, make_batch(9))
+    actual = ft.eval_step(step.loss)(state, make_batch(9))["loss"]
+    torch.testing.assert_close(actual.value, expected.value, rtol=0, atol=1e-12)
+    assert float(actual) != pytest.approx(float(ft.eval_step(step.loss)(step.init(), make_batch(9))["loss"]), abs=1e-3)
 
 
 @tied
@@ -401,16 +401,18 @@ def test_gradients_are_those_of_peft(name, kind, peft, tmp_path):
     ft.adapters.save(tmp_path / "adapter", step, state)
     theirs = loaded(peft, model, tmp_path / "adapter", is_trainable=True).train()
     criterion(theirs, make_batch(5)).value.backward()
-    needed = {path.replace(".default", ""): p.grad for path, p in theirs.named_parameters() if p.grad is not None}
+    expected = {path.replace(".default", ""): p.grad for path, p in theirs.named_parameters() if p.grad is not None}
     moved = step_of(model, step.wrappers[0], criterion=criterion, trainable=step.trainable, optimizer=ft.optim.sgd(1.0))
     start = ft.adapters.load(tmp_path / "adapter", moved, moved.init())
     after, _ = moved(start, make_batch(5))
     trains = {key: leaf - after.params[key] for key, leaf in start.params.items() if leaf is not None}
-    assert len(needed) == len(trains)
+    assert len(expected) == len(trains)
     for key, gradient in trains.items():
         there = f"base_model.model.{key}" + ".weight" * key.endswith("lora_magnitude_vector")
-        there = there if there in needed else there.replace(key, ".modules_to_save.".join(key.rsplit(".", 1)))
-        torch.testing.assert_close(gradient, needed[there], rtol=1e-9, atol=1e-13, msg=lambda m, key=key: f"{key}: {m}")
+        there = there if there in expected else there.replace(key, ".modules_to_save.".join(key.rsplit(".", 1)))
+        torch.testing.assert_close(
+            gradient, expected[there], rtol=1e-9, atol=1e-13, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @tied
@@ -427,12 +429,12 @@ def test_what_peft_has_made_is_computed_here(name, kind, peft, tmp_path):
         theirs = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False).double().eval()
         theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
-        needed = criterion(theirs, make_batch(9)).value
+        expected = criterion(theirs, make_batch(9)).value
     step = step_of(model, ft.adapters.like(tmp_path / "adapter"), criterion=criterion)
     state = ft.adapters.load(tmp_path / "adapter", step, step.init())
-    found = ft.eval_step(step.loss)(state, make_batch(9))["loss"]
-    torch.testing.assert_close(found.value, needed, rtol=0, atol=1e-12)
-    assert abs(float(found) - float(ft.eval_step(step.loss)(step.init(), make_batch(9))["loss"])) > 1e-3
+    actual = ft.eval_step(step.loss)(state, make_batch(9))["loss"]
+    torch.testing.assert_close(actual.value, expected, rtol=0, atol=1e-12)
+    assert abs(float(actual) - float(ft.eval_step(step.loss)(step.init(), make_batch(9))["loss"])) > 1e-3
 
 
 @tied

@@ -169,9 +169,9 @@ def test_peft_loads_a_head_with_its_buffers(peft, tmp_path):
         warnings.simplefilter("ignore")
         theirs = peft.PeftModel.from_pretrained(seeded(Net).double(), tmp_path / "adapter").eval()
     with torch.no_grad():
-        needed = loss(theirs, batch_of())
-    found = ft.eval_step(step.loss)(state, batch_of())["loss"]
-    torch.testing.assert_close(found.value, needed.value, rtol=0, atol=1e-12)
+        expected = loss(theirs, batch_of())
+    actual = ft.eval_step(step.loss)(state, batch_of())["loss"]
+    torch.testing.assert_close(actual.value, expected.value, rtol=0, atol=1e-12)
 
 
 def classifier():
@@ -193,11 +193,11 @@ def test_a_classifier_of_transformers_goes_to_peft_and_back(peft, tmp_path):
         theirs = peft.PeftModel.from_pretrained(seeded(classifier), tmp_path / "ours").eval()
         theirs.save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
-        needed = theirs(**tokens).loss
+        expected = theirs(**tokens).loss
     back = ft.adapters.load(tmp_path / "theirs", step, step.init(seed=1))
     for each in (state, back):
-        found = ft.eval_step(step.loss)(each, tokens)["loss"]
-        torch.testing.assert_close(found.value, needed, rtol=0, atol=1e-12)
+        actual = ft.eval_step(step.loss)(each, tokens)["loss"]
+        torch.testing.assert_close(actual.value, expected, rtol=0, atol=1e-12)
 
 
 def test_a_tied_embedding_that_peft_has_trained(peft, tmp_path):
@@ -225,8 +225,8 @@ def test_a_tied_embedding_that_peft_has_trained(peft, tmp_path):
     step = ft.adapters.like(tmp_path / "together")(step)
     state = ft.adapters.load(tmp_path / "together", step, step.init(seed=1))
     with torch.no_grad():
-        needed = float(together(**tokens).loss)
-    assert float(ft.eval_step(step.loss)(state, tokens)["loss"]) == pytest.approx(needed, rel=1e-6)
+        expected = float(together(**tokens).loss)
+    assert float(ft.eval_step(step.loss)(state, tokens)["loss"]) == pytest.approx(expected, rel=1e-6)
     of_peft().save_pretrained(tmp_path / "apart")
     with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from model\.embed_tokens\.weight"):
         ft.adapters.load(tmp_path / "apart", step, step.init(seed=1))

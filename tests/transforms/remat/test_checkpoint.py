@@ -59,11 +59,11 @@ FUNCTIONS = [catching, inside, nested, written, linear]
 
 
 def gradients(function, given, order):
-    found = [function(*given)]
+    actual = [function(*given)]
     for _ in range(order):
-        total = sum(each.sin().sum() for each in found)
-        found = torch.autograd.grad(total, given, create_graph=True)
-    return found
+        total = sum(each.sin().sum() for each in actual)
+        actual = torch.autograd.grad(total, given, create_graph=True)
+    return actual
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -78,8 +78,8 @@ def test_a_second_backward_pass_runs_it_again(function):
     given = leaf(), leaf()
     value, expected = twice(function)(*given), torch.autograd.grad(function(*given).sum(), given)
     for _ in range(3):
-        found = torch.autograd.grad(value.sum(), given, retain_graph=True)
-        assert all(map(torch.equal, found, expected))
+        actual = torch.autograd.grad(value.sum(), given, retain_graph=True)
+        assert all(map(torch.equal, actual, expected))
     for own, other in zip(given, expected, strict=True):
         assert torch.equal(*torch.autograd.grad(value.sum(), own, retain_graph=True), other)
 
@@ -115,8 +115,8 @@ def test_arguments_are_what_they_were():
     x, w, collected = leaf(), leaf(), ["begun"]
     given = (None, x, "text", {"z": 1, "w": w})
     scale = torch.full((SIZE, SIZE), 2.0, dtype=torch.float64)
-    found = torch.autograd.grad(twice(function)(*given, scale=scale, collected=collected).sum(), (x, w))
-    assert all(map(torch.equal, found, (2 * w, 2 * x)))
+    actual = torch.autograd.grad(twice(function)(*given, scale=scale, collected=collected).sum(), (x, w))
+    assert all(map(torch.equal, actual, (2 * w, 2 * x)))
     for first, second in zip(*seen, strict=True):
         assert ft.tree.signature(second) == ft.tree.signature(first)
     assert [*seen[1][3]] == ["z", "w"]
@@ -164,8 +164,8 @@ def test_what_an_operation_writes_after_autograd_has_saved_it_is_there():
         return F.rrelu(x, training=True) + 1
 
     x = leaf()
-    expected, found = (torch.autograd.grad(run(x).sum(), x) for run in (function, twice(function)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected, actual = (torch.autograd.grad(run(x).sum(), x) for run in (function, twice(function)))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 class Probe(torch.autograd.Function):
@@ -327,10 +327,10 @@ def test_hooks_on_arguments_are_called_once():
         x.register_hook(lambda grad: grad * 0.5)
         return x.sin().exp()
 
-    x, found = leaf(), []
+    x, actual = leaf(), []
     for run in (function, twice(function)):
-        found.append(torch.autograd.grad(run(x * 1).sum(), x)[0])
-    assert torch.equal(*found)
+        actual.append(torch.autograd.grad(run(x * 1).sum(), x)[0])
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("around", ["nothing", "a block", "hooks"])
@@ -406,8 +406,8 @@ def trained(each, every, *wrappers):
 @pytest.mark.parametrize("blocks", [[Own], [nn.Linear], [Own, nn.Linear]], ids=["outer", "inner", "both"])
 def test_within_and_around_what_torch_runs_again(blocks, each, every):
     expected = trained(False, False)
-    found = trained(each, every, ft.remat(blocks=blocks))
-    assert all(map(torch.equal, ft.tree.leaves(found), ft.tree.leaves(expected)))
+    actual = trained(each, every, ft.remat(blocks=blocks))
+    assert all(map(torch.equal, ft.tree.leaves(actual), ft.tree.leaves(expected)))
 
 
 @pytest.mark.parametrize(

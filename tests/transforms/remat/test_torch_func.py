@@ -45,12 +45,12 @@ def trained(criterion, *wrappers, sloping=False):
 @pytest.mark.parametrize("wrapper", [ft.remat(), ft.remat("dots"), ft.remat(budget=0.0)], ids=lambda each: each.text)
 @pytest.mark.parametrize("criterion", [by_grad, by_example, by_jvp])
 def test_within_a_transform_blocks_compute_the_same_and_the_log_says_what_they_keep(criterion, wrapper, caplog):
-    found, needed = trained(criterion, wrapper), trained(criterion)
-    assert all(torch.equal(found[name], needed[name]) for name in needed)
+    actual, expected = trained(criterion, wrapper), trained(criterion)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     # A budget does not count these blocks.
     assert caplog.text.count("keeps its activations") == (wrapper.options["budget"] is None)
     close = trained(criterion, wrapper, ft.compiled(lowering="whole", backend="eager"))
-    assert all(torch.allclose(close[name], needed[name], rtol=1e-12, atol=0) for name in needed)
+    assert all(torch.allclose(close[name], expected[name], rtol=1e-12, atol=0) for name in expected)
 
 
 def test_a_block_that_takes_a_gradient_by_a_transform_says_what_to_do():
