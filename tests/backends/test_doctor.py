@@ -20,7 +20,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(rates, "LARGEST_EDGE", 32)
     monkeypatch.setattr(doctor, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(registry, "_records", dict(registry._records))
-    monkeypatch.delenv(registry.CHOICE, raising=False)
+    monkeypatch.delenv(registry.DEFAULT_VARIABLE, raising=False)
 
 
 def told(capsys, *devices):
@@ -95,9 +95,9 @@ def test_what_fails_is_said_and_the_rest_goes_on(capsys):
 
 
 def test_the_choice_of_the_environment_is_shown(capsys, monkeypatch):
-    monkeypatch.setenv(registry.CHOICE, "cpu")
+    monkeypatch.setenv(registry.DEFAULT_VARIABLE, "cpu")
     assert "\nFTRAIN_BACKEND=cpu\n" in told(capsys)
-    monkeypatch.setenv(registry.CHOICE, "npu")
+    monkeypatch.setenv(registry.DEFAULT_VARIABLE, "npu")
     assert main(["doctor"]) == 1
     assert "FTRAIN_BACKEND=npu: backends.get: 'npu'" in capsys.readouterr().out
 

@@ -41,7 +41,7 @@ def test_a_package_that_does_not_load_says_why(content, said, tmp_path, monkeypa
 
 
 def test_an_imported_package_is_found_by_default(monkeypatch):
-    monkeypatch.delenv(registry.CHOICE, raising=False)
+    monkeypatch.delenv(registry.DEFAULT_VARIABLE, raising=False)
     before = ft.backends.default().name
     module = standins.install("mlu", monkeypatch)
     if before == "cpu":

@@ -23,7 +23,7 @@ def _registry(monkeypatch):
     """Every test has a registry of its own, and no choice in its environment."""
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     monkeypatch.setattr(registry, "_scanned", False)
-    monkeypatch.delenv(registry.CHOICE, raising=False)
+    monkeypatch.delenv(registry.DEFAULT_VARIABLE, raising=False)
 
 
 def record(**fields):
