@@ -31,9 +31,9 @@ def _is_ampere() -> bool:
 
 
 def _multiple(dtype: torch.dtype) -> int:
-    """Return the number of elements with whose multiples, as lengths of axes, tensor cores are fastest.
+    """Return how many elements fill 16 bytes, or from 8.0 on 128 bytes: tensor cores are fastest with multiples of it.
 
-    They exist from 7.0 on. The number is that of 16 bytes, and from 8.0 on of 128 bytes. Source:
+    There are none before 7.0. Source:
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc
     """
     capability = torch.cuda.get_device_capability()

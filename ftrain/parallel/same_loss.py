@@ -127,13 +127,13 @@ class SameResults:
 
     def _require_same_change(self, forms: dict[str, str], change: str) -> None:
         """Check that the results of all ranks have changed to these; waits for them, or until one has gone on."""
-        self._watch.tell_place(f"where its loss returns {change}", at_once=True)
+        self._watch.note_place(f"where its loss returns {change}", at_once=True)
         why = why_not_together(
             f"the results {sorted(forms.items())}", unlike="another rank returns yet others, which its own error names"
         )
         if why:
             raise LossError(f"sharded: the loss returns {change}, and not on every rank: {why}; {REMEDY}")
-        self._watch.tell_place("")
+        self._watch.note_place("")
 
 
 def _form(result: object) -> str:

@@ -162,7 +162,7 @@ class _RankStep:
                 "(Optimizer.by_element) nor how it updates a leaf without the others (Optimizer.split); say one of "
                 "them, or use level=0"
             )
-        self._reduction.require_once(step.wrappers)
+        self._reduction.require_one_gradient(step.wrappers)
         for other in step.wrappers:
             options = other.options or {}
             if options.get("lowering") == "split" or options.get("dynamic"):
@@ -210,7 +210,7 @@ class _RankStep:
             # Tensors in a file are the same on all ranks.
             plain = [each for leaf in leaves if tree.is_tensor(leaf) for each in plain_tensors(leaf)]
             with self._watch:
-                self._watch.tell_place("in step.init")
+                self._watch.note_place("in step.init")
                 if plain and not _torch.is_fake(plain[0]):
                     parts = {"params": params, "frozen": frozen, "buffers": buffers}
                     require_same_tensors(self._all, parts, plain[0].device)

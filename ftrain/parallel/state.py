@@ -14,7 +14,7 @@ from ftrain import tree
 from ftrain._torch import dtensor, is_wrapper_subclass
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
-from ftrain.parallel.compression.memory_slot import carried
+from ftrain.parallel.compression.memory_slot import with_memory_like
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, start_gather_all
 from ftrain.step.across_ranks import require_to_gather
@@ -84,7 +84,7 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
         StructureError: when the states differ in the name, shape or dtype of a leaf.
     """
     if isinstance(like, TrainState) and isinstance(state, TrainState):
-        state = carried(state, like)
+        state = with_memory_like(state, like)
     tree.require_same("divided", "the state", state, like)
 
     def leaf_like(leaf: Any, other: Any) -> Any:

@@ -52,7 +52,7 @@ def calling(tell, rank, name, goes_on):
     else:
         rank_watch.watch()._ended.set()
         rank_watch.watch()._note["has_ended"] = True
-        rank_watch.watch()._tell()
+        rank_watch.watch()._write_heartbeat()
 
 
 @pytest.mark.parametrize("name", CALLS)

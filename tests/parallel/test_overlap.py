@@ -39,7 +39,7 @@ class Order(TorchDispatchMode):
     [(0, 1, 1, 3), (1, 1, 1, 3), (2, 2, 1, 3), (1, 1, 2, 3 + 1)],
 )
 def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, copies, started, monkeypatch):
-    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", WIDTH * WIDTH * 4)
 
     def rank(_):
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -81,7 +81,7 @@ def test_the_loss_travels_while_the_backward_pass_runs(level):
 
 def test_level_2_keeps_a_part_of_the_gradients_between_microbatches_where_level_1_keeps_all(monkeypatch):
     """By the bytes of all tensors that are alive on a rank; gathered parameters are there at both levels."""
-    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", WIDTH * WIDTH * 4)
     monkeypatch.setattr(gradient_sums, "BUCKETS", LAYERS)
     size, width = 2, 4 * WIDTH
     gradients = LAYERS * width * width * 4

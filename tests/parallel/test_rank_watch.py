@@ -165,5 +165,5 @@ def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_c
 
 def test_an_error_without_a_text_is_told_by_its_class():
     watch = rank_watch.Watch()
-    watch.tell_failure(KeyboardInterrupt())
+    watch.report_failure(KeyboardInterrupt())
     assert watch._note["failure"] == "KeyboardInterrupt"

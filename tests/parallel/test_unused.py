@@ -92,7 +92,7 @@ def test_a_parameter_that_some_ranks_use_is_used(level):
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_experts_of_some_ranks_in_another_order_on_each(level, around, monkeypatch):
     """A bucket for each parameter: they travel in one order, whatever order gradients come in, or do not."""
-    monkeypatch.setattr(gradient_sums, "SMALLEST", 1)
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", 1)
     monkeypatch.setattr(gradient_sums, "BUCKETS", 1000)
     monkeypatch.setattr(bucket_order, "STREAM_BYTES", 1)
     chosen = [("first", "second"), ("second", "spare", "first"), ()]
