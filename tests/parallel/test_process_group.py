@@ -64,7 +64,7 @@ def test_what_a_failed_collective_left_in_the_store_of_the_launcher_is_gone_afte
 def test_a_rank_takes_a_device_of_its_own(monkeypatch, variables, count, taken):
     devices = []
     monkeypatch.setattr(process_group.os, "environ", variables)
-    process_group._take_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
+    process_group._set_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
     assert devices == [taken]
 
 
@@ -72,7 +72,7 @@ def test_more_ranks_than_devices_on_a_node(monkeypatch):
     monkeypatch.setattr(process_group.os, "environ", {"RANK": "9", "LOCAL_RANK": "4"})
     module = SimpleNamespace(set_device=pytest.fail, device_count=lambda: 4)
     with pytest.raises(OptionError, match=r"mesh: LOCAL_RANK is 4, and this process sees 4 devices.*per-node=4"):
-        process_group._take_device(module)
+        process_group._set_device(module)
 
 
 @pytest.mark.parametrize(
