@@ -1,4 +1,4 @@
-"""The memory of the host: what this process uses, what is free for it, and what the C library keeps of it."""
+"""The memory of the host: the bytes that this process uses, the free bytes, and freed memory in the C library."""
 
 from __future__ import annotations
 

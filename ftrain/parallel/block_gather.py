@@ -308,7 +308,7 @@ class _BlockRun:
             return cast(Tensor, saved)
         node = _torch.backward_node()
         if node != self._node:
-            # Freed at the next node and not with the last read: a node may read twice what it has saved.
+            # Freed at the next node and not with the last read: a node may read its saved tensors twice.
             self._node = node
             for name, unread in self._unread.items():
                 if not unread:

@@ -43,7 +43,7 @@ class Parameters:
     def prefetch(self, names: Sequence[Hashable]) -> None:
         """Start to gather parameters that are probably needed next; an earlier prefetch is dropped.
 
-        Ranks must start the same gathers in one order: a guess may depend only on what is the same on all ranks.
+        Ranks must start the same gathers in one order, so `names` may depend only on values that are equal on all.
         """
         self.drop_prefetched()
         if names and self._whole_bytes(names) <= MOST_PREFETCHED_BYTES:

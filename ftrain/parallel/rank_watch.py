@@ -126,7 +126,7 @@ class Watch:
         work = "sharded: step" if self._note["doing"] == IN_STEP else "fit: what follows step"
         raise RankError(
             f"{work} {self._note['number']} did not end on rank {self.rank}{self._note['place']}: {self._cause()}. "
-            f"What was saved is as it was: run the program again. The error of the collective: {error!s:.200}"
+            f"Saved checkpoints are unchanged: run the program again. The error of the collective: {error!s:.200}"
         ) from error
 
     def _cause(self) -> str:

@@ -25,7 +25,7 @@ REMEDY = (
 
 
 class SameProgram:
-    """Compares what the ranks run in the first step only, because it takes time."""
+    """Compares the blocks and parameters that ranks use, in the first step only, because it takes time."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks

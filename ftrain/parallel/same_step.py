@@ -164,9 +164,10 @@ def first_difference(ranks: Group, lines: list[str], device: torch.device) -> st
         return None
     lines_of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(lines_of_ranks, lines)
-    rank, other = next((rank, other) for rank, other in enumerate(lines_of_ranks) if other != lines_of_ranks[0])
-    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue="nothing")
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    expected = lines_of_ranks[0]
+    rank = next(rank for rank in range(ranks.size) if lines_of_ranks[rank] != expected)
+    pairs = itertools.zip_longest(expected, lines_of_ranks[rank], fillvalue="nothing")
+    first, second = next((first, second) for first, second in pairs if first != second)
     return f"rank 0 has {first}, and rank {rank} has {second}"
 
 

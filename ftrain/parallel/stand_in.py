@@ -1,7 +1,7 @@
-"""A rank that runs out of memory takes part in the remaining collectives, so that no rank waits for it.
+"""Let a rank that runs out of memory take part in the remaining collectives, so that no rank waits for it.
 
-All ranks start the same collectives in the same order, so it sends what the others wait for. The values are not
-valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
+All ranks start the same collectives in the same order, so this rank sends tensors of the shapes that the others wait
+for. Their values are not valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
 
 In an eager step the rank computes the gradient again, on one example of each microbatch, without the collectives that
 it had started before. The graph of a compiled step says which collectives remain: the rank starts them without
@@ -88,7 +88,7 @@ class OutOfMemoryOnRankError(DeviceError):
 
 
 def run_graph(agreement: Agreement, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what a graph, compiled from `captured`, returns on all ranks; their hosts wait for each other.
+    """Run a graph, compiled from `captured`, on all ranks, and return its outputs. The hosts wait for each other.
 
     If it fails, some of its inputs may have been overwritten.
 

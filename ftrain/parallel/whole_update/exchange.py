@@ -27,15 +27,15 @@ class Moved(NamedTuple):
 def to_owners(group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]) -> dict[Key, Tensor]:
     """Send the blocks of each tensor of `moved` to its owner; return the whole tensors that this rank owns."""
     started = []
-    for like, owned in _owned(group, leaves, moved):
-        mine = owned[group.rank]
-        sent = [[leaves[key] for key in keys] for keys in owned]
-        shapes = [[moved[key].part.shape_of(rank) for key in mine] for rank in range(group.size)]
-        started.append((mine, _start(group, like, sent, shapes)))
+    for like, keys_by_owner in _by_dtype(group, leaves, moved):
+        owned = keys_by_owner[group.rank]
+        sent = [[leaves[key] for key in keys] for keys in keys_by_owner]
+        shapes = [[moved[key].part.shape_of(rank) for key in owned] for rank in range(group.size)]
+        started.append((owned, _start(group, like, sent, shapes)))
     wholes: dict[Key, Tensor] = {}
-    for mine, wait in started:
+    for owned, wait in started:
         blocks_by_rank = wait()
-        for index, key in enumerate(mine):
+        for index, key in enumerate(owned):
             wholes[key] = torch.cat([blocks[index] for blocks in blocks_by_rank], moved[key].part.axis)
     return wholes
 
@@ -48,27 +48,27 @@ def from_owners(
     Some blocks share memory. `like` are blocks with the dtypes and devices of the results.
     """
     started = []
-    for of_dtype, owned in _owned(group, like, moved):
-        mine = owned[group.rank]
-        sent = [[moved[key].part.take(wholes[key], rank) for key in mine] for rank in range(group.size)]
-        shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in owned]
-        started.append((owned, _start(group, of_dtype, sent, shapes)))
+    for like_block, keys_by_owner in _by_dtype(group, like, moved):
+        owned = keys_by_owner[group.rank]
+        sent = [[moved[key].part.take(wholes[key], rank) for key in owned] for rank in range(group.size)]
+        shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in keys_by_owner]
+        started.append((keys_by_owner, _start(group, like_block, sent, shapes)))
     blocks: dict[Key, Tensor] = {}
-    for owned, wait in started:
-        for keys, received in zip(owned, wait(), strict=True):
+    for keys_by_owner, wait in started:
+        for keys, received in zip(keys_by_owner, wait(), strict=True):
             blocks.update(zip(keys, received, strict=True))
     return blocks
 
 
-def _owned(
+def _by_dtype(
     group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]
 ) -> list[tuple[Tensor, list[list[Key]]]]:
-    """Return for each dtype a tensor of it, and the keys that each rank owns. Tensors of a dtype are sent together."""
+    """Return for each dtype a tensor of it, and the keys by their owner. Tensors of a dtype are sent together."""
     by_dtype: dict[torch.dtype, tuple[Tensor, list[list[Key]]]] = {}
     for key, (_, owner) in moved.items():
         leaf = leaves[key]
-        _, owned = by_dtype.setdefault(leaf.dtype, (leaf, [[] for _ in range(group.size)]))
-        owned[owner].append(key)
+        _, keys_by_owner = by_dtype.setdefault(leaf.dtype, (leaf, [[] for _ in range(group.size)]))
+        keys_by_owner[owner].append(key)
     return list(by_dtype.values())
 
 
