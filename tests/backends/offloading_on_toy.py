@@ -94,7 +94,7 @@ def activations_leave_the_device(name, module):
 
 
 @check
-def the_state_lives_on_the_host_and_changes_no_bit(name, module):
+def the_state_stays_on_the_host_and_changes_no_bit(name, module):
     plain = train("toy")
     for wrappers in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
         # `update_in_backward` changes no bit either.
@@ -125,7 +125,7 @@ def the_state_takes_no_memory_of_the_device(name, module):
 
 
 @check
-def the_state_lives_in_files(name, module):
+def the_state_stays_in_files(name, module):
     with tempfile.TemporaryDirectory() as directory:
         expected, expected_losses = train("toy")
         state, losses = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
@@ -143,7 +143,7 @@ def a_state_that_is_not_donated_stays(name, module):
 
 
 @check
-def it_is_saved_and_resumed(name, module):
+def an_offloaded_state_is_saved_and_resumed(name, module):
     with tempfile.TemporaryDirectory() as directory:
         for steps in (2, 3):
             step = make(ft.offload("opt_state", min_bytes=0))
@@ -157,7 +157,7 @@ def it_is_saved_and_resumed(name, module):
 
 
 @check
-def it_is_predicted(name, module):
+def anatomy_predicts_the_memory_of_an_offloaded_state(name, module):
     step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
     state, batch = step.init(device="toy"), batches()[0].to("toy")
     anatomy = ft.anatomy(step, state, batch, measure=False)
@@ -165,7 +165,7 @@ def it_is_predicted(name, module):
 
 
 @check
-def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
+def with_streams_copies_run_while_the_device_computes(name, module):
     """The device has no streams: a stand-in logs which stream waits for which, and copies at once."""
     streams = LoggedStreams(module)
     record = backends.get("toy")

@@ -182,7 +182,7 @@ def test_memory_is_counted_in_bytes(platform):
         assert memory.peak in {3000, 4000}
 
 
-def test_a_cache_is_emptied_where_there_is_one(platform):
+def test_the_cache_is_emptied_on_devices_that_have_one(platform):
     assert (platform.record.empty_cache is None) == (platform.key in {"cpu", "hpu", "xla"})
     if platform.record.empty_cache is not None:
         platform.record.empty_cache()
@@ -342,6 +342,6 @@ def test_xla_without_a_count_of_the_peak(monkeypatch):
     assert platform.record.memory() == ft.backends.Memory(5, 5)
 
 
-def test_float64_is_missing_where_the_vendor_says_so():
+def test_the_devices_without_float64():
     missing = {name for name in ft.backends.names() if not registry._records[name].float64}
     assert missing == {"mps", "hpu"}

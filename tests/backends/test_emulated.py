@@ -84,7 +84,7 @@ def test_a_cpu_that_is_held_to_avx2_emulates_both(monkeypatch):
         assert cpu.BACKEND.emulated_dtypes() == (BF16, FP16)
 
 
-def test_a_record_that_says_nothing_emulates_nothing():
+def test_by_default_all_autocast_dtypes_of_a_record_are_native():
     record = dataclasses.replace(cpu.BACKEND, emulated_dtypes=tuple)
     assert record.native_dtypes == record.autocast_dtypes()
 
@@ -112,7 +112,7 @@ def test_auto_is_the_default():
     assert "with_amp(auto)" in repr(ft.with_amp(make()))
 
 
-def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
+def test_print_shows_the_dtype_of_auto_after_init(emulating):
     for emulated, dtype in ((BF16,), "float32"), ((), "bf16"):
         emulating(*emulated)
         step = make(squares, ft.with_amp("auto"), ft.clip(1.0))
@@ -121,7 +121,7 @@ def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
         assert repr(step).splitlines()[0] == f"loss    squares <- with_amp(auto) [auto: {dtype} on cpu]"
 
 
-def test_a_split_step_is_compiled_with_what_auto_took(emulating):
+def test_a_split_step_is_compiled_with_the_dtype_of_auto(emulating):
     """The traced loss reads what was chosen, and does not look at the device again."""
     for emulated, same in ((BF16,), []), ((), [ft.with_amp("bf16")]):
         record, ends = emulating(*emulated), []
@@ -150,7 +150,7 @@ def test_auto_is_not_watched():
         ft.with_amp("auto", watch=True)
 
 
-def test_anatomy_counts_what_auto_takes(emulating):
+def test_anatomy_counts_the_copies_that_auto_makes(emulating):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     loss = ft.from_module(model, lambda model, batch: model(batch).float().square().mean())
     totals = {}
@@ -224,7 +224,7 @@ def hints_of(step, batch):
     return {hint.name: str(hint) for hint in run_rules(facts_of(step, step.init(), batch, 1.0))}
 
 
-def test_hints_name_what_is_emulated(emulating):
+def test_a_hint_names_an_emulated_dtype(emulating):
     emulating(BF16, FP16)
     for wrapper in (ft.with_amp("bf16"), ft.with_amp("fp16")):
         hint = hints_of(*linear(wrapper))["emulated dtype"]
@@ -252,6 +252,6 @@ def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
     assert "emulated" not in repr(ladder)
 
 
-def test_the_doctor_says_what_is_native(emulating):
+def test_the_doctor_prints_which_dtypes_are_native(emulating):
     assert doctor._dtypes(emulating(FP16)) == "bfloat16 (native), float16 (emulated)"
     assert doctor._dtypes(dataclasses.replace(cpu.BACKEND, autocast_dtypes=tuple)) == "none"

@@ -92,7 +92,7 @@ def test_fields_that_are_passed_replace_the_defaults(bare):
 
 
 @pytest.mark.parametrize("function", ["is_available", "manual_seed", "get_rng_state", "set_rng_state"])
-def test_a_module_that_lacks_what_a_step_needs(bare, function, monkeypatch):
+def test_a_module_without_a_function_that_a_step_needs_is_an_error(bare, function, monkeypatch):
     monkeypatch.delattr(Bare, function)
     with pytest.raises(OptionError, match=rf"private_use: torch.privateuseone lacks {function}"):
         ft.backends.private_use("privateuseone")

@@ -136,7 +136,7 @@ class Noisy(nn.Module):
 
 
 @check
-def what_is_recomputed_draws_what_it_drew(name, module):
+def recomputed_blocks_draw_the_same_numbers(name, module):
     actual = []
     for wrappers in (
         (),
@@ -235,7 +235,7 @@ def the_backward_pass_sees_the_context_of_the_step(name, module):
 
 
 @check
-def without_fused_kernels_it_is_the_formula(name, module):
+def without_fused_kernels_it_has_the_bits_of_the_cpu(name, module):
     fused, host = backends.get(name), backends.get("cpu")
     try:
         for record in (fused, host):
