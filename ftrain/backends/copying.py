@@ -22,7 +22,10 @@ class StreamCopier:
     ahead = True
 
     def __init__(self, module: Any) -> None:
-        self._module, self._stream = module, module.Stream()
+        self._module = module
+        self._stream = module.Stream()
+        # Sources of copies to the host, and the events that follow the copies. The allocator may reuse the memory of a
+        # source only after the current stream has waited for its event.
         self._in_flight: deque[tuple[Tensor, Any]] = deque()
 
     def out(self, source: Tensor, target: Tensor) -> None:
@@ -36,7 +39,7 @@ class StreamCopier:
         self._release_sources(DEPTH)
 
     def _release_sources(self, limit: int) -> None:
-        """Make the current stream wait for all but the newest copies, and free the sources of these."""
+        """Make the current stream wait for all copies but the newest `limit`, and free the sources of those copies."""
         while len(self._in_flight) > limit:
             _, done = self._in_flight.popleft()
             self._module.current_stream().wait_event(done)
@@ -51,6 +54,7 @@ class StreamCopier:
         def wait_for_copy() -> Tensor:
             current = self._module.current_stream()
             current.wait_event(done)
+            # The memory belongs to the copying stream, which must not reuse it while this stream reads it.
             copy.record_stream(current)
             return copy
 

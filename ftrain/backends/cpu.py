@@ -17,7 +17,7 @@ import torch
 
 from ftrain._torch import deterministic
 from ftrain.backends import host_memory
-from ftrain.backends.device_module import NARROW
+from ftrain.backends.device_module import HALF_DTYPES
 from ftrain.backends.generators import save_generators, seeded
 from ftrain.backends.registry import Backend
 
@@ -54,8 +54,8 @@ BACKEND = Backend(
     name="cpu",
     available=lambda: True,
     describe=lambda: f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-    autocast_dtypes=lambda: NARROW,
-    emulated_dtypes=lambda: tuple(dtype for dtype in NARROW if not _is_native(dtype)),
+    autocast_dtypes=lambda: HALF_DTYPES,
+    emulated_dtypes=lambda: tuple(dtype for dtype in HALF_DTYPES if not _is_native(dtype)),
     seeded=seeded,
     generators=save_generators,
     deterministic=deterministic,

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, float32_matmul_precision
+from ftrain.backends.device_module import HALF_DTYPES, DeviceModule, float32_matmul_precision
 
 VOLTA, AMPERE, ADA = (7, 0), (8, 0), (8, 9)
 
@@ -31,8 +31,9 @@ def _is_ampere() -> bool:
 
 
 def _multiple(dtype: torch.dtype) -> int:
-    """Tensor cores (from 7.0 on) are fastest with axes that are multiples of 16 bytes; from 8.0 on, of 128 bytes.
+    """Return how many elements fill 16 bytes, or from 8.0 on 128 bytes: tensor cores are fastest with multiples of it.
 
+    There are none before 7.0. Source:
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc
     """
     capability = torch.cuda.get_device_capability()
@@ -43,7 +44,7 @@ def _multiple(dtype: torch.dtype) -> int:
 
 BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
-    autocast_dtypes=lambda: NARROW if _is_ampere() else (torch.float16,),
+    autocast_dtypes=lambda: HALF_DTYPES if _is_ampere() else (torch.float16,),
     distributed="nccl",
     tf32=lambda: float32_matmul_precision("high") if _is_ampere() else None,
     multiple=_multiple,

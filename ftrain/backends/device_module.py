@@ -19,7 +19,7 @@ from ftrain.backends.graph_recorder import GraphRecorder
 from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import OptionError
 
-NARROW = torch.bfloat16, torch.float16
+HALF_DTYPES = torch.bfloat16, torch.float16
 REQUIRED_OF_PRIVATE_USE = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
 
 
@@ -30,7 +30,7 @@ class DeviceModule:
         self._name = name
 
     def record(self, **fields: Any) -> Backend:
-        """Make the record of the device: the fields of `Backend` that are given, and the others from its module."""
+        """Return the record of the device: `fields`, and for other fields of `Backend` what its module reports."""
         defaults: dict[str, Any] = {
             "name": self._name,
             "available": lambda: bool(self.module.is_available()),
@@ -53,7 +53,7 @@ class DeviceModule:
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         """The 16-bit dtypes of autocast."""
         supported = self.module.get_amp_supported_dtype()
-        return tuple(dtype for dtype in NARROW if dtype in supported)
+        return tuple(dtype for dtype in HALF_DTYPES if dtype in supported)
 
     @property
     def generator(self) -> AnyGenerator:
@@ -134,16 +134,17 @@ def float32_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        # Torch has no one word for what was set for a single device, or for all of them as "tf32".
+        # None of the getter's words ("highest", "high", "medium") says that the precision was set for one device only,
+        # or as "tf32" for all.
         cuda, mkldnn = (switch.fp32_precision for switch in _switches())
         return f"cuda {cuda}, mkldnn {mkldnn}"
 
 
 @contextmanager
 def float32_matmul_precision(precision: str) -> Iterator[None]:
-    """Context with a precision of `torch.set_float32_matmul_precision`: ``"high"`` allows TF32.
+    """Context that sets `torch.set_float32_matmul_precision`: ``"high"`` allows TF32. Its end restores the setting.
 
-    Raises an OptionError if a newer setting of torch was used, since torch then cannot say what to restore.
+    Raises an OptionError if a newer setting of torch was used, since torch then cannot return the old precision.
     """
     try:
         previous = torch.get_float32_matmul_precision()
@@ -164,13 +165,16 @@ def float32_matmul_precision(precision: str) -> Iterator[None]:
 
 
 def _switches() -> tuple[Any, Any]:
-    """What has the newer settings that `torch.set_float32_matmul_precision` changes, too."""
+    """Return the objects whose `fp32_precision` is changed by `torch.set_float32_matmul_precision`, too."""
     mkldnn: Any = torch.backends.mkldnn
     return torch.backends.cuda.matmul, mkldnn.matmul
 
 
 def _restore(switch: Any, value: str) -> None:
-    """Give a switch its `fp32_precision` again, or "none" where it has it from `torch.backends.fp32_precision`."""
+    """Set the `fp32_precision` of a switch to `value` again.
+
+    "none" inherits `torch.backends.fp32_precision`. It is kept if it gives `value`, so that the switch still inherits.
+    """
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value

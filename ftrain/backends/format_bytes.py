@@ -10,6 +10,8 @@ from ftrain.errors import OptionError
 
 UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+"""The power of 1000, or of 1024, for which a prefix of a unit stands."""
 
 
 def format_bytes(count: float) -> str:
@@ -28,8 +30,8 @@ def unit_of(value: float, base: int = 1024, names: Sequence[str] = UNITS) -> tup
     >>> unit_of(1536), unit_of(2_000_000, 1000, ("FLOP", "kFLOP", "MFLOP"))
     ((1024, 'KiB'), (1000000, 'MFLOP'))
     """
-    power = max((power for power in range(len(names)) if value >= base**power), default=0)
-    return base**power, names[power]
+    largest = max((power for power in range(len(names)) if value >= base**power), default=0)
+    return base**largest, names[largest]
 
 
 def parse_bytes(function: str, memory: int | str) -> int:
@@ -40,9 +42,11 @@ def parse_bytes(function: str, memory: int | str) -> int:
     """
     match = _AMOUNT.fullmatch(memory.strip()) if isinstance(memory, str) else None
     if match:
-        base = 1024 if match[3] else 1000
-        return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+        amount, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        return int(float(amount) * base ** _POWERS[prefix.lower()])
     number: Any = memory
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < float("inf") or number % 1:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 1 <= number < float("inf") or number % 1:
         raise OptionError(f"{function}: memory is {memory!r}; needs bytes, as a number or as in '8GB' or '512MiB'")
     return int(number)

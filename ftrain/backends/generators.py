@@ -1,4 +1,4 @@
-"""Save, seed and restore the random generators of the host and of a device; turn off kernels that draw within."""
+"""Save, seed and restore the random generators of the host and of a device; turn off kernels that draw numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ AnyGenerator: TypeAlias = Generator | torch.Generator
 LOCK = threading.RLock()
 """Held while the state of a generator is read or set.
 
-Torch holds a lock of its own meanwhile, and Python may switch to another thread. If that read a state too, it would
-wait for torch's lock and keep Python's, for which the first thread waits.
+Torch holds its own lock of the generator meanwhile. If a second thread read a state then, it would wait for torch's
+lock and hold Python's GIL, for which the first thread waits: a deadlock.
 """
 
 
@@ -46,30 +46,32 @@ def save_generators(*devices: AnyGenerator) -> Callable[[], None]:
 class seeded:  # noqa: N801
     """Context in which the generators of host and device are seeded; their states are restored when it ends."""
 
-    __slots__ = ("_host_state", "_others", "_seed", "_states")
+    __slots__ = ("_device_generators", "_device_states", "_host_state", "_seed")
 
     def __init__(self, seed: int, *devices: AnyGenerator) -> None:
-        self._seed, self._others = seed, devices
+        self._seed, self._device_generators = seed, devices
 
     # Every eager step does this, mostly with the host's generator alone, so it makes as few calls as possible.
     def __enter__(self) -> None:
         with LOCK:
             self._host_state = torch.default_generator.get_state()
-            self._states = [generator.get_state() for generator in self._others] if self._others else []
+            generators = self._device_generators
+            self._device_states = [generator.get_state() for generator in generators] if generators else []
             torch.default_generator.manual_seed(self._seed)
-            for generator in self._others:
+            for generator in generators:
                 generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         with LOCK:
             torch.default_generator.set_state(self._host_state)
-            for generator, state in zip(self._others, self._states, strict=True) if self._others else ():
-                generator.set_state(state)
+            if self._device_generators:
+                for generator, state in zip(self._device_generators, self._device_states, strict=True):
+                    generator.set_state(state)
 
 
 @contextmanager
-def seeded_before(launch: Callable[[], object], seed: int, generator: AnyGenerator) -> Iterator[None]:
-    """As `seeded`, on a device that collects operations; `launch` launches those of the context at its end."""
+def seeded_then_launched(launch: Callable[[], object], seed: int, generator: AnyGenerator) -> Iterator[None]:
+    """As `seeded`, on a device that queues operations lazily: the end of the context launches them."""
     with seeded(seed, generator):
         try:
             yield
@@ -79,9 +81,9 @@ def seeded_before(launch: Callable[[], object], seed: int, generator: AnyGenerat
 
 @contextmanager
 def without_fused_draws() -> Iterator[None]:
-    """Context in which attention and recurrent nets are made of operations, of which dropout is one, in all threads.
+    """Context in which attention and recurrent nets run as separate operations, dropout among them, in all threads.
 
-    The fused kernels of GPUs draw random numbers within. Sources:
+    The fused kernels of GPUs draw the random numbers of dropout by themselves. Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html, and
     https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cudnn (MIOpen has the same switch).
     """

@@ -17,11 +17,13 @@ from ftrain.errors import DeviceError
 class GraphRecorder:
     """A `Recorder` whose graphs share one memory pool: run them one after another, and copy their outputs.
 
-    `module` is ``torch.<name>``, with streams and a `graph` like those of `torch.cuda`, which gets the options.
+    `module` is ``torch.<name>``, with streams and a `graph` like those of `torch.cuda`, which gets `options`.
     """
 
     def __init__(self, module: Any, name: str, options: Mapping[str, Any]) -> None:
-        self._module, self._name, self._graph_type, self._options = module, name, f"{name.upper()}Graph", options
+        self._module, self._name = module, name
+        self._graph_type = f"{name.upper()}Graph"
+        self._options = options
         self._pool_graph: Any = None
 
     def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
@@ -55,6 +57,6 @@ class GraphRecorder:
             with self._module.graph(graph, pool=self._pool, stream=self._stream, **self._options):
                 return work()
         except BaseException:
-            # If a recording cannot start or end, torch stays on its stream.
+            # If a recording cannot start or end, torch does not leave the stream of the recording.
             self._module.set_stream(previous)
             raise

@@ -1,4 +1,4 @@
-"""The memory of the host: what this process uses, what is free for it, and what the C library keeps of it."""
+"""The memory of the host: the bytes that this process uses, the free bytes, and freed memory in the C library."""
 
 from __future__ import annotations
 
@@ -25,42 +25,48 @@ LARGEST_IN_HEAP = (32 << 20) - (64 << 10)
 
 def memory() -> Memory:
     """Return the bytes that this process uses, and their peak; 0 if the system does not report them."""
-    return Memory(current=0, peak=0) if resource is None else _memory()
-
-
-def _memory() -> Memory:
-    # VmHWM, see proc_pid_status(5). The peak of getrusage(2) survives exec: on Linux it is at least that of the process
-    # that started this one.
-    in_status = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = int(in_status[1]) * 1024 if in_status else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if resource is None:
+        return Memory(current=0, peak=0)  # type: ignore[unreachable]
+    peak = _peak()
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
     # The kernel counts them separately, and they are read at different moments.
     return Memory(current=current, peak=max(current, peak))
 
 
+def _peak() -> int:
+    # VmHWM, see proc_pid_status(5), is preferred: the peak of getrusage(2) survives exec, so on Linux it is at least
+    # that of the process that started this one.
+    match = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    if match:
+        return int(match[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def free() -> int | None:
     """Return the bytes that are available without swapping; None if the system does not report its memory.
 
-    Containers and jobs of SLURM have limits (cgroup v2); each control group is limited by those around it, too.
+    Containers and jobs of SLURM have limits (cgroup v2); the limits of all parents of a control group hold for it, too.
     """
     available = _field(MEMINFO, "MemAvailable:")
     if available is None:
         return None
-    return max(0, min([available * 1024, *_left_in_groups()]))
+    return max(0, min([available * 1024, *_free_in_groups()]))
 
 
-def _left_in_groups() -> Iterator[int]:
-    """Yield the bytes that are left in each control group of this process that has a limit, innermost first."""
+def _free_in_groups() -> Iterator[int]:
+    """Yield the free bytes of each control group of this process that has a limit, innermost first."""
     lines = CGROUP_OF_PROCESS.read_text().splitlines() if CGROUP_OF_PROCESS.exists() else []
     path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     innermost = CGROUPS / path
     for group in (innermost, *innermost.parents):
-        limit, used = group / "memory.max", group / "memory.current"
-        if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-            # The kernel drops cached files before it refuses memory.
-            cached = (_field(group / "memory.stat", name) or 0 for name in ("inactive_file", "active_file"))
-            yield int(text) - int(used.read_text()) + sum(cached)
+        limit_file, used_file = group / "memory.max", group / "memory.current"
+        if limit_file.exists() and used_file.exists():
+            limit = limit_file.read_text().strip()
+            if limit.isdigit():  # "max" without a limit.
+                # The kernel drops cached files before it refuses memory.
+                cached = (_field(group / "memory.stat", name) or 0 for name in ("inactive_file", "active_file"))
+                yield int(limit) - int(used_file.read_text()) + sum(cached)
         if group == CGROUPS:
             return
 

@@ -1,4 +1,4 @@
-"""Intel Gaudi, by `habana_frameworks.torch`, which puts `torch.hpu` there.
+"""Intel Gaudi, by `habana_frameworks.torch`, which adds `torch.hpu`.
 
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
 ``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi the record has only
@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule
-from ftrain.backends.generators import Generator, seeded_before
+from ftrain.backends.device_module import HALF_DTYPES, DeviceModule
+from ftrain.backends.generators import Generator, seeded_then_launched
 
 FIRST_GENERATION = "GAUDI"
 
@@ -32,10 +32,10 @@ class _Gaudi(DeviceModule):
         return Generator(functions.get_rng_state, functions.set_rng_state, functions.manual_seed)
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
-        return seeded_before(_mark_step, seed, self.generator)
+        return seeded_then_launched(_mark_step, seed, self.generator)
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (torch.bfloat16,) if self.module.get_device_name() == FIRST_GENERATION else NARROW
+        return (torch.bfloat16,) if self.module.get_device_name() == FIRST_GENERATION else HALF_DTYPES
 
 
 def _mark_step() -> None:

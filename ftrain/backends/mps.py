@@ -13,7 +13,7 @@ import platform
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule
+from ftrain.backends.device_module import HALF_DTYPES, DeviceModule
 from ftrain.backends.registry import Memory
 
 DEVICE = DeviceModule("mps")
@@ -22,7 +22,7 @@ DEVICE = DeviceModule("mps")
 BACKEND = DEVICE.record(
     platform="Apple GPU",
     describe=lambda: f"Apple {platform.machine()} GPU",
-    autocast_dtypes=lambda: NARROW,
+    autocast_dtypes=lambda: HALF_DTYPES,
     memory=lambda: Memory(torch.mps.current_allocated_memory(), peak=torch.mps.driver_allocated_memory()),
     distributed="gloo",
     fused_optimizers=True,

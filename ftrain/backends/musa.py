@@ -1,4 +1,4 @@
-"""Moore Threads GPUs, by `torch_musa`, which renames PrivateUse1 and puts `torch.musa` there.
+"""Moore Threads GPUs, by `torch_musa`, which renames PrivateUse1 and adds `torch.musa`.
 
 It has bfloat16 if `get_amp_supported_dtype` lists it. TF32 is muDNN's, switched by `torch.backends.mudnn.allow_tf32`;
 no function reports whether a card has it. Graphs are `torch.musa.MUSAGraph`.

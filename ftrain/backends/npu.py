@@ -1,7 +1,7 @@
-"""Huawei Ascend, by `torch_npu`, which renames PrivateUse1 and puts `torch.npu` there.
+"""Huawei Ascend, by `torch_npu`, which renames PrivateUse1 and adds `torch.npu`.
 
-It has bfloat16 if `get_amp_supported_dtype` lists it. Its HF32, with a switch of its own
-(`torch.npu.matmul.allow_hf32`), stays as it is. Graphs are `torch.npu.NPUGraph`. Inductor needs triton-ascend.
+It has bfloat16 if `get_amp_supported_dtype` lists it. HF32, its form of TF32, is not switched: it keeps the value of
+`torch.npu.matmul.allow_hf32`. Graphs are `torch.npu.NPUGraph`. Inductor needs triton-ascend.
 
 Source: https://www.hiascend.com/document/detail/zh/Pytorch/720/apiref/PyTorchNativeapi/ptaoplist_000163.html and
 https://github.com/Ascend/pytorch/blob/master/torch_npu/npu/__init__.py. Not run on hardware.

@@ -11,7 +11,7 @@ import torch
 from ftrain.backends.registry import of
 from ftrain.backends.transfers import copier_of
 
-TEXTS = (
+MESSAGE_PARTS = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -39,8 +39,8 @@ HEADROOM = 1 << 30
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host ran out of memory.
 
-    That oneDNN "could not create a primitive" counts only if the host cannot reserve another GiB (``ulimit -v``):
-    otherwise smaller microbatches would not help.
+    oneDNN's message "could not create a primitive" counts only if the host cannot reserve another GiB (``ulimit -v``):
+    otherwise oneDNN has no implementation, and smaller microbatches would not help.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    return any(part in text for part in TEXTS) or (AMBIGUOUS in text and not _has_headroom())
+    return any(part in text for part in MESSAGE_PARTS) or (AMBIGUOUS in text and not _has_headroom())
 
 
 def _has_headroom() -> bool:

@@ -17,8 +17,9 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.errors import DeviceError, OptionError
 
-ENTRY_POINTS = "ftrain.backends"
-CHOICE = "FTRAIN_BACKEND"
+ENTRY_POINT_GROUP = "ftrain.backends"
+DEFAULT_VARIABLE = "FTRAIN_BACKEND"
+"""The environment variable that names the default backend."""
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
 """``work -> (replay, outputs)``: records what `work` does on the device; each replay writes the same outputs."""
@@ -64,8 +65,8 @@ class Backend:
         synchronize: waits until the device has done all queued work.
         memory: returns the bytes in use.
         distributed: name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend has a reduce-scatter that is not made of an all-reduce, which sends twice
-            as much. Without one, ranks use an all-to-all and add, and also gather by all-to-all.
+        reduce_scatter: whether that backend has a true reduce-scatter. One that runs an all-reduce, and so sends twice
+            as much, does not count. Without it, ranks use an all-to-all and add, and also gather by all-to-all.
         emulated_dtypes: those of `autocast_dtypes` whose matmuls convert to float32 and back, which is slower than
             float32.
         free: returns the free bytes, including those of the cache; None if the device does not report them.
@@ -144,8 +145,10 @@ class Backend:
 
 
 _records: dict[str, Backend] = {}
-_broken: dict[str, str] = {}
+_load_errors: dict[str, str] = {}
+"""The errors of entry points that did not load, by name of the backend."""
 _scanned = False
+"""Whether the entry points of other packages have been read."""
 
 
 def register(backend: Backend) -> None:
@@ -184,8 +187,8 @@ def get(name: str) -> Backend:
     if backend.package:
         _import(backend)
     if not backend.available():
-        usable = ", ".join(other for other in names() if _records[other].present)
-        raise DeviceError(f"backends.get: this machine has no {name!r} device; available are {usable}")
+        present = ", ".join(known for known in names() if _records[known].present)
+        raise DeviceError(f"backends.get: this machine has no {name!r} device; available are {present}")
     return backend
 
 
@@ -197,9 +200,9 @@ def of(device: torch.device | str) -> Backend:
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``.
+    """Return the device with a name such as ``"cuda"`` or ``"cuda:1"``.
 
-    Raises a DeviceError for one that is unknown, unavailable, or not the current one of its type.
+    Raises a DeviceError if the device is unknown, unavailable, or not the current device of its type.
     """
     backend = get(str(device).split(":")[0])
     try:
@@ -213,9 +216,9 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 def require_current(device: torch.device) -> None:
-    """Check that a device with an index is the current device, since backends use its generators, streams and memory.
+    """Check that a device with an index is the current one of its type. Raises a DeviceError if not.
 
-    Raises a DeviceError if another device is the current one.
+    Backends use the generators, streams and memory of the current device.
     """
     if device == torch.device(device.type):
         return
@@ -223,7 +226,7 @@ def require_current(device: torch.device) -> None:
         module: Any = torch.get_device_module(device.type)
     except RuntimeError:
         return
-    # A module without the function has one device; tensors without values may be on a device that this machine lacks.
+    # A module without `current_device` has one device. Fake tensors may be on a device that this machine lacks.
     if not hasattr(module, "current_device") or not module.is_available():
         return
     index = module.current_device()
@@ -246,13 +249,13 @@ def default() -> Backend:
 
     No vendor's package is imported for this. Raises a DeviceError if the named backend is not available.
     """
-    chosen = os.environ.get(CHOICE)
-    if chosen:
+    name = os.environ.get(DEFAULT_VARIABLE)
+    if name:
         try:
-            return get(chosen)
+            return get(name)
         except DeviceError as error:
-            raise DeviceError(f"{CHOICE}={chosen}: {error}") from error
-    accelerators = (name for name in names() if name != "cpu" and _records[name].present)
+            raise DeviceError(f"{DEFAULT_VARIABLE}={name}: {error}") from error
+    accelerators = (known for known in names() if known != "cpu" and _records[known].present)
     return get(next(accelerators, "cpu"))
 
 
@@ -268,8 +271,9 @@ def _import(backend: Backend) -> None:
     try:
         importlib.import_module(backend.package)
     except Exception as error:
-        absent = isinstance(error, ModuleNotFoundError) and f"{backend.package}.".startswith(f"{error.name}.")
-        why = "is not installed" if absent else f"does not load ({type(error).__name__}: {error})"
+        # The missing module is the package or a parent of it; otherwise something that the package imports is missing.
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{backend.package}.".startswith(f"{error.name}.")
+        why = "is not installed" if is_absent else f"does not load ({type(error).__name__}: {error})"
         raise DeviceError(
             f"backends.get: {backend.name!r} ({backend.platform}) needs {backend.package}, which {why}"
             + (f"; install it: {backend.install}" if backend.install else "")
@@ -277,27 +281,27 @@ def _import(backend: Backend) -> None:
 
 
 def _unknown(name: str) -> DeviceError:
-    records = (_records[other] for other in names())
-    known = ", ".join(record.name + (f" ({record.platform})" if record.platform else "") for record in records)
-    more = ""
-    if name in _broken:
-        more = f", and the package that adds it does not load: {_broken[name]}"
+    records = (_records[known] for known in names())
+    registered = ", ".join(record.name + (f" ({record.platform})" if record.platform else "") for record in records)
+    hint = ""
+    if name in _load_errors:
+        hint = f", and the package that adds it does not load: {_load_errors[name]}"
     elif name and name == _torch.privateuse1_name():
-        more = f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
-    return DeviceError(f"backends.get: no backend {name!r}; registered are {known}{more}")
+        hint = f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
+    return DeviceError(f"backends.get: no backend {name!r}; registered are {registered}{hint}")
 
 
 def _load_entry_points() -> None:
-    """Register the backends of other packages, once: it takes milliseconds and every step may call `default`."""
+    """Register the backends of other packages, once: a scan takes milliseconds, and every step may call `default`."""
     global _scanned
     if _scanned:
         return
     _scanned = True
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if point.name in _records:
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if entry_point.name in _records:
             continue
         try:
-            register(point.load())
+            register(entry_point.load())
         except Exception as error:
             # Reported when this backend is requested; until then the error of another package is ignored.
-            _broken[point.name] = f"{type(error).__name__}: {error}"
+            _load_errors[entry_point.name] = f"{type(error).__name__}: {error}"

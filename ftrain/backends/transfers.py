@@ -84,11 +84,14 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
 
 def _reserve(handle: int, size: int, directory: Path) -> None:
     """Allocate the blocks of a file now: on a full disk, the first write to the mapped memory kills the process."""
-    free, cause = shutil.disk_usage(directory).free, None
+    free = shutil.disk_usage(directory).free
+    cause = None
     if size <= free:
-        allocate = os.posix_fallocate if hasattr(os, "posix_fallocate") else None
         try:
-            allocate(handle, 0, size) if allocate else os.ftruncate(handle, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, size)
+            else:
+                os.ftruncate(handle, size)
             return
         except OSError as error:
             cause = error
@@ -100,7 +103,7 @@ def _reserve(handle: int, size: int, directory: Path) -> None:
 
 
 def as_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the path of a directory for offloaded tensors, after creating it.
+    """Create a directory for offloaded tensors if it does not exist, and return its path.
 
     Raises an OptionError if it is not a path, or cannot be written.
     """

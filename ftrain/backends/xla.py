@@ -1,9 +1,9 @@
 """TPUs, and the other devices that PyTorch/XLA supports, by `torch_xla`.
 
-Operations are collected, and `torch_xla.sync` compiles and launches them, here at the end of every step. Autocast is to
+Operations are queued, and `torch_xla.sync` compiles and launches them, here at the end of every step. Autocast is to
 bfloat16 (https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There
-is no cache to empty (XLA keeps freed memory, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no graphs to
-record (each step is one) and no TF32.
+is no cache to empty (XLA keeps freed memory, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no graph to
+record (each step is compiled as one) and no TF32.
 
 Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ftrain.backends.generators import Generator, save_generators, seeded_before
+from ftrain.backends.generators import Generator, save_generators, seeded_then_launched
 from ftrain.backends.registry import Backend, Memory
 
 
@@ -46,7 +46,7 @@ BACKEND = Backend(
     available=lambda: _xla().device_count() > 0,
     describe=lambda: f"{_xla('torch_xla.runtime').device_type()} by XLA",
     autocast_dtypes=lambda: (torch.bfloat16,),
-    seeded=lambda seed: seeded_before(_xla().sync, seed, _generator()),
+    seeded=lambda seed: seeded_then_launched(_xla().sync, seed, _generator()),
     generators=lambda: save_generators(_generator()),
     synchronize=lambda: _xla().sync(wait=True),
     memory=_memory,

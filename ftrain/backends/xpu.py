@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32, float32_matmul_precision
+from ftrain.backends.device_module import HALF_DTYPES, DeviceModule, allow_tf32, float32_matmul_precision
 
 DEVICE = DeviceModule("xpu")
 
@@ -27,7 +27,7 @@ def _tf32() -> Iterator[None]:
 
 BACKEND = DEVICE.record(
     platform="Intel GPU",
-    autocast_dtypes=lambda: NARROW if torch.xpu.is_bf16_supported() else (torch.float16,),
+    autocast_dtypes=lambda: HALF_DTYPES if torch.xpu.is_bf16_supported() else (torch.float16,),
     distributed="xccl",
     tf32=lambda: _tf32() if torch.xpu.is_tf32_supported() else None,
     pinned_memory=True,

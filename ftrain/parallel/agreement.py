@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """What all ranks agree on: a context, in which every rank calls the same methods in the same order.
+    """Makes all ranks agree: a context, in which every rank calls the same methods in the same order.
 
-    One rank agrees with itself and sends nothing.
+    A single rank sends nothing.
     """
 
-    # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
+    # A class, not a generator: contextlib sets attributes of the errors that pass through a generator, which an error
+    # that is a frozen dataclass refuses.
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._rank = dist.get_rank() if ranks > 1 else 0
@@ -43,14 +44,14 @@ class Agreement:
             on_host = backends.default().device == tree.HOST
             library = None if on_host else backends.of(tree.HOST).distributed
             self._watch = watch()
-            self._watch.tell_failure(None)
-            with self._named():
+            self._watch.report_failure(None)
+            with self._explaining():
                 self._group = dist.new_group(backend=library, timeout=store.timeout())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, RankError) and not self.shares(error):
-            self._watch.tell_failure(error)
+            self._watch.report_failure(error)
         group, self._group = self._group, None
         if group is not None:
             # The destructor of a group waits for a vote; when ranks have failed, its result is not used.
@@ -69,74 +70,79 @@ class Agreement:
         return self._ranks == 1
 
     def largest(self, number: int) -> int:
-        """Return the largest number that a rank has; waits for all of them."""
-        return int(self._finished(self._start_largest(number))[0]) if self._ranks > 1 else number
+        """Return the largest number that a rank has; waits for all ranks."""
+        if self._ranks == 1:
+            return number
+        return int(self._wait_for(self._start_largest(number))[0])
 
     def sums(self, numbers: list[float]) -> list[float]:
-        """Return the sums of numbers over ranks; waits for all of them."""
+        """Return the sums of numbers over ranks; waits for all ranks."""
         if self._ranks == 1 or not numbers:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.float64, device=tree.HOST)
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return [float(each) for each in self._finished((tensor, work))]
+        return [float(total) for total in self._wait_for((tensor, work))]
 
     def vote(self, *numbers: int) -> list[int]:
-        """Start `largest` of each number, and return what the previous call started; [] in the first call.
+        """Start to find the largest of each number over ranks, and return the result of the previous call.
 
-        So ranks learn of a number one call later, and rarely wait for each other.
+        The first call returns []. So ranks learn of a number one call later, and rarely wait for each other.
         """
         result = self.last_vote()
         self._vote = self._start_largest(*numbers)
         return result
 
     def last_vote(self) -> list[int]:
-        """Return the result of the last `vote`, or [] if it is known already."""
+        """Return the result of the last `vote`, or [] if it was returned already."""
+        if self._vote is None:
+            return []
         vote, self._vote = self._vote, None
-        return [int(number) for number in self._finished(vote)] if vote is not None else []
+        return [int(number) for number in self._wait_for(vote)]
 
     def _start_largest(self, *numbers: int) -> tuple[torch.Tensor, Any]:
         tensor = torch.tensor(numbers, device=tree.HOST)
         return tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _finished(self, started: tuple[torch.Tensor, Any]) -> torch.Tensor:
+    def _wait_for(self, started: tuple[torch.Tensor, Any]) -> torch.Tensor:
         tensor, work = started
-        with self._named():
+        with self._explaining():
             work.wait()
         return tensor
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Context whose error names the ranks that did not come."""
+    def _explaining(self) -> Iterator[None]:
+        """Context that turns the error of a collective into a RankError that names the absent ranks."""
         try:
             yield
         except RuntimeError as error:
             self._watch.explain(error)
             raise
 
-    def tell_place(self, place: str) -> None:
-        """Tell the other ranks where this one is between steps, such as ``"in evaluate"``; "" when it has left."""
+    def note_place(self, place: str) -> None:
+        """Note for the other ranks where this one is between steps, such as ``"in evaluate"``; "" when it has left."""
         if self._ranks > 1:
-            self._watch.tell_place(place)
+            self._watch.note_place(place)
 
-    def from_first(self, value: T, first: int = 0) -> T:
-        """Return the value that the first rank has, or another that is named; it is pickled. Waits for that rank."""
+    def from_first(self, value: T, source: int = 0) -> T:
+        """Return the value of the first rank, or of the rank `source`; it is pickled. Waits for that rank."""
         if self._ranks == 1:
             return value
-        values: list[Any] = [value if self._rank == first else None]
-        with self._named():
-            dist.broadcast_object_list(values, src=first, group=self._group)
+        values: list[Any] = [value if self._rank == source else None]
+        with self._explaining():
+            dist.broadcast_object_list(values, src=source, group=self._group)
         return values[0]  # type: ignore[no-any-return]
 
     def together(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns, when all ranks have called it. Raises a RankError if another one has failed.
+        """Call `function`, wait until it has returned on all ranks, and return its result on this rank.
 
-        If the function waits for other ranks and fails on this one alone, they wait until the deadline.
+        Raises a RankError if it has failed on another rank. If it waits for other ranks and fails on this one alone,
+        they wait until the deadline.
         """
         if self._ranks == 1:
             return function()
         result: Any = None
         error: Exception | None = None
-        self.tell_place(f"in {name}")
+        self.note_place(f"in {name}")
         try:
             result = function()
         except RankError:
@@ -145,25 +151,25 @@ class Agreement:
             error = raised
             self._watch.explain(error)
         else:
-            self._watch.tell_place(f"at the end of {name}", waits=True)
+            self._watch.note_place(f"at the end of {name}", waits=True)
         try:
-            failed = self.largest(0 if error is None else 1 + self._rank)
-        except RankError as late:
+            failed_rank = self.largest(-1 if error is None else self._rank)
+        except RankError as timeout:
             if error is None:
                 raise
-            raise error from late
-        self.tell_place("")
-        if failed:
-            # All know of it, and may save together what was trained.
-            self._watch.tell_failure(None)
-            text = self.from_first(kind_and_text(error) if error else "", failed - 1)
-            error = error or RankError(f"fit: rank {failed - 1} failed in {name}, and so all ranks stop: {text}")
+            raise error from timeout
+        self.note_place("")
+        if failed_rank >= 0:
+            # All ranks know of the failure, and may save together what was trained.
+            self._watch.report_failure(None)
+            text = self.from_first(kind_and_text(error) if error else "", failed_rank)
+            error = error or RankError(f"fit: rank {failed_rank} failed in {name}, and so all ranks stop: {text}")
             self._shared_error = error
             raise error
         return result  # type: ignore[no-any-return]
 
     def decide(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns on the first rank, when all ranks have called it, as in `together`."""
+        """Return the result of a function on the first rank; every rank calls it, as in `together`."""
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
@@ -171,21 +177,20 @@ class Agreement:
 
         Raises an OptionError on the ranks whose arguments differ from those of rank 0, and a RankError on the others.
         """
-        own = {
-            name: value if isinstance(value, str) else ADDRESS.sub("", repr(value)) for name, value in arguments.items()
-        }
-        first = self.from_first(own)
+        texts = {name: value if isinstance(value, str) else repr(value) for name, value in arguments.items()}
+        texts = {name: ADDRESS.sub("", text) for name, text in texts.items()}
+        first_texts = self.from_first(texts)
 
         def compare() -> None:
-            for name, value in own.items():
-                if value != first[name]:
+            for name, text in texts.items():
+                if text != first_texts[name]:
                     raise OptionError(
-                        f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
-                        "call it with the same arguments"
+                        f"fit: {name} is {text} on rank {self._rank}, and {first_texts[name]} on rank 0; every rank "
+                        "must call it with the same arguments"
                     )
 
         self.together("comparing the arguments of fit", compare)
 
     def shares(self, error: BaseException) -> bool:
-        """Return whether all ranks have stopped at this error, or at their own in the same place."""
+        """Return whether all ranks have stopped together: at this error, or at an error of their own in `together`."""
         return self._ranks == 1 or error is self._shared_error

@@ -1,9 +1,10 @@
-"""Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none.
+"""Gather the parameters of a model block by block, for the forward and again for the backward pass, and keep none.
 
-While a block computes, those of the next one are gathered: in the forward pass those of the block that is registered
-next, so that two blocks are in memory. In the backward pass, where most of the activations are in
-memory, the gather of the block that ran before starts when this block has read half of its parameters, each of which
-is freed when the backward pass no longer needs it. The rest of the block takes as long as a forward pass does.
+While a block computes, the parameters of the next block are gathered, so that two blocks are in memory. In the forward
+pass the next block is the one that is registered next; in the backward pass it is the one that ran before. The backward
+pass begins with all activations in memory, so there the gather starts later, when this block has read half of its
+parameters: what remains takes about as long as a forward pass of the block. A parameter is freed as soon as the
+backward pass no longer needs it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.types import PyTree
 
 MOST_BLOCKS = 2
-"""Number of blocks that hold what they gathered again: the current one, and one inside or next to it."""
+"""Number of blocks that keep parameters in the backward pass: the current one, and one inside or next to it."""
 
 
 class _View(NamedTuple):
-    """A view of a gathered parameter, or of its cast to another dtype; `number` counts what is saved for a block."""
+    """A view of a gathered parameter, or of its cast to another dtype, that autograd saves by this description.
+
+    `number` is its index among all views that are saved for a run of the block.
+    """
 
     number: int
     name: str
@@ -44,8 +48,8 @@ class _View(NamedTuple):
 class NotGathered(Tensor):
     """A parameter of a block outside the block's forward, where each rank has only its part.
 
-    Its shape, dtype and device can be read. An operation on it in the backward pass, where `torch.utils.checkpoint`
-    computes a part of the block again, gathers it; any other raises a LossError.
+    Its shape, dtype and device can be read. In the backward pass, where `torch.utils.checkpoint` computes a part of the
+    block again, an operation on it gathers it; any other operation raises a LossError.
     """
 
     _name: str
@@ -53,8 +57,8 @@ class NotGathered(Tensor):
 
     @staticmethod
     def __new__(cls, name: str, shape: Sequence[int], local: Tensor, gather: Callable[[], Tensor]) -> Self:
-        """Return a placeholder for a parameter of this whole shape, of which this rank has the part `local`."""
-        # What is computed again must save the same tensors, so it requires a gradient if the parameter does.
+        """Return a placeholder for a parameter whose whole shape is `shape`; this rank has the part `local`."""
+        # A part that is computed again must save the same tensors, so this requires a gradient if the parameter does.
         self: Self = _torch.tensor_without_values(cls, shape, local, requires_grad=local.requires_grad)
         self._name, self._gather = name, gather
         return self
@@ -79,9 +83,10 @@ class NotGathered(Tensor):
 
 
 class BlockGather:
-    """The blocks of a module: those that `remat` would recompute, each with the parameters that only blocks read.
+    """Gathers the parameters of each block of a module. The blocks are those that `remat` would recompute.
 
-    With `as_autocast`, those with two or more axes are gathered in the dtype to which autocast would cast them.
+    Parameters that are also read outside of blocks are not among them. With `as_autocast`, parameters with two or more
+    axes are gathered in the dtype to which autocast would cast them.
     """
 
     def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
@@ -92,15 +97,15 @@ class BlockGather:
         self._names_by_block = [[*dict.fromkeys(slot.name for slot in slots)] for slots in self._slots.values()]
         self.names = {name for names in self._names_by_block for name in names}
         """The names of parameters that are gathered by block."""
-        self._gathered_again: list[_BlockRun] = []
+        self._holders: list[_BlockRun] = []  # Runs that keep parameters in the backward pass, oldest first.
         self._pass: _Pass | None = None
-        self._latest: dict[str, _BlockRun] = {}
+        self._latest_runs: dict[str, _BlockRun] = {}  # The run that read a parameter last, by name.
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
-    def leave_out(self, params: Parameters) -> dict[str, Tensor]:
-        """Return placeholders for the parameters of blocks from now on; each block gathers its own parameters."""
+    def begin(self, params: Parameters) -> dict[str, Tensor]:
+        """Begin a forward pass: return placeholders for the parameters of blocks, which each block gathers itself."""
         if self._pass is not None:
-            self._pass.params.drop_ahead()
+            self._pass.params.drop_prefetched()
         self._pass = _Pass(params, self._names_by_block)
         return {name: self._placeholder(params, name) for name in self.names}
 
@@ -110,29 +115,29 @@ class BlockGather:
         if key not in self._placeholders:
             shape = local.shape if part is None else part.shape
             # In the backward pass of its block, a part of the block may be computed again.
-            self._placeholders[key] = NotGathered(name, shape, local, lambda: self._latest[name].whole(name))
+            self._placeholders[key] = NotGathered(name, shape, local, lambda: self._latest_runs[name].whole(name))
         return self._placeholders[key]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the forward of every block gathers its parameters first."""
-        gathering = [
+        forwards = [
             (block, self._gathering(number, block, slots)) for number, (block, slots) in enumerate(self._slots.items())
         ]
-        with forwarding(gathering):
+        with forwarding(forwards):
             try:
                 yield
                 if self._pass is not None:
-                    self._pass.params.drop_ahead()
+                    self._pass.params.drop_prefetched()
             finally:
-                self._pass, self._latest = None, {}
-                while self._gathered_again:
-                    self._gathered_again[0].forget()
+                self._pass, self._latest_runs = None, {}
+                while self._holders:
+                    self._holders[0].free()
 
     def finish(self) -> None:
-        """Check, in the first step, that no other rank runs one more block."""
+        """End a forward pass: check, in the first step, that no other rank runs one more block."""
         self._require_same(len(self._block_names))
-        cast(_Pass, self._pass).params.drop_ahead()
+        cast(_Pass, self._pass).params.drop_prefetched()
 
     def take_part(self) -> None:
         """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
@@ -141,12 +146,13 @@ class BlockGather:
         before the first block of ``gather="amp"``, they wait until the deadline.
         """
         current = cast(_Pass, self._pass)
-        left = current.left()
-        if self._as_autocast and len(left) == len(self._block_names):
-            return  # The first block would have shown in which dtype the others gather.
-        for index, names in enumerate(left):
+        remaining = current.remaining()
+        if self._as_autocast and len(remaining) == len(self._block_names):
+            return  # Only the first block shows in which dtype the others gather.
+        for index, names in enumerate(remaining):
+            # After a block has run, the others prefetch the next one.
             if index:
-                current.params.start_ahead(names)
+                current.params.prefetch(names)
             current.params.take(names)
 
     def _require_same(self, number: int) -> None:
@@ -154,6 +160,7 @@ class BlockGather:
         require_same_block(params.group, self._block_names, number, params.device)
 
     def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
+        """Return the forward of a block that gathers its parameters first."""
         forward, names = block.forward, self._names_by_block[number]
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
@@ -162,15 +169,15 @@ class BlockGather:
             if self._as_autocast:
                 current.gather_as_autocast()
             self._require_same(number)
-            tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
-            tell()
-            run = _BlockRun(current.params, names, self._gathered_again, tell)
-            wholes = current.params.sums.at_once(current.params.take(names), run.finish)
+            note_place = partial(self._watch.note_place, f"at block {self._block_names[number]}")
+            note_place()
+            run = _BlockRun(current.params, names, self._holders, note_place)
+            wholes = current.params.sums.of_block(current.params.take(names), run.finish)
             if _torch.in_backward():
-                current.start_before(number)
+                current.prefetch_previous(number)
             else:
-                current.start_after(number, run)
-            self._latest |= dict.fromkeys(names, run)
+                current.prefetch_next(number, run)
+            self._latest_runs |= dict.fromkeys(names, run)
             with bound(slots, [wholes[slot.name] for slot in slots]), run.saving(wholes):
                 return forward(*args, **kwargs)
 
@@ -191,68 +198,71 @@ class _Pass:
     def __init__(self, params: Parameters, names_by_block: Sequence[Sequence[str]]) -> None:
         self.params = params
         self._names_by_block = names_by_block
-        self._is_in_order, self._guess = True, 0
+        self._is_in_order = True
+        self._next_number = 0
         self._runs: list[tuple[int, _BlockRun]] = []
 
     def gather_as_autocast(self) -> None:
         """Gather in the dtype of autocast from now on, if the first block of the pass runs under it."""
         device = self.params.device.type
         if not self._runs and torch.is_autocast_enabled(device):
-            self.params.narrow = torch.get_autocast_dtype(device)
+            self.params.matrix_dtype = torch.get_autocast_dtype(device)
 
-    def left(self) -> Sequence[Sequence[str]]:
+    def remaining(self) -> Sequence[Sequence[str]]:
         """Return the parameters of each block that is registered after the last one that has run."""
-        return self._names_by_block[self._guess :]
+        return self._names_by_block[self._next_number :]
 
-    def start_after(self, number: int, run: _BlockRun) -> None:
-        """Start the gather of the block that is registered after the one that runs now.
+    def prefetch_next(self, number: int, run: _BlockRun) -> None:
+        """Prefetch the block that is registered after the one that runs now.
 
         A model may leave out blocks. If it runs an earlier block again, its order is unknown and nothing is prefetched.
         """
         if self._runs:
-            run.before = self._runs[-1][1]
+            run.previous = self._runs[-1][1]
         self._runs.append((number, run))
-        self._is_in_order = self._is_in_order and number >= self._guess
-        self._guess = number + 1
-        if self._is_in_order and self._guess < len(self._names_by_block):
-            self.params.start_ahead(self._names_by_block[self._guess])
+        self._is_in_order = self._is_in_order and number >= self._next_number
+        self._next_number = number + 1
+        if self._is_in_order and self._next_number < len(self._names_by_block):
+            self.params.prefetch(self._names_by_block[self._next_number])
 
-    def start_before(self, number: int) -> None:
-        """Start the gather of the block that ran before the one that is computed again for its gradient."""
+    def prefetch_previous(self, number: int) -> None:
+        """Prefetch the block that ran before the one that is computed again for its gradient."""
         while self._runs:
             last, run = self._runs.pop()
             if last == number:
-                run.start_before()
+                run.prefetch_previous()
                 return
 
 
 class _BlockRun:
-    """Saves references instead of gathered tensors for the backward pass, and gathers the tensors again there.
+    """One run of a block: autograd saves a `_View` for each gathered tensor, and the backward pass gathers it again.
 
-    Each tensor is freed once the graph has moved on from the last node that saved it. `before` is the block that has
-    run before, and `is_needed` whether the backward pass probably needs the parameters.
+    A tensor is freed when the backward pass has left the last node that saved it. `previous` is the run of the block
+    before; `is_needed` is whether the backward pass probably needs the parameters.
     """
 
     def __init__(
-        self, params: Parameters, names: Sequence[str], gathered_again: list[_BlockRun], tell: Callable[[], None]
+        self, params: Parameters, names: Sequence[str], holders: list[_BlockRun], note_place: Callable[[], None]
     ) -> None:
-        self._tell = tell
-        self._params, self._names, self._gathered_again = params, names, gathered_again
+        self._params, self._names = params, names
+        self._holders, self._note_place = holders, note_place
+        # In the forward pass.
         self._names_by_memory: dict[int, str] = {}
         self._names_by_node: dict[tuple[Any, int], str] = {}
         self._strides: dict[str, tuple[int, ...]] = {}
         self._names_of_views: list[str] = []
-        self._unread: dict[str, set[int]] = {}
+        # In the backward pass.
         self._wholes: dict[Any, Tensor] = {}
+        self._unread: dict[str, set[int]] = {}  # The numbers of the views that are still to be read, by name.
         self._nbytes: dict[str, int] = {}
         self._node = -1
-        self._has_started_before = False
-        self.before: _BlockRun | None = None
+        self._has_prefetched = False
+        self.previous: _BlockRun | None = None
         self.is_needed = False
 
     @contextmanager
     def saving(self, wholes: Mapping[Any, Tensor]) -> Iterator[None]:
-        """Context in which autograd does not save these parameters, their views and casts, but gathers them again."""
+        """Context in which autograd saves a `_View` in place of these parameters, their views and casts."""
         # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
         if _torch.saved_tensors_pack_hook() is not None:
             self.is_needed = True
@@ -266,8 +276,8 @@ class _BlockRun:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            # Only while the forward runs, when they exist: the number of freed memory may come back for other memory,
-            # and the nodes hold this object.
+            # The parameters are freed after the forward: an id of their memory may then be that of other memory. And
+            # the nodes refer to this object, so a reference to them would be a cycle.
             self._names_by_memory, self._names_by_node = {}, {}
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -275,7 +285,8 @@ class _BlockRun:
         name = self._names_by_memory.get(_torch.storage_id(tensor))
         if name is None:
             name = self._cast_of(base)
-        # A view as complex numbers has another dtype; one of the imaginary parts of a conjugate is marked as negative.
+        # `as_strided` cannot make all views again: a view as complex numbers has another dtype, and one of the
+        # imaginary parts of a conjugate is marked as negative.
         if name is None or tensor.dtype != base.dtype or tensor.is_neg():
             return tensor
         self.is_needed = True
@@ -284,11 +295,12 @@ class _BlockRun:
         return _View(number, name, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _cast_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter of which a tensor is a cast; autocast makes one for each use."""
+        """Return the name of the parameter of which a tensor is a cast; autocast makes a cast for each use."""
         source = _torch.cast_from(tensor)
         name = None if source is None else self._names_by_node.get(source)
+        # With other strides (made contiguous), or written to, it is not what a cast of the parameter would be.
         if name is None or tensor.stride() != self._strides[name] or _torch.version_of(tensor):
-            return None  # Made contiguous, say, or written to.
+            return None
         return name
 
     def _unpack(self, saved: Any) -> Tensor:
@@ -296,65 +308,69 @@ class _BlockRun:
             return cast(Tensor, saved)
         node = _torch.backward_node()
         if node != self._node:
-            # Not when they are read for the last time: a function may ask twice for what it has saved.
+            # Freed at the next node and not with the last read: a node may read its saved tensors twice.
             self._node = node
-            for name in [name for name, numbers in self._unread.items() if not numbers]:
-                self._wholes.pop(name, None)
+            for name, unread in self._unread.items():
+                if not unread:
+                    self._wholes.pop(name, None)
         whole = self.whole(saved.name)
         self._unread[saved.name].discard(saved.number)
-        if not self._has_started_before and self._is_half_read():
-            self.start_before()
+        if not self._has_prefetched and self._is_half_read():
+            self.prefetch_previous()
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
     def whole(self, name: str) -> Tensor:
         """Return a parameter, gathered again."""
         if name not in self._wholes:
-            self.forget()
-            self._tell()
+            self.free()
+            self._note_place()
             self._wholes = self._params.take(self._names)
             self._unread = {}
-            for number, read in enumerate(self._names_of_views):
-                self._unread.setdefault(read, set()).add(number)
-            self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
-            # A block that trains nothing has no gradient that says when it is done: the next block but one does.
-            self._gathered_again.append(self)
-            if len(self._gathered_again) > MOST_BLOCKS:
-                self._gathered_again[0].forget()
+            for number, name_of_view in enumerate(self._names_of_views):
+                self._unread.setdefault(name_of_view, set()).add(number)
+            self._nbytes = {needed: self._wholes[needed].nbytes for needed in self._unread}
+            # A block that trains nothing has no gradients, with which it would free its parameters (`finish`). So they
+            # are freed when the next block but one gathers.
+            self._holders.append(self)
+            if len(self._holders) > MOST_BLOCKS:
+                self._holders[0].free()
         return self._wholes[name]
 
     def _is_half_read(self) -> bool:
         # In bytes of the parameters that the backward pass needs, which are the same on all ranks.
-        left = sum(nbytes for name, nbytes in self._nbytes.items() if self._unread[name])
-        return left < sum(self._nbytes.values()) / 2
+        unread_bytes = sum(nbytes for name, nbytes in self._nbytes.items() if self._unread[name])
+        return unread_bytes < sum(self._nbytes.values()) / 2
 
-    def start_before(self) -> None:
-        """Start the gather of the block that has run before, whose backward pass is next."""
-        self._has_started_before = True
-        if self.before is not None and self.before.is_needed:
-            self._params.start_ahead(self.before._names)
+    def prefetch_previous(self) -> None:
+        """Prefetch the block that ran before, whose backward pass is next."""
+        self._has_prefetched = True
+        if self.previous is not None and self.previous.is_needed:
+            self._params.prefetch(self.previous._names)
 
     def finish(self) -> None:
-        """Free what was gathered again, when the gradients are complete."""
-        if self._wholes and not self._has_started_before:
-            self.start_before()
-        self.forget()
+        """Free the parameters when the gradients of the block are complete."""
+        if self._wholes and not self._has_prefetched:
+            self.prefetch_previous()
+        self.free()
 
-    def forget(self) -> None:
+    def free(self) -> None:
+        """Free the parameters that the backward pass has gathered again."""
         if self._wholes:
             self._wholes = {}
-            self._gathered_again.remove(self)
+            self._holders.remove(self)
 
 
 def _slots_by_block(module: nn.Module) -> dict[nn.Module, list[Slot]]:
     """Return the parameters of each block that are used only in blocks, with their names in the whole module."""
     slots = {(id(slot.tensors), slot.key): slot for slot in slots_of(module)}
-    blocks = {
-        block: [slots[id(slot.tensors), slot.key] for slot in slots_of(block) if not slot.is_buffer]
+    keys_by_block = {
+        block: [(id(slot.tensors), slot.key) for slot in slots_of(block) if not slot.is_buffer]
         for block in repeated_children(module)
     }
-    within = {(id(slot.tensors), slot.key) for each in blocks.values() for slot in each}
-    outside = {slot.name for place, slot in slots.items() if place not in within}
-    return {
-        block: [slot for slot in each if slot.name not in outside and slot.tensors[slot.key].is_floating_point()]
-        for block, each in blocks.items()
-    }
+    keys_in_blocks = {key for keys in keys_by_block.values() for key in keys}
+    names_outside = {slot.name for key, slot in slots.items() if key not in keys_in_blocks}
+
+    def is_gathered(slot: Slot) -> bool:
+        return slot.name not in names_outside and slot.tensors[slot.key].is_floating_point()
+
+    return {block: [slots[key] for key in keys if is_gathered(slots[key])] for block, keys in keys_by_block.items()}

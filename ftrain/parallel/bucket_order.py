@@ -1,4 +1,4 @@
-"""Gradients that are sent together while the backward pass runs, in buckets whose order is the same on all ranks."""
+"""Send gradients in buckets while the backward pass runs; the order of the buckets is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Name = TypeVar("Name", bound=Hashable)
 class BucketOrder:
     """Starts the buckets of a plan in their order, each when it and all earlier ones are complete.
 
-    The plan is the same on all ranks; those that use different parameters get their gradients in different orders.
+    The plan is the same on all ranks. Ranks that use different parameters get their gradients in different orders.
     """
 
     def __init__(self, plan: Iterable[Sequence[Any]], start: Callable[[Sequence[Any], list[Tensor]], None]) -> None:
@@ -58,22 +58,23 @@ class BucketOrder:
 
 
 def plan_of(names: Sequence[Name], tensors: Sequence[Tensor], sizes: Sequence[int], limit: int) -> list[list[Name]]:
-    """Return the names in each bucket of about `limit` bytes, given all in the order of their use.
+    """Return the names in each bucket of about `limit` bytes.
 
-    Gradients come in the opposite order. `sizes` are numbers of elements.
+    The arguments are in the order of use in the forward pass, and `sizes` are numbers of elements. Gradients come in
+    the opposite order, and so do the buckets.
     """
-    members = buckets(tensors[::-1], sizes[::-1], limit)
-    return [[names[-1 - member] for member in bucket] for bucket in members]
+    reversed_names = names[::-1]
+    return [[reversed_names[index] for index in bucket] for bucket in buckets(tensors[::-1], sizes[::-1], limit)]
 
 
 def stream_plan(params: PyTree, parts: Sequence[Part | None], order: Iterable[str]) -> list[list[int]]:
-    """Return the numbers of the leaves of each bucket for gradients that are taken one by one.
+    """Return the indices of the leaves in each bucket, for gradients that are taken one by one.
 
     Ranks plan with the sizes of whole leaves, so that they agree. `order` are the names in the order of their use, as
     far as they are known.
     """
-    leaves, places = tree.leaves(params), {name: place for place, name in enumerate(order)}
-    names = tree.leaf_names(params)
-    used = sorted(range(len(leaves)), key=lambda index: places.get(names[index], len(places)))
+    leaves, names = tree.leaves(params), tree.leaf_names(params)
+    rank_of = {name: rank for rank, name in enumerate(order)}
+    used = sorted(range(len(leaves)), key=lambda index: rank_of.get(names[index], len(rank_of)))
     sizes = [leaf.numel() if part is None else math.prod(part.shape) for leaf, part in zip(leaves, parts, strict=True)]
     return plan_of(used, [leaves[index] for index in used], [sizes[index] for index in used], STREAM_BYTES)

@@ -1,7 +1,7 @@
-"""Sums of gradients over ranks, which start in the backward pass when gradients are complete, and end with it.
+"""Sum gradients over ranks. The sums start in the backward pass, as gradients become complete, and end with it.
 
-A loss does not read its parameters but the results of autograd nodes, each of which takes the gradients of a
-bucket, or of a block, when all of them are complete.
+In place of its parameters, a loss reads the results of autograd nodes. Each node gets the gradients of a bucket, or of
+a block, when all of them are complete.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from ftrain.parallel.partition import Part, Results, start_scatter_all, start_su
 from ftrain.step.rank_backward import Backward, unused_on_rank
 from ftrain.step.value_and_grad import refuse_sparse
 
-AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
-"""Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
+MOST_SUMS, MOST_SUM_BYTES = 2, 4 << 30
+"""The most sums, and bytes of them, that run at a time: more would take memory from the computation."""
 
-SMALLEST, BUCKETS, LARGEST = 8 << 20, 4, 32 << 20
-"""Bytes of the smallest and the largest bucket, and how many buckets there are between these limits.
-
-Smaller buckets take CPUs more time than their overlap saves.
-"""
+BUCKETS, SMALLEST_BUCKET, LARGEST_BUCKET = 4, 8 << 20, 32 << 20
+"""Number of buckets, and the limits of their bytes: smaller ones take CPUs more time than their overlap saves."""
 
 
 class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.rank_backward.CombinedGrads`.
 
-    `params` are those of this rank by name; a sum has the shape of its parameter. `parts` are how each is divided over
-    the group; None for one that every rank has. `copies` are the ranks that have the same parts, over which the sums
-    are summed again; None if that is done later.
+    `params` are this rank's parameters by name; a sum has the shape of its parameter. `parts` say how each parameter is
+    divided over the group; None for one that every rank has. `copies` are the ranks that have the same parts, over
+    which the sums are summed again; None if that is done later.
     """
 
     def __init__(
@@ -65,19 +62,19 @@ class GradientSums:
         """
         trained = {name: whole for name, whole in wholes.items() if name in self._params}
         tensors = [*trained.values()]
-        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, SMALLEST), LARGEST)
+        limit = min(max(sum(tensor.nbytes for tensor in tensors) // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
         plan = plan_of([*trained], tensors, [tensor.numel() for tensor in tensors], limit)
         self._buckets = BucketOrder(plan, self._start)
         new = dict(wholes)
         for names in plan:
             read = self._read(names, [wholes[name] for name in names], partial(self._take, names))
-            # Autograd runs the newest nodes first, and this one is older than the loss.
+            # Autograd runs the newest nodes first. This one is older than the loss, and would run after all others.
             _torch.run_when_ready(read[0])
             new.update(zip(names, read, strict=True))
         return new
 
-    def at_once(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
-        """As `in_buckets`, for a block: its gradients are sent when all are complete, after `on_backward`."""
+    def of_block(self, wholes: Mapping[Hashable, Tensor], on_backward: Callable[[], None]) -> dict[Hashable, Tensor]:
+        """As `in_buckets`, for a block: `on_backward` is called when all its gradients are complete; they are sent."""
         names = [name for name in wholes if name in self._params]
         if not names:
             return dict(wholes)
@@ -86,11 +83,9 @@ class GradientSums:
             on_backward()
             pairs = list(zip(names, grads, strict=True))
             self._used.update(name for name, grad in pairs if grad is not None)
-            # Gradients of what was gathered in another dtype are summed in the dtype of the parameters.
-            self._start(
-                names,
-                [self._zeros(name) if grad is None else grad.to(self._params[name].dtype) for name, grad in pairs],
-            )
+            # Gradients of parameters that were gathered in another dtype are summed in the dtype of the parameters.
+            dense = [self._zeros(name) if grad is None else grad.to(self._params[name].dtype) for name, grad in pairs]
+            self._start(names, dense)
 
         self._has_blocks = True
         tensors = self._read(names, [wholes[name] for name in names], complete)
@@ -102,15 +97,16 @@ class GradientSums:
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
             self._buckets.start_rest(self._zeros)
-            # It refers to this object: the sums would stay in memory until Python collects the cycle.
+            # The buckets refer to this object: the sums would stay in memory until Python collects the cycle.
             self._buckets = None
         while self._started:
             self._finish()
         for names, results in self._started_over_copies:
             self._add(names, results())
-        on_rank, sums = unused_on_rank(), self._sums
+        on_rank = unused_on_rank()
         if on_rank is not None:
             on_rank.note_gathered([str(name) for name in self._params], [name in self._used for name in self._params])
+        sums = self._sums
         return [sums[name] if name in sums else torch.zeros_like(param) for name, param in self._params.items()]
 
     def _read(
@@ -119,7 +115,7 @@ class GradientSums:
         wholes: Sequence[Tensor],
         complete: Callable[[Sequence[Tensor | None]], None],
     ) -> list[Tensor]:
-        """Return tensors with the same values; a function gets their gradients when all are complete."""
+        """Return tensors with the same values, for the loss; `complete` gets their gradients when all are complete."""
         if self._source is None:
             self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
 
@@ -142,7 +138,7 @@ class GradientSums:
             if grad is not None:
                 self._used.add(name)
                 buckets.take(name, grad)
-        # With blocks, a bucket would start at another point on a rank that lacks one of its gradients.
+        # With blocks, a rank without one of these gradients would start the bucket later, between other blocks.
         if not self._has_blocks:
             buckets.start_complete()
 
@@ -150,7 +146,7 @@ class GradientSums:
         """Start to sum gradients; waits for the oldest if many are being sent."""
         results = start_scatter_all(self._group, grads, [self._parts[name] for name in names])
         self._started.append((names, results, sum(grad.nbytes for grad in grads)))
-        while len(self._started) > AT_ONCE or sum(nbytes for _, _, nbytes in self._started) > AT_ONCE_BYTES:
+        while len(self._started) > MOST_SUMS or sum(nbytes for _, _, nbytes in self._started) > MOST_SUM_BYTES:
             self._finish()
 
     def _finish(self) -> None:
@@ -171,7 +167,10 @@ class GradientSums:
 
 
 class _Read(torch.autograd.Function):
-    """Whole tensors; a function gets their gradients when all are complete."""
+    """Returns whole tensors; the function `complete` gets their gradients when all are complete.
+
+    `source` requires a gradient: without it the results would need none.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The parameters that the loss of a rank reads, whose gradients are sent while the backward pass runs."""
+"""The parameters that the loss of a rank reads; their gradients are sent while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ftrain.types import PyTree
 class Passing(NamedTuple):
     """How the loss of a rank gets its parameters.
 
-    `in_backward` is whether their gradients are sent in the backward pass. `wholes` are the trained ones, gathered for
-    all microbatches; None if the loss gathers them, or none is divided. `copies` are as for `GradientSums`.
+    `in_backward` is whether their gradients are sent in the backward pass. `wholes` are the trained parameters,
+    gathered for all microbatches; None if the loss gathers them, or none is divided. `copies` are as for
+    `GradientSums`.
     """
 
     in_backward: bool = True
@@ -48,27 +49,28 @@ def passing(how: Passing) -> Iterator[None]:
 def loss_params(
     level: int, ranks: Group, params: PyTree, parts: list[Part | None], blocks: BlockGather | None, order: Iterable[str]
 ) -> PyTree:
-    """Return whole parameters for the loss of a rank: of trained and frozen ones, of which it has `parts` from level 1.
+    """Return whole parameters for the loss of a rank. From level 1 on, `params` are the rank's `parts` of them.
 
-    `ranks` are those over which gradients are summed: all at level 0, those that have a part each at the others.
-    `order` are the names in the order of their use, as far as they are known.
+    `params` are trained and frozen ones. `ranks` are those over which gradients are summed: all at level 0, from level
+    1 on those that have a part each. `order` are the names in the order of their use, as far as they are known.
     """
     how = _passing.get()
     if not how.in_backward:
         return params
     leaves, spec = tree.flatten(params)
-    is_named = isinstance(params, dict) and len(params) == len(leaves)
-    names = sorted(params) if is_named else tree.leaf_names(params)
+    # The leaves of a flat dict are in the order of its sorted keys, which are their names.
+    is_flat_dict = isinstance(params, dict) and len(params) == len(leaves)
+    names = sorted(params) if is_flat_dict else tree.leaf_names(params)
     by_name = dict(zip(names, leaves, strict=True))
-    used = dict.fromkeys([*(name for name in order if name in by_name), *names])
-    of_ranks = Parameters(ranks, by_name, dict(zip(names, parts, strict=True)), how.copies)
-    announce(of_ranks.sums)
+    in_order = dict.fromkeys([*(name for name in order if name in by_name), *names])
+    gathered = Parameters(ranks, by_name, dict(zip(names, parts, strict=True)), how.copies)
+    announce(gathered.sums)
     if level < 3:
         trained = [name for name in names if by_name[name].requires_grad]
         wholes = by_name if how.wholes is None else {**by_name, **dict(zip(trained, how.wholes, strict=True))}
-        new = of_ranks.sums.in_buckets({name: wholes[name] for name in used})
+        new = gathered.sums.in_buckets({name: wholes[name] for name in in_order})
     else:
-        in_blocks = blocks.leave_out(of_ranks) if blocks is not None else {}
-        others = [name for name in used if name not in in_blocks]
-        new = of_ranks.sums.in_buckets(of_ranks.take(others)) | in_blocks
+        in_blocks = blocks.begin(gathered) if blocks is not None else {}
+        outside = [name for name in in_order if name not in in_blocks]
+        new = gathered.sums.in_buckets(gathered.take(outside)) | in_blocks
     return tree.unflatten(spec, [new[name] for name in names])

@@ -26,14 +26,18 @@ class LossResults:
         self._started: Callable[[], Any] | None = None
 
     def started_by(self, grad: GradFn) -> GradFn:
-        """Return a gradient of one microbatch that starts the sums before its backward pass; others as they are."""
+        """Return `grad` so that it starts the sums between its forward and its backward pass.
+
+        A gradient of several microbatches, of a scaled loss or with a check for finite numbers is returned as it is.
+        """
         if self._ranks.size == 1 or not isinstance(grad, ValueAndGrad) or grad.scale or grad.reports_finite:
             return grad
         return grad.around_forward(self._starting)
 
     def _starting(self, forward: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
         def run(state: TrainState, *args: Any) -> ForwardResult:
-            result, rows = forward(state, *args), current()
+            result = forward(state, *args)
+            rows = current()
             # Some metrics are known only after the backward pass.
             if rows is not None and result.finish_metrics is dict:
                 self._started = self._start(_addends(result.loss.total, result.metrics, rows))
@@ -53,7 +57,8 @@ class LossResults:
             addends = _addends(local.loss.total, local.metrics, rows)
             addends["not_finite"] = None if local.finite is None else (~local.finite).to(torch.int32)
             started = self._start(addends)
-        # A backward pass that computes a part of the model again, by `torch.utils.checkpoint`, changes buffers, too.
+        # Not earlier: a backward pass that computes a part of the model again, by `torch.utils.checkpoint`, changes
+        # buffers, too.
         changes, spec = tree.flatten(tree.map(rows.share_of, _buffer_changes(buffers, local.buffers)))
         sums_of_changes = start_sum_all(self._ranks, changes)
         sums = started()
@@ -78,16 +83,15 @@ class LossResults:
 
 
 def _addends(total: Tensor, metrics: Metrics, rows: Rows) -> dict[str, Any]:
-    # A metric that a loss has made on the host could not be in one buffer with the others.
+    """Return the tree that is summed over ranks: the total of the loss, and of each metric this rank's share."""
+    # On one device, because they are sent in one buffer: a loss may make a metric on the host.
     metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}
-    return {
-        "total": total,
-        "metrics": {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in metrics.items()},
-    }
+    shares = {name: metric if isinstance(metric, Mean) else rows.share_of(metric) for name, metric in metrics.items()}
+    return {"total": total, "metrics": shares}
 
 
 def require_scalars(metrics: Metrics) -> None:
-    """Check that metrics have a mean over ranks. Raises a LossError for one with an axis, as of values per example."""
+    """Check that metrics are 0-d, so that they have a mean over ranks. Raises a LossError for a metric with an axis."""
     for name, metric in metrics.items():
         if isinstance(metric, Tensor) and metric.ndim:
             raise LossError(
@@ -97,29 +101,29 @@ def require_scalars(metrics: Metrics) -> None:
 
 
 def _buffer_changes(old: PyTree, new: PyTree) -> PyTree:
-    """Return what a step has changed in each floating-point buffer; the others have no mean.
+    """Return the change of each floating-point buffer in a step; 0 for buffers of integers or bools.
 
     Ranks take the mean of the changes, so that a buffer that nothing changes keeps its bits.
     """
 
     def change(new: Tensor, old: Tensor) -> Tensor:
-        return new - _counted_from(old) if new.is_floating_point() else new.new_zeros(())
+        return new - _finite(old) if new.is_floating_point() else new.new_zeros(())
 
     return tree.map(change, new, old)
 
 
 def _changed_buffers(old: PyTree, new: PyTree, changes: PyTree) -> PyTree:
-    """Return the buffers with the changes of all ranks, and as this rank has them where they have no mean."""
+    """Return the buffers with the changes of all ranks. Buffers of integers or bools are those of this rank."""
 
     def changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
-        return _counted_from(old) + change.to(old.dtype) if new.is_floating_point() else new
+        return _finite(old) + change.to(old.dtype) if new.is_floating_point() else new
 
     return tree.map(changed, new, old, changes)
 
 
-def _counted_from(old: Tensor) -> Tensor:
-    """Return a buffer with 0 in place of what is not finite.
+def _finite(old: Tensor) -> Tensor:
+    """Return a buffer with 0 in place of NaN and infinity, from which its change is counted.
 
-    Infinity minus infinity would be NaN: an attention mask holds infinities, and so does a smallest value at first.
+    Infinity minus infinity would be NaN. An attention mask holds infinities, and so does a running minimum at first.
     """
     return old.nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""How tensors are divided over the ranks of a group, and the flat buffers in which many of them are sent at once."""
+"""How tensors are divided over the ranks of a group, and collectives that send many of them in flat buffers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """How one tensor is divided: into blocks of equal length along one axis, of which the last ones may be shorter.
+    """How one tensor is divided: into blocks of equal length along one axis. The last blocks may be shorter or empty.
 
-    This is DTensor's ``Shard(axis)``; the blocks that are not empty are those of `torch.chunk`. `shape` is that of the
-    whole tensor, and `size` the number of ranks.
+    This is DTensor's ``Shard(axis)``; the blocks that are not empty are those of `torch.chunk`. `shape` is the shape of
+    the whole tensor, and `size` the number of ranks.
     """
 
     shape: tuple[int, ...]
@@ -35,24 +35,27 @@ class Part:
 
     @classmethod
     def of(cls, shape: Sequence[int], size: int) -> Part:
-        """Divide a tensor with at least one axis: the first, or the longest if the first is shorter than `size`."""
+        """Return how to divide a tensor with one or more axes.
+
+        It is divided along the first axis, or along the longest if the first is shorter than `size`.
+        """
         axis = 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
         return cls(tuple(shape), axis, size)
 
     @functools.cached_property
     def block(self) -> int:
         """Length of a full block."""
-        return -(-self.shape[self.axis] // self.size)
+        return (self.shape[self.axis] + self.size - 1) // self.size
 
     @functools.cached_property
-    def rest(self) -> tuple[int, ...]:
+    def other_lengths(self) -> tuple[int, ...]:
         """The lengths of the other axes."""
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
     @functools.cached_property
     def padded(self) -> int:
         """Number of elements of a full block, which each rank has in a buffer."""
-        return self.block * math.prod(self.rest)
+        return self.block * math.prod(self.other_lengths)
 
     def range(self, rank: int) -> tuple[int, int]:
         """Return start and length of the block of a rank."""
@@ -65,7 +68,7 @@ class Part:
         return (*self.shape[: self.axis], self.range(rank)[1], *self.shape[self.axis + 1 :])
 
     def take(self, whole: Tensor | StoredTensor, rank: int) -> Tensor:
-        """Return the block of a rank: a view of a tensor, or read from a file."""
+        """Return the block of a rank: a view of the tensor, or a tensor that is read from a file."""
         return whole.narrow(self.axis, *self.range(rank))
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -77,27 +80,29 @@ class Part:
         return self._padded(local, self.block).reshape(self.padded)
 
     def _padded(self, tensor: Tensor, length: int) -> Tensor:
-        first = tensor.movedim(self.axis, 0) if self.axis else tensor
-        missing = length - first.shape[0]
-        return torch.cat([first, first.new_zeros((missing, *self.rest))]) if missing else first
+        """Return a tensor with the divided axis in front, padded with zeros to this length."""
+        moved = tensor.movedim(self.axis, 0) if self.axis else tensor
+        missing = length - moved.shape[0]
+        return torch.cat([moved, moved.new_zeros((missing, *self.other_lengths))]) if missing else moved
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Return the whole tensor from the matrix of `rows`, which has memory of its own; contiguous."""
+        """Return the whole tensor, contiguous, from a matrix as `rows` returns; it may be a view of the matrix."""
         return self._cut(rows, self.size * self.block, self.shape[self.axis])
 
     def local(self, row: Tensor, rank: int) -> Tensor:
         """Return the block of a rank from its padded row."""
         return self._cut(row, self.block, self.range(rank)[1])
 
-    def _cut(self, padded: Tensor, length: int, own_length: int) -> Tensor:
-        first = padded.reshape(length, *self.rest)[:own_length]
-        return first.movedim(0, self.axis).contiguous() if self.axis else first
+    def _cut(self, padded: Tensor, padded_length: int, length: int) -> Tensor:
+        """Return a tensor without its padding, and with the divided axis in its place: the inverse of `_padded`."""
+        moved = padded.reshape(padded_length, *self.other_lengths)[:length]
+        return moved.movedim(0, self.axis).contiguous() if self.axis else moved
 
 
 def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are sent together: of one dtype, and of `limit` bytes or a little more.
+    """Yield the indices of tensors that are sent together: of one dtype, and of at least `limit` bytes if there are.
 
-    `sizes` are the numbers of elements in a buffer.
+    `sizes` are the numbers of elements that they have in a buffer.
     """
     waiting: dict[torch.dtype, list[int]] = {}
     nbytes: Counter[torch.dtype] = Counter()
@@ -121,10 +126,10 @@ def start_sum_all(group: Group, tensors: Sequence[Tensor]) -> Results:
 
 
 def start_sum_all_wide(group: Group, tensors: Sequence[Tensor]) -> Results:
-    """Start to sum a few numbers over the ranks, in the most precise dtype of the device; the sums have their dtypes.
+    """Start to sum a few numbers over the ranks, in the most precise dtype of the device; each sum keeps its dtype.
 
-    A rank whose numbers have another dtype than those of the others would send another number of bytes, for which gloo
-    ends the process of another rank.
+    If ranks had numbers of different dtypes, they would send different numbers of bytes, for which gloo ends the
+    process of another rank.
     """
     if group.size == 1:
         return partial(list, tensors)
@@ -158,7 +163,7 @@ def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[
 
 
 def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
-    """Start to gather the whole tensors of which each rank has a block; those without a part are already whole."""
+    """Start to gather whole tensors. Each rank has a block of each; those without a part are whole already."""
     if group.size == 1:
         return partial(list, locals_)
     started = [
@@ -176,7 +181,7 @@ def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Pa
 
 
 def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
-    """Start to sum whole tensors over the ranks; each gets its blocks of the sums, and all of those without a part."""
+    """Start to sum whole tensors over the ranks. Each rank gets its block of a sum, or all of it without a part."""
     if group.size == 1:
         return partial(list, wholes)
     undivided = [index for index, part in enumerate(parts) if part is None]

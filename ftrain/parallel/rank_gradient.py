@@ -38,9 +38,9 @@ class RankGradient:
         self.order: Mapping[str, None] = {}
 
     def of(self, grad: GradFn) -> GradFn:
-        """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
+        """Return the gradient function of all ranks: its gradients are whole at level 0, else this rank's parts."""
         draws, results, program = StockDraws(self._all), LossResults(self._all), SameProgram(self._all)
-        starting = results.started_by(grad)
+        local_grad = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = current_layout.get().params_parts
@@ -51,7 +51,7 @@ class RankGradient:
                 wholes = start_gather_all(self._shard, leaves, parts)()
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
             how = Passing(in_backward, wholes, self._copies(grad, rows) if in_backward else None)
-            compute = partial(starting, state, rows.batch, rng)
+            compute = partial(local_grad, state, rows.batch, rng)
             with program.required(state), passing(how), computing_on(rows), sharding.over(None):
                 local, drawing = draws.run(compute, state)
             stream_grads = local.stream_grads
@@ -92,10 +92,12 @@ class RankGradient:
     def _copies(self, grad: GradFn, rows: Rows) -> Group | None:
         """Return the ranks with the same parts, if their gradients are summed while the backward pass runs.
 
-        None if they are summed later: once for all microbatches, compressed, or as they are streamed.
+        None if there are none, or if their gradients are summed later: once for all microbatches, compressed, or as
+        they are streamed.
         """
-        is_one_sum = rows.microbatches == 1 and not isinstance(grad, StreamingGrad)
-        if self._level == 0 or self._replicate.size == 1 or self._reduction.is_active or not is_one_sum:
+        if self._level == 0 or self._replicate.size == 1:
+            return None
+        if rows.microbatches > 1 or self._reduction.is_active or isinstance(grad, StreamingGrad):
             return None
         return self._replicate
 
@@ -106,13 +108,13 @@ class RankGradient:
         plan: list[list[int]],
         take: Callable[[int, Tensor], None],
     ) -> None:
-        """Run a backward pass, and give `take` the gradients of all ranks; a few are sent together."""
+        """Run a backward pass, and give `take` the gradients of all ranks, which are sent in the buckets of `plan`."""
         parts = current_layout.get().params_parts
 
-        def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
-            combined = self._combined(grads, [parts[number] for number in numbers], in_backward)
-            for number, grad in zip(numbers, combined, strict=True):
-                take(number, grad)
+        def start(indices: Sequence[int], grads: list[Tensor]) -> None:
+            combined = self._combined(grads, [parts[index] for index in indices], in_backward)
+            for index, grad in zip(indices, combined, strict=True):
+                take(index, grad)
 
         order = BucketOrder(plan, start)
 
@@ -129,9 +131,10 @@ class RankGradient:
         return self._planned[1]
 
     def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
-        """Return the gradients of all ranks, or at level 1 and above this rank's parts of them.
+        """Return the gradients of all ranks: whole at level 0, else this rank's parts of them.
 
-        They are given whole, or as the backward pass has combined them.
+        `grads` are this rank's whole gradients; if `in_backward`, the backward pass has summed them over a group
+        already.
         """
         if self._level == 0:
             return grads if in_backward else start_sum_all(self._all, grads)()
@@ -141,7 +144,7 @@ class RankGradient:
 
 
 def _require_no_writes(buffers: PyTree, writes: list[int | None]) -> None:
-    """Raises a LossError for a buffer that a streamed backward pass has written, since its sum is made before that."""
+    """Raises a LossError if a streamed backward pass has written a buffer: ranks have averaged the buffers before."""
     counts = zip(tree.leaf_names(buffers), writes, versions(tree.leaves(buffers)), strict=True)
     if changed := [name for name, old, new in counts if old != new]:
         raise LossError(

@@ -1,4 +1,4 @@
-"""Check that the loss does the same on all ranks: what it runs, which parameters it uses, and what it returns."""
+"""Check that the loss does the same on all ranks: the blocks that it runs, the parameters that it uses, its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMEDY = (
 
 
 class SameProgram:
-    """Compares what the ranks run in the first step only, because it takes time."""
+    """Compares the blocks and parameters that ranks use, in the first step only, because it takes time."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
@@ -33,11 +33,12 @@ class SameProgram:
 
     @contextmanager
     def required(self, state: TrainState) -> Iterator[None]:
-        """Context of a gradient of this rank; in the first step it waits for the device at its end.
+        """Context in which this rank computes a gradient; in the first step it waits for the device at its end.
 
-        Each gradient of that step is checked: a rank that computes them again, for want of memory in the second one,
-        needs the same collectives. What is captured as a graph is the same on all ranks, and is checked without them.
-        Raises a LossError on every rank for parameters that no rank uses, unless that is allowed.
+        Each gradient of the first step is checked, not only the first: a rank that runs out of memory in a later one
+        computes all again, with the same collectives. A gradient that is captured as a graph is the same on all ranks,
+        and is checked without them. Raises a LossError on every rank for parameters that no rank uses, unless that is
+        allowed.
         """
         if self._ranks.size == 1:
             yield
@@ -50,14 +51,14 @@ class SameProgram:
         with recording_unused(tree.leaf_names(params), is_first) as unused:
             yield
         if is_captured:
-            _require_used(unused, params, [sorted(each) for each in unused.calls])
+            _require_used(unused, params, [sorted(indices) for indices in unused.calls])
         elif is_first:
             _require_used(unused, params, _unused_by_all(self._ranks, unused, leaf.device))
             self._first_step = number
 
 
 def _unused_by_all(ranks: Group, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
-    """Return for each backward pass the numbers of the parameters that no rank has used; waits for all ranks."""
+    """Return for each backward pass the indices of the parameters that no rank has used; waits for all ranks."""
     flags = torch.zeros(len(unused.calls), len(unused.names), dtype=torch.int32, device=device)
     for flag, indices in zip(flags, unused.calls, strict=True):
         flag[sorted(indices)] = 1
@@ -66,13 +67,15 @@ def _unused_by_all(ranks: Group, unused: UnusedOnRank, device: torch.device) -> 
 
 
 def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) -> None:
-    indices = next(filter(None, calls), None)
-    if indices and not unused.is_allowed:
-        refuse_unused(unused.loss, params, indices)
+    if unused.is_allowed:
+        return
+    for indices in calls:
+        if indices:
+            refuse_unused(unused.loss, params, indices)
 
 
 def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:
-    """Check that ranks run the same block next, if they compare what they run; waits for the device then.
+    """Check, in the first step, that ranks run the same block next: the block `number`. It waits for all ranks.
 
     After the last block, `number` is the number of blocks. Raises a LossError on every rank if they differ.
     """
@@ -90,10 +93,10 @@ def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device:
 
 
 class SameResults:
-    """Checks what a loss returns in the steps of this rank.
+    """Checks that a loss returns the same names and forms on all ranks.
 
-    In the first step the ranks compare it. In later steps each compares it with what it has returned before, which
-    needs no other rank: these wait for each other only if it has changed.
+    In the first step the ranks compare them. In later steps each rank compares them with its last ones, without the
+    other ranks; ranks wait for each other only if something has changed.
     """
 
     def __init__(self, ranks: Group, watch: Watch) -> None:
@@ -103,8 +106,9 @@ class SameResults:
     def require(self, loss: Mean, metrics: Metrics) -> None:
         """Check that names and forms, and in the first step dtypes, are the same on all ranks.
 
-        A metric that one of them lacks would be added to another, or the program of a rank would end. Raises a
-        LossError: in the first step on every rank; later on each whose results have changed, unless those of all have.
+        If one rank lacked a metric, its other metrics would be added to the wrong ones, or the program of a rank would
+        end. Raises a LossError: in the first step on every rank; later on each rank whose results have changed, unless
+        those of all ranks have.
         """
         if _torch.is_capturing() or _torch.is_fake(loss.total):
             return
@@ -127,13 +131,13 @@ class SameResults:
 
     def _require_same_change(self, forms: dict[str, str], change: str) -> None:
         """Check that the results of all ranks have changed to these; waits for them, or until one has gone on."""
-        self._watch.tell_place(f"where its loss returns {change}", at_once=True)
+        self._watch.note_place(f"where its loss returns {change}", at_once=True)
         why = why_not_together(
             f"the results {sorted(forms.items())}", unlike="another rank returns yet others, which its own error names"
         )
         if why:
             raise LossError(f"sharded: the loss returns {change}, and not on every rank: {why}; {REMEDY}")
-        self._watch.tell_place("")
+        self._watch.note_place("")
 
 
 def _form(result: object) -> str:
@@ -151,11 +155,11 @@ def _form_and_dtype(result: object) -> str:
 
 
 def _change(old: dict[str, str], new: dict[str, str]) -> str:
-    """Return the first difference between the results of two steps, which differ, by their forms."""
+    """Return a text of the first difference between the forms of the results of two steps, which differ."""
     name = next(name for name in {**new, **old} if new.get(name) != old.get(name))
-    what = f"the metric {name}" if name else "the loss"
+    result = f"the metric {name}" if name else "the loss"
     if name not in old:
-        return f"{what}, which it did not in the last step"
+        return f"{result}, which it did not in the last step"
     if name not in new:
-        return f"no longer {what} of the last step"
-    return f"{what} as {new[name]}, which was {old[name]} in the last step"
+        return f"no longer {result} of the last step"
+    return f"{result} as {new[name]}, which was {old[name]} in the last step"

@@ -34,15 +34,15 @@ class SameInputs:
         self._is_checked = ranks.size == 1
 
     def require(self, step: Any, state: TrainState, batch: PyTree) -> None:
-        """Check the first step and its inputs, for which it waits for the device; later steps are not checked.
+        """Check the first step and its inputs, for which it waits for the device. Later steps are not checked.
 
-        Steps are compared as they print, with options that are numbers or strings, and the version of torch; of states
-        the names, shapes and the number of the step; of batches every value. With ``batches="rows"`` only their length
-        is, in every step, and a warning says which ranks have the same rows.
+        Steps are compared as they print, with options that are numbers or strings, and the version of torch. States
+        are compared by names, shapes and the number of the step, and batches by every value. With ``batches="rows"``
+        only the length of the batch is compared, in every step, and a warning says which ranks have the same rows.
 
         Raises:
             StructureError: on every rank, when steps or the structures of states differ.
-            BatchError: on every rank, when the batches differ; for another length than in the first step, on this rank.
+            BatchError: on every rank, when the batches differ; on this rank, for another length than in the first step.
         """
         if not self._whole_batches:
             self._require_length(tree.batch_length(batch))
@@ -58,8 +58,8 @@ class SameInputs:
         text = f"digest {digest(batch)}" if self._whole_batches else f"{self._length} examples"
         difference = first_difference(self._ranks, [f"a batch of {text}"], device)
         if difference is not None:
-            what = f"{DIFFERENT_BATCHES}, or pass sharded(batches='rows')" if self._whole_batches else UNEVEN
-            raise BatchError(f"sharded: {what}: {difference}")
+            problem = f"{DIFFERENT_BATCHES}, or pass sharded(batches='rows')" if self._whole_batches else UNEVEN
+            raise BatchError(f"sharded: {problem}: {difference}")
         if self._length:
             _warn_of_same_rows(self._ranks, digest(batch), device)
         self._is_checked = True
@@ -91,16 +91,18 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
 
 
 def digest(batch: PyTree) -> int:
-    """Return a number that differs for batches of other structure or values; waits for the values."""
-    return _digest(repr(tree.signature(batch)).encode() + b"".join(map(_bytes, tree.leaves(batch))))
+    """Return a hash of the structure and the values of a batch; waits for the values."""
+    structure = repr(tree.signature(batch)).encode()
+    return _digest(structure + b"".join(_bytes(leaf) for leaf in tree.leaves(batch)))
 
 
 def _digest(content: bytes) -> int:
+    """Return a hash of 7 bytes: an int64 holds it and its negative."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 
 def _description(step: Any) -> list[str]:
-    """Return what must be equal on all ranks: a step as it prints, and options; not addresses and directories."""
+    """Return the texts that must be equal on all ranks: a step as it prints, and options; no addresses, directories."""
     text = without_places(repr(step), step.wrappers)
     return [*text.splitlines(), *option_texts(step, step.wrappers), f"torch {torch.__version__}"]
 
@@ -114,7 +116,10 @@ def without_places(text: str, wrappers: Iterable[Any]) -> str:
 
 
 def option_texts(step: Any, wrappers: Iterable[Any]) -> list[str]:
-    """Return the options of the optimizer and of wrappers, also those that do not print; not directories."""
+    """Return a text for each option of the optimizer and of wrappers, also of those that do not print.
+
+    Directories, and options that are not numbers or strings, are left out.
+    """
     options = {step.optimizer.name or "the optimizer": step.optimizer.options}
     options.update((wrapper.name, wrapper.options or {}) for wrapper in wrappers)
     return [
@@ -129,12 +134,12 @@ def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
     """Warn on rank 0 if ranks that should read different rows have read the same; waits for the device."""
     numbers = torch.zeros(ranks.size, dtype=torch.int64, device=device)
     numbers[ranks.rank] = number
-    read = ranks.sum(numbers).tolist()
-    rank = next((rank for rank, each in enumerate(read) if each in read[:rank]), None)
+    digests = ranks.sum(numbers).tolist()
+    rank = next((rank for rank, other in enumerate(digests) if other in digests[:rank]), None)
     if rank is not None and ranks.rank == 0:
         warn(
-            f"sharded: ranks {read.index(read[rank])} and {rank} have read the same first batch; with batches='rows' "
-            "each must read its own part, or examples count several times: "
+            f"sharded: ranks {digests.index(digests[rank])} and {rank} have read the same first batch; with "
+            "batches='rows' each must read its own part, or examples count several times: "
             "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
         )
 
@@ -149,7 +154,7 @@ def _structure(state: TrainState) -> list[str]:
 
 
 def first_difference(ranks: Group, lines: list[str], device: torch.device) -> str | None:
-    """Return the first line in which the first rank that differs from rank 0 does so; None when all have the same.
+    """Return a text of the first line that differs between rank 0 and another rank; None if all lines are equal.
 
     It waits for all ranks.
     """
@@ -159,9 +164,10 @@ def first_difference(ranks: Group, lines: list[str], device: torch.device) -> st
         return None
     lines_of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(lines_of_ranks, lines)
-    rank, other = next((rank, other) for rank, other in enumerate(lines_of_ranks) if other != lines_of_ranks[0])
-    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue="nothing")
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    expected = lines_of_ranks[0]
+    rank = next(rank for rank in range(ranks.size) if lines_of_ranks[rank] != expected)
+    pairs = itertools.zip_longest(expected, lines_of_ranks[rank], fillvalue="nothing")
+    first, second = next((first, second) for first, second in pairs if first != second)
     return f"rank 0 has {first}, and rank {rank} has {second}"
 
 

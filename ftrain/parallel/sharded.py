@@ -121,19 +121,19 @@ def sharded(
     if gather not in ("own", "amp") or (gather == "amp" and level < 3):
         raise OptionError(f"sharded: gather is {gather!r} at level {level}; needs 'own', or at level 3 'amp'")
     reduction = Reduction(reduce, mesh, level)
-    more = (", rows" if batches == "rows" else "") + (", gather=amp" if gather == "amp" else "")
-    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{more})"
-    of_rank = _RankStep(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
+    options = (", rows" if batches == "rows" else "") + (", gather=amp" if gather == "amp" else "")
+    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{options})"
+    rank_step = _RankStep(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
     return Wrapper(
         NAME,
         text,
-        loss=OnLoss(of_rank.on_loss, order=1),
-        grad=OnGrad(of_rank.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True),
-        update=OnUpdate(optimizer=of_rank.on_optimizer),
-        validate=of_rank.validate,
-        step=OnStep(distribute=of_rank.distribute, on_ranks=of_rank.on_ranks, ranks=mesh.size()),
+        loss=OnLoss(rank_step.on_loss, order=1),
+        grad=OnGrad(rank_step.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True),
+        update=OnUpdate(optimizer=rank_step.on_optimizer),
+        validate=rank_step.validate,
+        step=OnStep(distribute=rank_step.distribute, on_ranks=rank_step.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
-        sends=of_rank.sends,
+        sends=rank_step.sends,
     )
 
 
@@ -154,7 +154,10 @@ class _RankStep:
         self._watch = watch()
 
     def validate(self, step: Any) -> None:
-        """Refuse what cannot compute on parts of leaves, or draws random numbers by the place on a rank."""
+        """Refuse a step that cannot compute on parts of leaves, or would draw numbers by the place on a rank.
+
+        Raises a ComposeError.
+        """
         optimizer = step.optimizer
         if self._level and not optimizer.by_element and optimizer.split is None:
             raise ComposeError(
@@ -162,7 +165,7 @@ class _RankStep:
                 "(Optimizer.by_element) nor how it updates a leaf without the others (Optimizer.split); say one of "
                 "them, or use level=0"
             )
-        self._reduction.require_once(step.wrappers)
+        self._reduction.require_one_gradient(step.wrappers)
         for other in step.wrappers:
             options = other.options or {}
             if options.get("lowering") == "split" or options.get("dynamic"):
@@ -177,7 +180,7 @@ class _RankStep:
                 )
 
     def sends(self, step: Any) -> dict[str, str]:
-        """Return what the ranks of a step send, with the kind of collective, by the part of the step that needs it."""
+        """Return a text for each part of a step that says what the ranks send for it, with the kind of collective."""
         if self._all.size == 1:
             return {}
         loss, grad, update = ["all-reduce of the loss"], [self._reduction.sends], ""
@@ -191,10 +194,11 @@ class _RankStep:
         return {"loss": "; ".join(loss), "grad": "; ".join(grad), "update": update}
 
     def _needs_wholes(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer gets leaves whole that are divided over ranks."""
+        """Return whether an optimizer needs whole leaves, and they are divided over ranks."""
         return self._level > 0 and not optimizer.by_element and optimizer.split is not None
 
     def on_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer of this rank's parts of leaves."""
         if not self._needs_wholes(optimizer):
             return optimizer
         if optimizer.offloaded is not None:
@@ -207,14 +211,14 @@ class _RankStep:
         require_ranks(self._mesh, leaves)
         leaves = [self._on_device(leaf) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         if self._all.size > 1:
-            # Tensors in a file are the same on all ranks.
-            plain = [each for leaf in leaves if tree.is_tensor(leaf) for each in plain_tensors(leaf)]
+            # Leaves in a file are not sent: they are the same on all ranks.
+            plain = [tensor for leaf in leaves if tree.is_tensor(leaf) for tensor in plain_tensors(leaf)]
             with self._watch:
-                self._watch.tell_place("in step.init")
+                self._watch.note_place("in step.init")
                 if plain and not _torch.is_fake(plain[0]):
                     parts = {"params": params, "frozen": frozen, "buffers": buffers}
                     require_same_tensors(self._all, parts, plain[0].device)
-                # Copies: parts of one flat buffer would keep all of it.
+                # Copies, because a view of a flat buffer would keep all of it in memory.
                 copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
             leaves = [of_plain_tensors(leaf, copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         params, frozen, buffers = tree.unflatten(spec, leaves)
@@ -225,7 +229,7 @@ class _RankStep:
         return params, frozen, buffers
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device of the mesh, because ranks can send nothing from another device."""
+        """Return a tensor on the device of the mesh: ranks can send nothing from another device."""
         device = self._mesh.device_type
         return tensor if tensor.device.type in (device, "meta") or _torch.is_fake(tensor) else tensor.to(device)
 
@@ -260,7 +264,7 @@ class _RankStep:
         return local, rows, around
 
     def on_loss(self, loss: Loss) -> Loss:
-        """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
+        """Return a loss of this rank's rows, with the weight of all ranks, so that gradients need only be summed."""
         gathers = self._level == 3 and self._shard.size > 1
         blocks = None
         if gathers and loss.module is not None:
@@ -285,12 +289,12 @@ class _RankStep:
                 blocks.finish()
             require_scalars(metrics)
             if self._all.size == 1:
-                return mean, metrics, buffers  # As without a mesh: no other weights, no more kernels to launch.
+                return mean, metrics, buffers  # As without a mesh, so that one rank launches no more kernels.
             same_results.require(mean, metrics)
             if mean.weight.requires_grad:
                 refuse_weight(loss.name)
             weight, mean = rows.total_weight(mean), zero_if_empty(rows.weighted(mean))
-            metrics = {name: rows.weighted_metric(each) for name, each in metrics.items()}
+            metrics = {name: rows.weighted_metric(metric) for name, metric in metrics.items()}
             weight = start_sum_all_wide(self._all, [mean.weight])()[0] if weight is None else weight
             return replace(mean, weight=weight), metrics, buffers
 
@@ -307,7 +311,7 @@ class _RankStep:
         return dataclasses.replace(new, ranks=ranks)
 
     def _evaluating(self, state: TrainState) -> tuple[TrainState, AbstractContextManager[None]]:
-        """Return the local part of a state, and the context in which the loss takes it and gathers its blocks."""
+        """Return the local part of a state, and the context in which the loss is evaluated on it, block by block."""
         local, layout = self._evaluated_states.take(state)
         return local, _evaluating_on(layout)
 
@@ -319,7 +323,7 @@ def _leaves_ranks_connected(error: Exception) -> bool:
 
 @contextmanager
 def _completed(blocks: BlockGather | None) -> Iterator[None]:
-    """Context of a forward pass, in which this rank gathers all blocks, even if it fails: the others wait for it."""
+    """Context of a forward pass. If it fails, this rank still gathers the other blocks, for which all ranks wait."""
     try:
         yield
     except Exception as error:

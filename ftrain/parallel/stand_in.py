@@ -1,7 +1,7 @@
-"""A rank that runs out of memory takes part in the remaining collectives, so that no rank waits for it.
+"""Let a rank that runs out of memory take part in the remaining collectives, so that no rank waits for it.
 
-All ranks start the same collectives in the same order, so it sends what the others wait for. The values are not
-valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
+All ranks start the same collectives in the same order, so this rank sends tensors of the shapes that the others wait
+for. Their values are not valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
 
 In an eager step the rank computes the gradient again, on one example of each microbatch, without the collectives that
 it had started before. The graph of a compiled step says which collectives remain: the rank starts them without
@@ -35,13 +35,13 @@ Run: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
 class GradientStandIn:
-    """Counts the collectives of a gradient: a context, in which this rank can take part in the remaining ones."""
+    """Counts the collectives of a gradient, so that this rank can take part in the remaining ones. A context."""
 
     def __init__(self) -> None:
         self._started = self._to_leave_out = 0
         self._is_counting = False
         self.is_active = False
-        """Whether this rank takes part in a gradient for which it has no memory."""
+        """Whether this rank computes a gradient again, for which it has had no memory."""
         self._world: Any = None
 
     def __enter__(self) -> None:
@@ -53,7 +53,7 @@ class GradientStandIn:
         self._is_counting = False
 
     def begin(self) -> None:
-        """Count the collectives from here on: those of a gradient."""
+        """Count the collectives from now on: those of a gradient."""
         self._started, self._is_counting = 0, True
 
     @contextmanager
@@ -66,7 +66,7 @@ class GradientStandIn:
             self._to_leave_out, self.is_active = 0, False
 
     def leaves_out(self) -> bool:
-        """Return whether the next collective is one that was started before."""
+        """Return whether the next collective was started before the gradient failed, and is left out now."""
         if not self._is_counting or not self._to_leave_out:
             return False
         self._to_leave_out -= 1
@@ -78,7 +78,7 @@ class GradientStandIn:
 
 
 def without_examples(rows: Rows) -> Rows:
-    """Return the rows of a rank that has none: one for each microbatch, which does not count."""
+    """Return rows with no examples: they keep one example of each microbatch, with a weight of 0."""
     with with_example_lists(rows.lists):
         return replace(rows, batch=take_examples(rows.batch, slice(rows.microbatches)), length=0)
 
@@ -88,7 +88,7 @@ class OutOfMemoryOnRankError(DeviceError):
 
 
 def run_graph(agreement: Agreement, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what a graph, compiled from `captured`, returns on all ranks; their hosts wait for each other.
+    """Run a graph, compiled from `captured`, on all ranks, and return its outputs. The hosts wait for each other.
 
     If it fails, some of its inputs may have been overwritten.
 
@@ -98,22 +98,23 @@ def run_graph(agreement: Agreement, run: Run, captured: fx.GraphModule, inputs: 
             collectives there are, as some options of Inductor allow.
     """
     collectives, started = collectives_of(captured), _Started()
-    outputs, why = None, None
+    outputs = None
+    memory_error = None
     try:
         with started:
             outputs = run(*inputs)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        why = error
+        memory_error = error
     else:
         _require_all(started.count, len(collectives))
-    if why is not None:
-        release(why, inputs[0].device)
+    if memory_error is not None:
+        release(memory_error, inputs[0].device)
         for node in collectives[started.count :]:
-            _join(node)
+            _run_with_zeros(node)
     if agreement.largest(int(outputs is None)) or outputs is None:
-        raise OutOfMemoryOnRankError("fit: memory ran out on a rank") from why
+        raise OutOfMemoryOnRankError("fit: memory ran out on a rank") from memory_error
     return outputs
 
 
@@ -121,7 +122,7 @@ _graph_runner: ContextVar[Callable[..., Sequence[Tensor]] | None] = ContextVar("
 
 
 graph_runner = _graph_runner.get
-"""``() -> function | None``: what runs compiled graphs, `run_graph` of an agreement; None if they are simply called."""
+"""``() -> function | None``: the function that runs compiled graphs, `run_graph`; None if they are simply called."""
 
 
 def running_graphs(agreement: Agreement) -> AbstractContextManager[None]:
@@ -152,7 +153,9 @@ def _require_all(started: int, captured: int) -> None:
         )
 
 
-def _join(node: fx.Node) -> None:
+def _run_with_zeros(node: fx.Node) -> None:
+    """Run a collective of a captured graph with zeros, and wait for it. Raises a DeviceError without memory for it."""
+
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
             return leaf

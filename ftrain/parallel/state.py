@@ -14,7 +14,7 @@ from ftrain import tree
 from ftrain._torch import dtensor, is_wrapper_subclass
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
-from ftrain.parallel.compression.memory_slot import carried
+from ftrain.parallel.compression.memory_slot import with_memory_like
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, start_gather_all
 from ftrain.step.across_ranks import require_to_gather
@@ -23,9 +23,10 @@ from ftrain.types import PyTree, TrainState, replace
 
 
 class Layout(NamedTuple):
-    """How the leaves of a state are divided: None for one that every rank has, and if nothing is divided over ranks.
+    """How the leaves of a state are divided; the part of a leaf that every rank has is None.
 
-    `parts` are those of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`.
+    `parts` are of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`. `shards` is None
+    if nothing is divided.
     """
 
     params_parts: list[Part | None]
@@ -38,10 +39,10 @@ current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 
 
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
-    """Return a tree of DTensors over a mesh, of which this rank keeps only copies of its blocks.
+    """Return a tree of DTensors over a mesh; this rank keeps only copies of its blocks.
 
-    The tree is of whole tensors, or tensors in files. Those without an axis stay whole, on every rank, and so do those
-    that are made of others, such as quantised weights. `rank` is the place of this rank on the axis ``shard``.
+    `params` are whole tensors, or tensors in files. Tensors without an axis stay whole, on every rank, and so do
+    wrapper subclasses, such as quantised weights. `rank` is the rank on the axis ``shard``.
     """
     size = mesh.size(1)
 
@@ -53,7 +54,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 
 
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
-    """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
+    """Return the DTensor of a whole tensor; this rank keeps only a copy of its block."""
     return dtensor.from_local(_copied(part.take(whole, rank)), mesh, (None, part.axis), whole.shape)
 
 
@@ -84,26 +85,26 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
         StructureError: when the states differ in the name, shape or dtype of a leaf.
     """
     if isinstance(like, TrainState) and isinstance(state, TrainState):
-        state = carried(state, like)
+        state = with_memory_like(state, like)
     tree.require_same("divided", "the state", state, like)
 
-    def leaf_like(leaf: Any, other: Any) -> Any:
+    def leaf_like(leaf: Any, like: Any) -> Any:
         if dtensor.is_dtensor(leaf):
             return leaf
-        if not dtensor.is_dtensor(other):
-            return leaf.to(other.device) if tree.is_tensor(leaf) else leaf
-        local, mesh = leaf.to(other.device), other.device_mesh
-        for index, axis in enumerate(dtensor.axes_of(other)):
+        if not dtensor.is_dtensor(like):
+            return leaf.to(like.device) if tree.is_tensor(leaf) else leaf
+        local, mesh = leaf.to(like.device), like.device_mesh
+        for mesh_axis, axis in enumerate(dtensor.axes_of(like)):
             if axis is not None:
-                part = Part(tuple(local.shape), axis, mesh.size(index))
-                local = part.take(local, mesh.get_local_rank(index))
-        return dtensor.with_local_part(other, _copied(local))
+                part = Part(tuple(local.shape), axis, mesh.size(mesh_axis))
+                local = part.take(local, mesh.get_local_rank(mesh_axis))
+        return dtensor.with_local_part(like, _copied(local))
 
     return tree.map(leaf_like, state, like)
 
 
 class LocalStates:
-    """Takes states of DTensors apart, and puts them together again.
+    """Makes the local parts of states of DTensors, and DTensors of local parts.
 
     The layout is computed once for consecutive states of one structure.
     """
@@ -134,7 +135,7 @@ class LocalStates:
     def _whole_frozen(self, frozen: PyTree, local: PyTree) -> PyTree:
         """Return whole frozen parameters, for a loss that gathers only trained ones.
 
-        They are divided where they are the trained ones of another state, as in a GAN.
+        They are divided if they are the trained parameters of another state, as in a GAN.
         """
         local_leaves, spec = tree.flatten(local)
         gathered = start_gather_all(self._ranks, local_leaves, [_part(leaf) for leaf in tree.leaves(frozen)])
@@ -142,15 +143,15 @@ class LocalStates:
 
     def _layout_of(self, state: TrainState) -> Layout:
         params = tree.leaves(state.params)
-        together = params if state.frozen is None else tree.leaves(tree.overlay(state.params, state.frozen))
+        all_params = params if state.frozen is None else tree.leaves(tree.overlay(state.params, state.frozen))
         shards = None
         if self._level and self._ranks.size > 1:
             shapes = {name: tuple(leaf.shape) for name, leaf in zip(tree.leaf_names(state.params), params, strict=True)}
             shards = Shards(self._ranks.sum, self._ranks.rank == 0, shapes)
-        return Layout([_part(leaf) for leaf in params], [_part(leaf) for leaf in together], shards)
+        return Layout([_part(leaf) for leaf in params], [_part(leaf) for leaf in all_params], shards)
 
     def put_back(self, local: TrainState, state: TrainState) -> TrainState:
-        """Return a state of local parts as DTensors like the same leaves of another state."""
+        """Return a state whose leaves are DTensors with the local parts of `local`, placed as those of `state`."""
         local = replace(local, step=state.step, rng=state.rng)
         if not self._is_divided:
             return local
@@ -169,7 +170,7 @@ class LocalStates:
                 "Bring it there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
             )
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(state.params))
-        # Numbers are not divided.
+        # 0-d leaves are not divided.
         can_be_divided = any(leaf.ndim for leaf in tree.leaves(state.params))
         if is_divided != (self._level > 0 and can_be_divided):
             needs = "whole tensors, as level 0" if self._level == 0 else f"DTensors, as level {self._level}"

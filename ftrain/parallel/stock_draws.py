@@ -27,8 +27,8 @@ class StockDraws:
     """Runs functions so that torch's random operations draw from the key of the step, if they draw at all.
 
     Drawing from a key takes a few microseconds of Python per operation, so all ranks find out in the first run whether
-    there is a draw. If there was none, later runs only check whether torch's generator has advanced. One rank alone
-    then runs again; one of several cannot, because they would wait for each other.
+    the function draws. If it did not, later runs only check whether torch's generator has advanced. If it has, a single
+    rank runs the function again; one of several ranks cannot, because the others would not run their collectives again.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -36,7 +36,7 @@ class StockDraws:
         self._is_drawing: bool | None = None
 
     def run(self, function: Callable[[], T], state: TrainState) -> tuple[T, AbstractContextManager[Any]]:
-        """Return what a function returns, called once, or once more after an unexpected draw.
+        """Return the result of a function, which is called once, or once more after an unexpected draw.
 
         Also return the context for a backward pass that is run later, and may run parts of the function again.
         """
@@ -44,9 +44,9 @@ class StockDraws:
         if torch_ops.current() is not None or _torch.is_fake(tree.leaves(state.params)[0]):
             return function(), nullcontext()
         if self._is_drawing is False:
-            generator = _generator_state(device)
+            old_state = _generator_state(device)
             result = function()
-            if torch.equal(generator, _generator_state(device)):
+            if torch.equal(old_state, _generator_state(device)):
                 return result, nullcontext()
             self._is_drawing = True
             if self._ranks.size > 1:

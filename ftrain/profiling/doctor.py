@@ -17,7 +17,7 @@ from ftrain import backends
 from ftrain._version import __version__
 from ftrain.backends import Backend
 from ftrain.backends.format_bytes import format_bytes
-from ftrain.backends.registry import CHOICE
+from ftrain.backends.registry import DEFAULT_VARIABLE
 from ftrain.profiling import rates
 from ftrain.tree import dtype_name
 
@@ -57,8 +57,8 @@ def _versions() -> Iterator[str]:
             versions.append(f"{package} {version}")
     yield f"ftrain {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(versions)
-    if os.environ.get(CHOICE):
-        yield f"{CHOICE}={os.environ[CHOICE]}"
+    if os.environ.get(DEFAULT_VARIABLE):
+        yield f"{DEFAULT_VARIABLE}={os.environ[DEFAULT_VARIABLE]}"
 
 
 def _status(record: Backend) -> str:

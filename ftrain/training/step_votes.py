@@ -67,7 +67,7 @@ class StepVotes:
         The `place` says where this rank is to those that wait for it. Raises a DataError if the data has ended, and
         another rank has more of it.
         """
-        self.agreement.tell_place(place)
+        self.agreement.note_place(place)
         # Before the vote: it would be one more that the others do not take part in, and this rank would wait for them.
         if place == END_OF_DATA and not self.agreement.is_alone and (why := why_not_together("fit")):
             raise DataError(

@@ -17,7 +17,7 @@ from tests.backends.training_on_toy import differ
 
 CHECKS = {}
 WIDTH, BLOCKS = 64, 3
-ALL = ft.remat(), ft.offload("activations")
+REMAT_AND_OFFLOAD = ft.remat(), ft.offload("activations")
 
 
 def check(function):
@@ -50,8 +50,8 @@ def train(device, *wrappers, rows=32):
     return state, history["loss"]
 
 
-def most(module, *wrappers, rows=32):
-    """Bytes on the device at most in a step, beyond those before; the least of three, for threads may free late."""
+def peak_bytes(module, *wrappers, rows=32):
+    """Return by how many bytes a step exceeds the memory before it: the least of three, as threads may free late."""
     step = ft.donated()(make(*wrappers))
     batch = batches(rows=rows)[0].to("toy")
     state, _ = step(step.init(device="toy"), batch)
@@ -66,76 +66,84 @@ def most(module, *wrappers, rows=32):
 
 @check
 def activations_change_no_bit(name, module):
-    plain = train("toy")
-    for more in (
+    plain, plain_losses = train("toy")
+    for wrappers in (
         (),
         (ft.remat(),),
         (ft.with_amp("bf16"),),
         (ft.accumulate(2), ft.clip(1.0)),
         (ft.update_in_backward(),),
     ):
-        expected = train("toy", *(each for each in more if each.name != "update_in_backward")) if more else plain
-        actual = train("toy", *more, ft.offload("activations", min_bytes=0))
-        assert (actual[1], differ(actual[0], expected[0])) == (expected[1], []), more
-    return plain[1] == train("cpu")[1]
+        # `update_in_backward` changes no bit either.
+        changing = [wrapper for wrapper in wrappers if wrapper.name != "update_in_backward"]
+        expected, expected_losses = train("toy", *changing) if changing else (plain, plain_losses)
+        state, losses = train("toy", *wrappers, ft.offload("activations", min_bytes=0))
+        assert losses == expected_losses, wrappers
+        assert not differ(state, expected), wrappers
+    return plain_losses == train("cpu")[1]
 
 
 @check
 def activations_leave_the_device(name, module):
     offload = ft.offload("activations")
-    plain, some, remat, both = (most(module, *each, rows=1024) for each in ((), (offload,), (ft.remat(),), ALL))
-    block = 1024 * WIDTH * 4
-    # A block keeps four times its input inside, and a mask and what dropout has made; without remat nothing is left.
-    return plain - some > 4 * (BLOCKS - 1) * block and both < remat
+    stacks = (), (offload,), (ft.remat(),), REMAT_AND_OFFLOAD
+    plain, offloaded, remat, both = (peak_bytes(module, *wrappers, rows=1024) for wrappers in stacks)
+    input_bytes = 1024 * WIDTH * 4
+    # A block saves its hidden layer, which has four times the bytes of its input, and the mask and result of dropout.
+    return plain - offloaded > 4 * (BLOCKS - 1) * input_bytes and both < remat
 
 
 @check
-def the_state_lives_on_the_host_and_changes_no_bit(name, module):
-    plain, losses = train("toy")
-    for more in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
-        expected = train("toy", *more) if more and more[0].name != "update_in_backward" else (plain, losses)
-        state, actual = train("toy", *more, ft.offload("opt_state", min_bytes=0))
-        assert (actual, differ(state, expected[0])) == (expected[1], []), more
-        where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
-        assert where == {"cpu"}, where
+def the_state_stays_on_the_host_and_changes_no_bit(name, module):
+    plain = train("toy")
+    for wrappers in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
+        # `update_in_backward` changes no bit either.
+        changing = [wrapper for wrapper in wrappers if wrapper.name != "update_in_backward"]
+        expected, expected_losses = train("toy", *changing) if changing else plain
+        state, losses = train("toy", *wrappers, ft.offload("opt_state", min_bytes=0))
+        assert losses == expected_losses, wrappers
+        assert not differ(state, expected), wrappers
+        devices = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
+        assert devices == {"cpu"}, devices
         assert {leaf.device.type for leaf in ft.tree.leaves(state.params)} == {"toy"}
     return True
 
 
 @check
 def the_state_takes_no_memory_of_the_device(name, module):
-    held = []
+    state_bytes = []
     for wrappers in ((), (ft.offload("opt_state"),)):
-        # What earlier checks have left is not freed meanwhile.
+        # So that tensors of earlier checks are not freed meanwhile.
         gc.collect()
         before = module.current
         state = make(*wrappers).init(device="toy")
-        held.append(module.current - before)
-        weights = sum(leaf.nbytes for leaf in ft.tree.leaves(state.params))
+        state_bytes.append(module.current - before)
+        param_bytes = sum(leaf.nbytes for leaf in ft.tree.leaves(state.params))
         del state
-    return held[0] > 2.9 * weights and held[1] < 1.1 * weights
+    # AdamW has two moments for each parameter.
+    return state_bytes[0] > 2.9 * param_bytes and state_bytes[1] < 1.1 * param_bytes
 
 
 @check
-def the_state_lives_in_files(name, module):
+def the_state_stays_in_files(name, module):
     with tempfile.TemporaryDirectory() as directory:
-        plain, losses = train("toy")
-        state, actual = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
+        expected, expected_losses = train("toy")
+        state, losses = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
         assert all(is_in_file(leaf) for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim)
-    return actual == losses and not differ(state, plain)
+    return losses == expected_losses and not differ(state, expected)
 
 
 @check
 def a_state_that_is_not_donated_stays(name, module):
     step = make(ft.offload("opt_state", min_bytes=0))
     state = step.init(device="toy")
-    kept, batch = ft.tree.clone(state), batches()[0].to("toy")
+    copy, batch = ft.tree.clone(state), batches()[0].to("toy")
     new, _ = step(state, batch)
-    return not differ(state, kept) and not differ(step(state, batch)[0], new) and bool(differ(new, kept))
+    return not differ(state, copy) and not differ(step(state, batch)[0], new) and bool(differ(new, copy))
 
 
 @check
-def it_is_saved_and_resumed(name, module):
+def an_offloaded_state_is_saved_and_resumed(name, module):
     with tempfile.TemporaryDirectory() as directory:
         for steps in (2, 3):
             step = make(ft.offload("opt_state", min_bytes=0))
@@ -144,33 +152,34 @@ def it_is_saved_and_resumed(name, module):
             options = {"steps": steps, "checkpoints": checkpoints, "progress": False}
             state, history = ft.fit(step, step.init(device="toy"), data, **options)
     expected, losses = train("toy")
-    where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
-    return history["loss"] == losses and not differ(state, expected) and where == {"cpu"}
+    devices = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
+    return history["loss"] == losses and not differ(state, expected) and devices == {"cpu"}
 
 
 @check
-def it_is_predicted(name, module):
+def anatomy_predicts_the_memory_of_an_offloaded_state(name, module):
     step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
     state, batch = step.init(device="toy"), batches()[0].to("toy")
-    actual = ft.anatomy(step, state, batch, measure=False)
-    return actual.most["optimizer state"] < 0.1 * actual.most["parameters"]
+    anatomy = ft.anatomy(step, state, batch, measure=False)
+    return anatomy.most["optimizer state"] < 0.1 * anatomy.most["parameters"]
 
 
 @check
-def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
-    """The device has none; a stand-in notes who waits for whom, and copies at once."""
-    streams = Recorded(module)
+def with_streams_copies_run_while_the_device_computes(name, module):
+    """The device has no streams: a stand-in logs which stream waits for which, and copies at once."""
+    streams = LoggedStreams(module)
     record = backends.get("toy")
     record_stream = torch.Tensor.record_stream
-    # The device has no notion of them.
+    # Torch's method needs a stream of the device.
     torch.Tensor.record_stream = lambda self, stream: None
     try:
         backends.register(dataclasses.replace(record, copier=lambda: backends.copying.StreamCopier(streams)))
-        expected = train("toy")
-        for what in ("activations", "opt_state"):
+        expected, expected_losses = train("toy")
+        for target in ("activations", "opt_state"):
             streams.log.clear()
-            actual = train("toy", ft.offload(what, min_bytes=0))
-            assert (actual[1], differ(actual[0], expected[0])) == (expected[1], []), what
+            state, losses = train("toy", ft.offload(target, min_bytes=0))
+            assert losses == expected_losses, target
+            assert not differ(state, expected), target
             assert set(streams.log) >= {"copy waits for compute", "compute waits for copy"}, set(streams.log)
     finally:
         torch.Tensor.record_stream = record_stream
@@ -178,8 +187,8 @@ def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
     return streams.log[-1] == "host waits for copies"
 
 
-class Recorded:
-    """What of the module of a device has to do with streams."""
+class LoggedStreams:
+    """The functions of a device module that concern streams."""
 
     def __init__(self, module):
         self.module, self.log = module, []

@@ -1,7 +1,7 @@
 """Runs the checks on the device of `toy.py`, and prints which of them hold, as JSON.
 
-Run in a process of its own, for torch has one PrivateUse1 device for a whole process:
-``python -m tests.backends.on_toy [name]``. With a name, the device goes by the record of that vendor.
+It runs in a process of its own, because torch has one PrivateUse1 device for a whole process:
+``python -m tests.backends.on_toy [name]``. With a name, the device has the record of that vendor.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def vendor_device(name):
     """Return the module of a vendor's device, whose package is imported by name, and the checks of its record."""
     assert torch._C._get_privateuse1_backend_name() == "privateuseone"
     backends.get(name)
-    # By the formula on both sides: what is the vendor's own is not known to be the same to the bit.
+    # Without fused kernels on both sides: a vendor's fused kernel need not give the same bits.
     backends.register(dataclasses.replace(backends.get("cpu"), fused_optimizers=False))
     checks = {label: training_on_toy.CHECKS[label] for label in training_on_toy.BY_RECORD}
     return torch.get_device_module(name), checks
@@ -37,7 +37,7 @@ def main(name="toy"):
     results = {}
     gc.set_threshold(20_000, 20, 20)
     for label, check in checks.items():
-        # What is there already is not looked through whenever a check collects what it has left.
+        # So that a check that collects garbage does not traverse the objects of all earlier ones and of imports.
         gc.freeze()
         try:
             results[label] = check(name, module)

@@ -1,7 +1,7 @@
-"""Stand-ins for the modules of vendors: what each documents and no more, with calls written down.
+"""Stand-ins for the modules of vendors: the functions that each documents, and no more. They log their calls.
 
-They keep a generator, count memory and switch as the real ones are documented to (the sources are in the records of
-`ftrain.backends`); what they compute is nothing.
+They have a generator, memory counts and switches as documented (the records in `ftrain.backends` name the sources), and
+compute nothing.
 """
 
 import sys
@@ -20,21 +20,21 @@ class Graph:
 
 
 class Module:
-    """What vendors copy of `torch.cuda`."""
+    """The functions of `torch.cuda` that vendors copy."""
 
     graph_name = ""
     device_name = "Stand-in"
 
     def __init__(self):
-        self.calls, self.here, self.generator = [], True, torch.Generator().manual_seed(17)
+        self.calls, self.is_present, self.generator = [], True, torch.Generator().manual_seed(17)
         if self.graph_name:
             setattr(self, self.graph_name, lambda: self.calls.append("new graph") or Graph(self.calls))
 
     def is_available(self):
-        return self.here
+        return self.is_present
 
     def device_count(self):
-        return int(self.here)
+        return int(self.is_present)
 
     def current_device(self):
         return 0
@@ -85,14 +85,14 @@ class Graphs:
 
     @contextmanager
     def graph(self, graph, pool=None, stream=None):
-        """Like torch's, stays on its stream when the recording fails."""
+        """As torch does, stay on its stream when the recording fails."""
         assert isinstance(graph, Graph)
         assert pool == (0, 7)
-        before, self.stream = self.stream, stream
+        previous, self.stream = self.stream, stream
         self.calls.append("capture")
         yield
         self.calls.append("captured")
-        self.stream = before
+        self.stream = previous
 
 
 class Cuda(Graphs, Module):
@@ -121,7 +121,7 @@ class Xpu(Graphs, Module):
 
 
 class Mps(Module):
-    """One device, which has no name, and no count of the peak."""
+    """One device, without a name and without a count of peak memory."""
 
     get_device_name = memory_allocated = max_memory_allocated = property()
 
@@ -133,7 +133,7 @@ class Mps(Module):
 
 
 class Hpu(Module):
-    """The generators are a module further down, and there is no empty_cache."""
+    """The functions of the generator are in a submodule, and there is no empty_cache."""
 
     device_name = "GAUDI2"
     empty_cache = manual_seed = get_rng_state = set_rng_state = property()
@@ -172,13 +172,13 @@ class Musa(Graphs, Module):
 
 
 class Xla:
-    """No module at torch.xla: a package, whose generator is an integer."""
+    """A package, not a module `torch.xla`. The state of its generator is an integer."""
 
     def __init__(self):
-        self.calls, self.here, self.state = [], True, 17
+        self.calls, self.is_present, self.state = [], True, 17
 
     def device_count(self):
-        return int(self.here)
+        return int(self.is_present)
 
     def sync(self, wait=False, reset_scope=True):
         self.calls.append("synchronize" if wait else "sync")
@@ -209,31 +209,33 @@ MODULES = {"cuda": Cuda, "rocm": Cuda, "xpu": Xpu, "mps": Mps, "hpu": Hpu, "npu"
 
 
 def install(name, monkeypatch):
-    """Put the stand-in where the vendor puts the real one; returns it."""
+    """Install the stand-in where the vendor installs the real module, and return it."""
     if name == "xla":
-        made = Xla()
+        standin = Xla()
         for package in ("torch_xla", "torch_xla.core.xla_model"):
-            monkeypatch.setitem(sys.modules, package, made)
+            monkeypatch.setitem(sys.modules, package, standin)
         monkeypatch.setitem(sys.modules, "torch_xla.runtime", types.SimpleNamespace(device_type=lambda: "TPU"))
-        return made
-    made, device = MODULES[name](), "cuda" if name == "rocm" else name
+        return standin
+    standin = MODULES[name]()
+    device = "cuda" if name == "rocm" else name
     if name in {"cuda", "rocm", "xpu", "mps"}:
-        # Torch itself needs the rest of its own module.
-        for attribute in dir(made):
-            if not attribute.startswith("_") and not isinstance(getattr(type(made), attribute, None), property):
-                monkeypatch.setattr(getattr(torch, device), attribute, getattr(made, attribute), raising=False)
+        # Single functions are replaced, because torch itself needs the others of its module.
+        for attribute in dir(standin):
+            if not attribute.startswith("_") and not isinstance(getattr(type(standin), attribute, None), property):
+                monkeypatch.setattr(getattr(torch, device), attribute, getattr(standin, attribute), raising=False)
         if name == "xpu":
             # Torch warns when this is set in a build without Intel's GPUs.
             mkldnn = types.SimpleNamespace(allow_tf32=False, matmul=types.SimpleNamespace(fp32_precision="none"))
             monkeypatch.setattr(torch.backends, "mkldnn", mkldnn)
-        return made
-    real = torch.get_device_module
-    monkeypatch.setattr(torch, "get_device_module", lambda asked=None: made if asked == device else real(asked))
+        return standin
+    get_module = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda of=None: standin if of == device else get_module(of))
     package = PACKAGES[name]
     monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.setitem(sys.modules, f"{package}.core", made)
-    switch = {"mlu": types.SimpleNamespace(matmul=types.SimpleNamespace(allow_tf32=False))}
-    switch["musa"] = types.SimpleNamespace(allow_tf32=False)
-    if name in switch:
-        monkeypatch.setattr(torch.backends, {"musa": "mudnn"}.get(name, name), switch[name], raising=False)
-    return made
+    monkeypatch.setitem(sys.modules, f"{package}.core", standin)
+    if name == "mlu":
+        switch = types.SimpleNamespace(matmul=types.SimpleNamespace(allow_tf32=False))
+        monkeypatch.setattr(torch.backends, "mlu", switch, raising=False)
+    if name == "musa":
+        monkeypatch.setattr(torch.backends, "mudnn", types.SimpleNamespace(allow_tf32=False), raising=False)
+    return standin

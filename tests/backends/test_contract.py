@@ -26,7 +26,7 @@ SWITCHES = {
 
 @dataclasses.dataclass
 class Platform:
-    """A record, and what is below it."""
+    """A record, and the stand-in for the vendor's module; None for a device of this machine."""
 
     key: str
     record: ft.backends.Backend
@@ -39,11 +39,11 @@ class Platform:
     def draw(self):
         return torch.rand(3, device=self.record.device) if self.real else self.device.draw()
 
-    def called(self, name):
+    def assert_called_once(self, name):
         assert self.real or self.device.calls.count(name) == 1, self.device.calls
 
 
-def here(key):
+def is_on_this_machine(key):
     return key == "cpu" or (key == ("rocm" if torch.version.hip else "cuda") and torch.cuda.is_available())
 
 
@@ -51,10 +51,10 @@ def assemble(key, monkeypatch):
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     if key == "private_use":
         module = standins.Npu()
-        monkeypatch.setattr(torch, "get_device_module", lambda asked=None: module)
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
         return Platform(key, ft.backends.private_use("privateuseone"), module)
     record = importlib.import_module(f"ftrain.backends.{key}").BACKEND
-    device = None if here(key) else standins.install(key, monkeypatch)
+    device = None if is_on_this_machine(key) else standins.install(key, monkeypatch)
     ft.backends.register(record)
     return Platform(key, record, device)
 
@@ -81,7 +81,7 @@ def test_every_field_is_of_its_kind(platform):
     assert record.platform or platform.key == "cpu"
 
 
-def test_it_is_found_where_it_is_and_not_where_it_is_not(platform):
+def test_a_device_is_available_on_a_machine_that_has_it_and_on_no_other(platform):
     record = platform.record
     assert record.available() is True
     assert record.present is True
@@ -90,13 +90,13 @@ def test_it_is_found_where_it_is_and_not_where_it_is_not(platform):
     assert ft.backends.get(record.name) is record
     if platform.real:
         return
-    platform.device.here = False
+    platform.device.is_present = False
     assert record.available() is False
     with pytest.raises(DeviceError, match=f"this machine has no '{record.name}' device; available are"):
         ft.backends.get(record.name)
 
 
-def test_one_of_several_must_be_the_current_one(platform):
+def test_a_device_with_an_index_must_be_the_current_one(platform):
     if platform.key == "private_use":
         ft.backends.register(platform.record)
     name = platform.record.name
@@ -110,47 +110,42 @@ def test_one_of_several_must_be_the_current_one(platform):
     if hasattr(platform.device, "current_device"):
         with pytest.raises(DeviceError, match=rf"{name}:1 is not the current device \({name}:0\).*set_device\(1\)"):
             ft.backends.resolve(f"{name}:1")
-        platform.device.here = False
+        platform.device.is_present = False
         ft.backends.require_current(torch.device(name, 1))
 
 
-def test_it_names_the_product(platform):
+def test_a_record_describes_the_hardware(platform):
     assert platform.record.describe().strip()
 
 
-def test_autocast_dtypes_are_narrow_and_the_wider_range_comes_first(platform):
-    able = platform.record.autocast_dtypes()
-    assert able in {(torch.bfloat16, torch.float16), (torch.bfloat16,), (torch.float16,)}
+def test_autocast_dtypes_have_16_bits_and_bfloat16_comes_first(platform):
+    dtypes = platform.record.autocast_dtypes()
+    assert dtypes in {(torch.bfloat16, torch.float16), (torch.bfloat16,), (torch.float16,)}
     if platform.real:
-        for dtype in able:
+        for dtype in dtypes:
             with torch.autocast(platform.record.name, dtype=dtype):
                 ones = torch.ones(2, 2, device=platform.record.device)
                 assert (ones @ ones).dtype == dtype
 
 
-def test_seeded_draws_the_same_and_puts_the_generators_back(platform):
-    """Also when what is done in it fails."""
+def test_seeded_draws_the_same_numbers_and_restores_the_generators(platform):
+    """Also when the context ends with an error."""
     # Not torch.manual_seed, which seeds the device as well.
     torch.default_generator.manual_seed(5)
-    before, drawn = torch.get_rng_state(), []
-    for seed, error in itertools.product((1, 1, 2, 2**63 - 1), (None, ZeroDivisionError)):
+    before = torch.get_rng_state()
+    draws = {}
+    for seed, error in itertools.product((1, 2, 2**63 - 1), (None, ZeroDivisionError)):
         with contextlib.suppress(ZeroDivisionError), platform.record.seeded(seed):
-            drawn.append((torch.rand(3), platform.draw()))
+            draws[seed, error] = torch.rand(3), platform.draw()
             if error is not None:
                 raise error
         assert torch.equal(torch.get_rng_state(), before)
-    same, other = ([torch.equal(a, b) for a, b in zip(drawn[0], draws, strict=True)] for draws in (drawn[2], drawn[4]))
-    assert all(same)
-    assert not any(other)
-    after = platform.draw()
-    fresh = assemble_again(platform)
-    if fresh is not None:
-        assert torch.equal(after, fresh.draw())
-
-
-def assemble_again(platform):
-    """A stand-in that nobody has seeded: its first draw is what the first one's had to be after all."""
-    return None if platform.real else type(platform.device)()
+    first, again, of_other_seed = draws[1, None], draws[1, ZeroDivisionError], draws[2, None]
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, of_other_seed))
+    if not platform.real:
+        never_seeded = type(platform.device)()
+        assert torch.equal(platform.draw(), never_seeded.draw())
 
 
 def test_seeded_may_be_nested(platform):
@@ -164,18 +159,18 @@ def test_seeded_may_be_nested(platform):
         assert torch.equal(platform.draw(), second)
 
 
-def test_generators_are_noted_and_made_so_again(platform):
+def test_generators_are_saved_and_restored(platform):
     torch.default_generator.manual_seed(5)
-    as_then = platform.record.generators()
-    drawn = torch.rand(3), platform.draw()
+    restore = platform.record.generators()
+    draws = torch.rand(3), platform.draw()
     for _ in range(2):
-        as_then()
-        assert all(torch.equal(a, b) for a, b in zip((torch.rand(3), platform.draw()), drawn, strict=True))
+        restore()
+        assert all(map(torch.equal, (torch.rand(3), platform.draw()), draws))
 
 
 def test_synchronize_waits_once(platform):
     assert platform.record.synchronize() is None
-    platform.called("synchronize")
+    platform.assert_called_once("synchronize")
 
 
 def test_memory_is_counted_in_bytes(platform):
@@ -187,37 +182,39 @@ def test_memory_is_counted_in_bytes(platform):
         assert memory.peak in {3000, 4000}
 
 
-def test_a_cache_is_emptied_where_there_is_one(platform):
+def test_the_cache_is_emptied_on_devices_that_have_one(platform):
     assert (platform.record.empty_cache is None) == (platform.key in {"cpu", "hpu", "xla"})
     if platform.record.empty_cache is not None:
         platform.record.empty_cache()
-        platform.called("empty_cache")
+        platform.assert_called_once("empty_cache")
 
 
-def test_memory_is_kept_for_the_next_tensor_but_on_the_host(platform):
-    """Also where nobody outside can empty that cache."""
+def test_all_devices_but_the_host_cache_freed_memory(platform):
+    """Also those whose cache cannot be emptied."""
     assert platform.record.caches_memory == (platform.key != "cpu")
-    # Elsewhere, to read a value is to wait.
+
+
+def test_only_on_the_host_reading_a_value_never_waits(platform):
     assert platform.record.immediate == (platform.key == "cpu")
 
 
-def test_tf32_is_switched_on_and_put_back(platform):
-    """Also when what is done in it fails."""
+def test_tf32_is_switched_on_and_restored(platform):
+    """Also when the context ends with an error."""
     if platform.key not in SWITCHES:
         assert platform.record.tf32() is None
         return
-    switched = SWITCHES[platform.key]
+    is_on = SWITCHES[platform.key]
     for error in (None, ZeroDivisionError):
         context = platform.record.tf32()
         if context is None:
             assert platform.real
             return
-        assert not switched()
+        assert not is_on()
         with contextlib.suppress(ZeroDivisionError), context:
-            assert switched()
+            assert is_on()
             if error is not None:
                 raise error
-        assert not switched()
+        assert not is_on()
 
 
 def test_work_is_recorded_once_and_replayed(platform):
@@ -227,13 +224,19 @@ def test_work_is_recorded_once_and_replayed(platform):
         return
     if platform.real:
         pytest.skip("tests/test_cuda.py replays on the real device")
-    record, given = platform.record.recorder(), torch.ones(2)
+    record, output = platform.record.recorder(), torch.ones(2)
+
+    def work():
+        platform.device.calls.append("work")
+        return [output]
+
     for _ in range(2):
-        replay, outputs = record(lambda: platform.device.calls.append("work") or [given])
-        assert outputs[0] is given
+        replay, outputs = record(work)
+        assert outputs[0] is output
     replay()
-    empty, once = ["new graph", "capture", "captured"], ["new graph", "capture", "work", "captured"]
-    assert platform.device.calls == ["pool", *empty, *once, *once, "replay"]
+    # An empty graph keeps the pool alive.
+    empty, recording = ["new graph", "capture", "captured"], ["new graph", "capture", "work", "captured"]
+    assert platform.device.calls == ["pool", *empty, *recording, *recording, "replay"]
 
 
 def test_a_recorder_keeps_its_stream_to_itself_and_an_error_restores_the_current_one(monkeypatch):
@@ -252,8 +255,8 @@ def test_a_recorder_keeps_its_stream_to_itself_and_an_error_restores_the_current
     assert streams[0] is streams[1] is not streams[2]
 
 
-def test_a_package_without_graphs_is_run_without(monkeypatch):
-    """`RuntimeError` is what `ReplayedGraph` takes for a device that cannot record."""
+def test_a_package_without_graphs_raises_a_runtime_error(monkeypatch):
+    """By a `RuntimeError`, `ReplayedGraph` sees that a device cannot record, and runs without a graph."""
     platform = assemble("npu", monkeypatch)
     del platform.device.NPUGraph
     record = platform.record.recorder()
@@ -279,24 +282,24 @@ def test_the_compiler_and_the_collectives_have_a_name(platform):
 
 
 @pytest.mark.parametrize("key", [key for key in ALL if key not in {"cpu", "private_use"}])
-def test_a_record_says_where_it_is_from(key):
-    told = importlib.import_module(f"ftrain.backends.{key}").__doc__
-    assert "Source: https://" in told
-    assert ("Not run on hardware" in told) == (key != "cuda")
+def test_the_docstring_of_a_record_names_its_source(key):
+    docstring = importlib.import_module(f"ftrain.backends.{key}").__doc__
+    assert "Source: https://" in docstring
+    assert ("Not run on hardware" in docstring) == (key != "cuda")
 
 
-# What only some have
+# Properties of some platforms
 
 
 @pytest.mark.parametrize(
-    ("key", "lacking"),
+    ("key", "attributes"),
     [("cuda", {"capability": (7, 5)}), ("xpu", {"bf16": False}), ("npu", {"bf16": False}), ("mlu", {"bf16": False})],
 )
-def test_an_older_device_has_float16_alone(key, lacking, monkeypatch):
-    if here(key):
+def test_an_older_device_has_float16_alone(key, attributes, monkeypatch):
+    if is_on_this_machine(key):
         pytest.skip("the device is a real one")
     platform = assemble(key, monkeypatch)
-    for name, value in lacking.items():
+    for name, value in attributes.items():
         monkeypatch.setattr(type(platform.device), name, value)
         monkeypatch.setattr(platform.device, name, value)
     assert platform.record.autocast_dtypes() == (torch.float16,)
@@ -326,7 +329,7 @@ def test_gaudi_marks_the_end_of_a_step_in_lazy_mode_only(mode, monkeypatch):
     assert platform.device.calls == ["mark_step"] * (mode == "1")
 
 
-def test_xla_launches_what_it_has_collected_at_the_end_of_a_step(monkeypatch):
+def test_xla_launches_the_queued_operations_at_the_end_of_a_step(monkeypatch):
     platform = assemble("xla", monkeypatch)
     with platform.record.seeded(1):
         assert platform.device.calls == []
@@ -339,6 +342,6 @@ def test_xla_without_a_count_of_the_peak(monkeypatch):
     assert platform.record.memory() == ft.backends.Memory(5, 5)
 
 
-def test_float64_is_missing_where_the_vendor_says_so():
+def test_the_devices_without_float64():
     missing = {name for name in ft.backends.names() if not registry._records[name].float64}
     assert missing == {"mps", "hpu"}

@@ -1,4 +1,4 @@
-"""The memory of the process, on systems that are not here, too."""
+"""The memory of the process, on this system and on others."""
 
 import ctypes
 import gc
@@ -14,17 +14,17 @@ from ftrain.backends import cpu, host_memory
 from ftrain.backends.registry import Memory
 
 
-def test_it_grows_by_what_is_taken():
+def test_it_grows_by_the_bytes_of_a_tensor():
     gc.collect()
     before = cpu.BACKEND.memory()
-    taken = torch.ones(1 << 25)
+    tensor = torch.ones(1 << 25)
     after = cpu.BACKEND.memory()
-    # Others may give something back meanwhile.
-    assert after.current - before.current == pytest.approx(taken.nbytes, rel=0.3)
+    # Other threads may free memory meanwhile.
+    assert after.current - before.current == pytest.approx(tensor.nbytes, rel=0.3)
     assert after.peak >= after.current
 
 
-STARTED = """
+PROGRAM = """
 import ctypes, torch
 
 class Info(ctypes.Structure):
@@ -38,7 +38,7 @@ mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
 if mallinfo2:
     mallinfo2.restype = Info
 before = outside()
-# It stays, for the C library does otherwise with the next one when a block is given back.
+# It stays alive: when a large block is freed, glibc takes the next one from its heap.
 tensor = torch.empty(20 << 20, dtype=torch.uint8)
 mapped = outside()
 import ftrain
@@ -51,23 +51,24 @@ print(mapped - before, outside() - imported, cpu.BACKEND.memory().peak)
 
 @pytest.fixture(scope="module")
 def started():
-    """Of a program that this process starts while it holds 1 GiB.
+    """Return five numbers of bytes, after this process has held 1 GiB and started a program.
 
-    These are the bytes of two large tensors outside of the heap, one made before `import ftrain` and one after it, and
-    the peak of its memory; and of this process what it holds, and its peak.
+    Of the program: the bytes outside of the heap of a large tensor that was made before `import ftrain`, those of one
+    that was made after it, and its peak. Of this process: the 1 GiB, and its peak.
     """
-    taken = torch.ones(1 << 28)
+    tensor = torch.ones(1 << 28)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, env=environment, check=True)
-    return [*map(int, done.stdout.split()), taken.nbytes, cpu.BACKEND.memory().peak]
+    command = [sys.executable, "-c", PROGRAM]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return [*map(int, process.stdout.split()), tensor.nbytes, cpu.BACKEND.memory().peak]
 
 
 @pytest.mark.skipif(
-    not host_memory.STATUS.exists(), reason="the system tells a peak that outlives the start of a program"
+    not host_memory.STATUS.exists(), reason="the system reports a peak that survives the start of a program"
 )
 def test_the_peak_is_not_that_of_the_process_that_started_this_one(started):
-    *_, peak, taken, peak_here = started
-    assert peak < taken < peak_here
+    *_, peak_of_program, held_by_starter, peak_of_starter = started
+    assert peak_of_program < held_by_starter < peak_of_starter
 
 
 def test_a_system_that_does_not_report_it(monkeypatch):
@@ -76,13 +77,13 @@ def test_a_system_that_does_not_report_it(monkeypatch):
     assert cpu.BACKEND.memory() == Memory(current=0, peak=0)
 
 
-def test_what_is_free_on_this_machine():
+def test_free_memory_on_this_machine():
     free = cpu.BACKEND.free()
     assert free is None or 2**20 < free < 2**50
 
 
-def test_what_is_free_in_a_job_with_a_limit_in_a_container(monkeypatch, tmp_path):
-    """Each group is limited by those around it; files in the cache count as free."""
+def test_free_memory_in_a_job_with_a_limit_in_a_container(monkeypatch, tmp_path):
+    """The limits of all parents hold for a group; files in the cache count as free."""
     job = tmp_path / "cgroup/container/job"
     job.mkdir(parents=True)
     files = {
@@ -110,10 +111,10 @@ def test_what_is_free_in_a_job_with_a_limit_in_a_container(monkeypatch, tmp_path
 
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
-    reason="another C library, or glibc before 2.33, which cannot tell where a block is",
+    reason="another C library, or glibc before 2.33, which does not report the bytes outside of the heap",
 )
-def test_large_tensors_are_in_the_heap_of_the_c_library_which_keeps_freed_memory(started):
-    """The limit from which on tensors are outside of the heap is half of the freed memory that is kept."""
-    before_the_import, after_it, *_ = started
-    assert before_the_import >= 20 << 20
-    assert after_it == 0
+def test_after_the_import_large_tensors_are_in_the_heap_of_which_glibc_keeps_freed_memory(started):
+    """The size from which on tensors are outside of the heap is half of the freed memory that glibc keeps."""
+    outside_before_import, outside_after_import, *_ = started
+    assert outside_before_import >= 20 << 20
+    assert outside_after_import == 0

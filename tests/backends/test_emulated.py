@@ -1,4 +1,4 @@
-"""Narrow dtypes that a device multiplies in natively, or by emulation: what its record says, and who heeds it."""
+"""16-bit dtypes that a device supports natively or by emulation: its record, and the functions that read it."""
 
 import dataclasses
 import logging
@@ -78,13 +78,13 @@ def test_nothing_is_native_without_onednn(monkeypatch):
 
 
 def test_a_cpu_that_is_held_to_avx2_emulates_both(monkeypatch):
-    """On ARM the variable says nothing."""
+    """On ARM the variable has no effect."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     if str(torch.cpu.get_capabilities()["architecture"]).startswith("x86"):
         assert cpu.BACKEND.emulated_dtypes() == (BF16, FP16)
 
 
-def test_a_record_that_says_nothing_emulates_nothing():
+def test_by_default_all_autocast_dtypes_of_a_record_are_native():
     record = dataclasses.replace(cpu.BACKEND, emulated_dtypes=tuple)
     assert record.native_dtypes == record.autocast_dtypes()
 
@@ -112,7 +112,7 @@ def test_auto_is_the_default():
     assert "with_amp(auto)" in repr(ft.with_amp(make()))
 
 
-def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
+def test_print_shows_the_dtype_of_auto_after_init(emulating):
     for emulated, dtype in ((BF16,), "float32"), ((), "bf16"):
         emulating(*emulated)
         step = make(squares, ft.with_amp("auto"), ft.clip(1.0))
@@ -121,7 +121,7 @@ def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
         assert repr(step).splitlines()[0] == f"loss    squares <- with_amp(auto) [auto: {dtype} on cpu]"
 
 
-def test_a_split_step_is_compiled_with_what_auto_took(emulating):
+def test_a_split_step_is_compiled_with_the_dtype_of_auto(emulating):
     """The traced loss reads what was chosen, and does not look at the device again."""
     for emulated, same in ((BF16,), []), ((), [ft.with_amp("bf16")]):
         record, ends = emulating(*emulated), []
@@ -150,37 +150,38 @@ def test_auto_is_not_watched():
         ft.with_amp("auto", watch=True)
 
 
-def test_anatomy_counts_what_auto_takes(emulating):
+def test_anatomy_counts_the_copies_that_auto_makes(emulating):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     loss = ft.from_module(model, lambda model, batch: model(batch).float().square().mean())
-    each = {}
+    totals = {}
     for emulated in ((BF16,), ()):
         emulating(*emulated)
         step = ft.with_amp("auto")(ft.train_step(loss, ft.optim.sgd(0.1)))
-        actual = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
-        each[emulated] = sum(actual.bytes_per_parameter.values())
-    assert each[()] == each[(BF16,)] + 2
+        anatomy = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
+        totals[emulated] = sum(anatomy.bytes_per_parameter.values())
+    # A copy of each parameter in bfloat16.
+    assert totals[()] == totals[(BF16,)] + 2
 
 
 @pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), None), ((FP16,), "bf16")], ids=str)
 def test_an_evaluation_in_auto(emulated, same, emulating):
     emulating(*emulated)
-    state, given = make().init(params()), [batch(), batch(2)]
-    evaluated = [ft.evaluate(ft.eval_step(squares), state, given, dtype=dtype) for dtype in ("auto", same)]
-    assert evaluated[0] == evaluated[1]
-    # A loss that computes in what auto takes may be evaluated in it, and in bf16.
+    state, data = make().init(params()), [batch(), batch(2)]
+    auto, explicit = (ft.evaluate(ft.eval_step(squares), state, data, dtype=dtype) for dtype in ("auto", same))
+    assert auto == explicit
+    # A loss with `with_amp("auto")` may be evaluated in auto, and in bf16.
     step = make(squares, ft.with_amp("auto"))
     for dtype in ("auto", "bf16", None):
-        ft.evaluate(ft.eval_step(step.loss), step.init(params()), given, dtype=dtype)
+        ft.evaluate(ft.eval_step(step.loss), step.init(params()), data, dtype=dtype)
     with failing(ComposeError, "evaluate", "'fp16'", "computes in auto"):
-        ft.evaluate(ft.eval_step(step.loss), state, given, dtype="fp16")
+        ft.evaluate(ft.eval_step(step.loss), state, data, dtype="fp16")
 
 
-# Those who ask for an emulated dtype
+# An emulated dtype that is named
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_an_emulated_dtype_works_and_says_once_what_it_costs(dtype, emulating, caplog):
+def test_an_emulated_dtype_works_and_one_warning_says_what_it_costs(dtype, emulating, caplog):
     emulating(BF16, FP16, name=f"a CPU without {dtype}")
     with caplog.at_level(logging.WARNING, "ftrain"):
         for _ in range(2):
@@ -188,23 +189,23 @@ def test_an_emulated_dtype_works_and_says_once_what_it_costs(dtype, emulating, c
             state, metrics = step(step.init(params()), batch())
             assert metrics["loss"] > 0
             step(state, batch())
-    (said,) = [record.getMessage() for record in caplog.records]
+    (message,) = [record.getMessage() for record in caplog.records]
     for piece in ("with_amp", f"{dtype} is emulated on a CPU without {dtype}", "ten times", "'auto'", "float32"):
-        assert piece in said
+        assert piece in message
 
 
-def test_an_evaluation_in_an_emulated_dtype_says_so_too(emulating, caplog):
+def test_an_evaluation_in_an_emulated_dtype_warns_too(emulating, caplog):
     emulating(BF16, name="a CPU that evaluates")
     for _ in range(2):
         ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype="bf16")
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("evaluate: bf16 is emulated on a CPU that evaluates")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("evaluate: bf16 is emulated on a CPU that evaluates")
 
 
-def test_nothing_is_said_where_a_dtype_is_native_or_nobody_asks_for_it(emulating, caplog):
+def test_there_is_no_warning_of_a_native_dtype_or_of_auto(emulating, caplog):
     emulating(name="a CPU with both")
     make(squares, ft.with_amp("fp16")).init(params())
-    emulating(BF16, FP16, name="a CPU that is asked for neither")
+    emulating(BF16, FP16, name="a CPU that computes in float32")
     make(squares, ft.with_amp("auto")).init(params())
     ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype="auto")
     assert caplog.records == []
@@ -219,37 +220,38 @@ def linear(*wrappers):
     return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers), {"x": torch.randn(32, 64)}
 
 
-def advised(step, given):
-    return {hint.name: str(hint) for hint in run_rules(facts_of(step, step.init(), given, 1.0))}
+def hints_of(step, batch):
+    return {hint.name: str(hint) for hint in run_rules(facts_of(step, step.init(), batch, 1.0))}
 
 
-def test_hints_name_what_is_emulated(emulating):
+def test_a_hint_names_an_emulated_dtype(emulating):
     emulating(BF16, FP16)
     for wrapper in (ft.with_amp("bf16"), ft.with_amp("fp16")):
-        said = advised(*linear(wrapper))["emulated dtype"]
-        assert "100% of the matmuls" in said
-        assert 'Use ft.with_amp("auto")' in said
-    assert "emulated dtype" not in advised(*linear(ft.with_amp("auto")))
+        hint = hints_of(*linear(wrapper))["emulated dtype"]
+        assert "100% of the matmuls" in hint
+        assert 'Use ft.with_amp("auto")' in hint
+    assert "emulated dtype" not in hints_of(*linear(ft.with_amp("auto")))
     emulating()
-    assert "emulated dtype" not in advised(*linear(ft.with_amp("bf16")))
+    assert "emulated dtype" not in hints_of(*linear(ft.with_amp("bf16")))
 
 
 def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
     monkeypatch.setattr(run, "race", scripted({}))
     monkeypatch.setattr(run, "run_rules", lambda facts: [])
     emulating(FP16)
-    step, given = linear()
-    actual = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)
-    assert [row.name for row in actual.rows if row.emulated] == ['with_amp("fp16")']
-    lines = repr(actual).splitlines()
+    step, data = linear()
+    ladder = ft.ladder(step, step.init(), data, techniques=["mixed precision"], stacked=False, rounds=1)
+    assert [row.name for row in ladder.rows if row.emulated] == ['with_amp("fp16")']
+    # The row, and the line that explains the word.
+    lines = repr(ladder).splitlines()
     assert [line.split()[1:2] for line in lines if "emulated" in line] == [["emulated"], ["the"]]
-    assert [row["emulated"] for row in actual.as_dict()["rows"]] == [False, False, True, False]
-    # Where nothing is, nothing is explained.
+    assert [row["emulated"] for row in ladder.as_dict()["rows"]] == [False, False, True, False]
+    # Without an emulated dtype the word is not explained.
     emulating()
-    actual = ft.ladder(step, step.init(), given, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
-    assert "emulated" not in repr(actual)
+    ladder = ft.ladder(step, step.init(), data, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
+    assert "emulated" not in repr(ladder)
 
 
-def test_the_doctor_says_what_is_native(emulating):
+def test_the_doctor_prints_which_dtypes_are_native(emulating):
     assert doctor._dtypes(emulating(FP16)) == "bfloat16 (native), float16 (emulated)"
     assert doctor._dtypes(dataclasses.replace(cpu.BACKEND, autocast_dtypes=tuple)) == "none"

@@ -1,4 +1,4 @@
-"""A device that torch does not bring, on a machine that has none: ftrain trains on it, and names it nowhere."""
+"""Training on a PrivateUse1 device, which torch does not have and ftrain does not name; it is in host memory."""
 
 import json
 import os
@@ -21,9 +21,9 @@ PACKAGE = (
 def on_toy(*names, path=ROOT):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.backends.on_toy", *names]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 needs_route = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def test_a_registered_device_trains_as_the_cpu_does_and_offloads_to_its_host():
 
 @needs_route
 def test_a_vendors_package_is_imported_by_name_and_trains_by_its_record(tmp_path):
-    """The package is the stand-in; the record, its import and the whole of a training are those of the vendor."""
+    """The package is a stand-in, and the record that of the vendor."""
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text(PACKAGE.format(name="npu"))
     results = on_toy("npu", path=tmp_path)
@@ -51,7 +51,7 @@ def test_a_vendors_package_is_imported_by_name_and_trains_by_its_record(tmp_path
 
 
 class Bare:
-    """A module with no more than a step needs."""
+    """A module with only the functions that a step needs."""
 
     def is_available(self):
         return True
@@ -73,26 +73,26 @@ def bare(monkeypatch):
     return module
 
 
-def test_what_a_module_does_not_offer_is_left_out(bare):
-    made = ft.backends.private_use("privateuseone")
-    assert made.describe() == "privateuseone"
-    assert made.autocast_dtypes() == ()
-    assert made.memory() == ft.backends.Memory(0, 0)
-    assert made.empty_cache is made.recorder is None
-    assert made.caches_memory is False
-    assert made.tf32() is None
-    assert not made.fused_optimizers
-    assert not made.pinned_memory
-    assert made.synchronize is torch.accelerator.synchronize
+def test_functions_that_a_module_lacks_have_conservative_defaults(bare):
+    record = ft.backends.private_use("privateuseone")
+    assert record.describe() == "privateuseone"
+    assert record.autocast_dtypes() == ()
+    assert record.memory() == ft.backends.Memory(0, 0)
+    assert record.empty_cache is record.recorder is None
+    assert record.caches_memory is False
+    assert record.tf32() is None
+    assert not record.fused_optimizers
+    assert not record.pinned_memory
+    assert record.synchronize is torch.accelerator.synchronize
 
 
-def test_what_is_known_better_is_said(bare):
-    made = ft.backends.private_use("privateuseone", distributed="xyz", float64=False, describe=lambda: "Abacus 3")
-    assert (made.distributed, made.float64, made.describe()) == ("xyz", False, "Abacus 3")
+def test_fields_that_are_passed_replace_the_defaults(bare):
+    record = ft.backends.private_use("privateuseone", distributed="xyz", float64=False, describe=lambda: "Abacus 3")
+    assert (record.distributed, record.float64, record.describe()) == ("xyz", False, "Abacus 3")
 
 
 @pytest.mark.parametrize("function", ["is_available", "manual_seed", "get_rng_state", "set_rng_state"])
-def test_a_module_that_lacks_what_a_step_needs(bare, function, monkeypatch):
+def test_a_module_without_a_function_that_a_step_needs_is_an_error(bare, function, monkeypatch):
     monkeypatch.delattr(Bare, function)
     with pytest.raises(OptionError, match=rf"private_use: torch.privateuseone lacks {function}"):
         ft.backends.private_use("privateuseone")

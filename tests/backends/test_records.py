@@ -1,4 +1,4 @@
-"""Records that name a vendor's package, and records that are not whole."""
+"""Records that name a vendor's package, and records that are not complete."""
 
 import dataclasses
 import importlib
@@ -29,45 +29,44 @@ def test_a_package_that_is_not_installed_says_how_to_get_it(name, package):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error"),
     [("import libascend_hal_missing", "No module named 'libascend_hal_missing'"), ("1 / 0", "ZeroDivisionError")],
 )
-def test_a_package_that_does_not_load_says_why(content, said, tmp_path, monkeypatch):
+def test_the_error_of_a_package_that_does_not_load_is_shown(content, error, tmp_path, monkeypatch):
     (tmp_path / "torch_npu.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(DeviceError, match=rf"needs torch_npu, which does not load \(.*{said}"):
+    with pytest.raises(DeviceError, match=rf"needs torch_npu, which does not load \(.*{error}"):
         ft.backends.get("npu")
 
 
-def test_an_imported_package_is_found_by_default(monkeypatch):
-    monkeypatch.delenv(registry.CHOICE, raising=False)
+def test_the_device_of_an_imported_package_is_the_default(monkeypatch):
+    monkeypatch.delenv(registry.DEFAULT_VARIABLE, raising=False)
     before = ft.backends.default().name
     module = standins.install("mlu", monkeypatch)
     if before == "cpu":
         assert ft.backends.default() is mlu.BACKEND
-    module.here = False
+    module.is_present = False
     assert ft.backends.default().name == before
 
 
-def test_torch_serves_two_makers_under_one_name():
-    """And a build of it one of them."""
+def test_the_name_cuda_is_of_amd_or_of_nvidia_depending_on_the_build_of_torch():
     rocm, cuda = (importlib.import_module(f"ftrain.backends.{name}").BACKEND for name in ("rocm", "cuda"))
     assert rocm.name == cuda.name == "cuda"
     assert ft.backends.of("cuda") is (rocm if torch.version.hip else cuda)
     assert (rocm.platform, cuda.platform) == ("AMD GPU", "NVIDIA GPU")
 
 
-# Records that are not whole
+# Records that are not complete
 
 
-def test_a_record_without_its_device_or_a_package_that_brings_it():
+def test_a_record_without_its_device_or_a_package_that_adds_it():
     record = dataclasses.replace(ft.backends.get("cpu"), name="npux")
     with pytest.raises(OptionError, match=r"no device type 'npux'.*or name it in the record as its `package`"):
         ft.backends.register(record)
 
 
-def test_a_record_of_a_device_that_comes_with_a_package(monkeypatch):
+def test_a_record_of_a_device_that_a_package_adds(monkeypatch):
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     record = dataclasses.replace(ft.backends.get("cpu"), name="npux", package="torch_npux", platform="Nobody")
     ft.backends.register(record)

@@ -1,4 +1,4 @@
-"""The registry of devices: what a record holds, how it is found, and how others add theirs."""
+"""The registry of devices: the fields of a record, how it is looked up, and how other packages add records."""
 
 import dataclasses
 import importlib.metadata
@@ -14,46 +14,46 @@ HAS_CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA device")
 without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA device")
 
-# A device type that torch knows and nobody can have here.
+# A device type that torch knows and no machine of these tests has.
 OTHER = "privateuseone"
 
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    """Every test has a registry of its own, and no choice in its environment."""
+    """Give every test its own registry, and no variable that names the default."""
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     monkeypatch.setattr(registry, "_scanned", False)
-    monkeypatch.delenv(registry.CHOICE, raising=False)
+    monkeypatch.delenv(registry.DEFAULT_VARIABLE, raising=False)
 
 
 def record(**fields):
     return dataclasses.replace(cpu.BACKEND, **{"name": OTHER, **fields})
 
 
-class Point:
-    """As much of an entry point as the registry looks at."""
+class EntryPoint:
+    """The attributes of an entry point that the registry reads; it loads a record, or raises an error."""
 
-    def __init__(self, name, made):
-        self.name, self.made, self.loads = name, made, 0
+    def __init__(self, name, loaded):
+        self.name, self.loaded, self.loads = name, loaded, 0
 
     def load(self):
         self.loads += 1
-        if isinstance(self.made, Exception):
-            raise self.made
-        return self.made
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that other packages are installed which bring backends."""
-    points = []
+    """Return the list of the entry points of other packages, to which a test adds."""
+    entry_points = []
 
-    def entry_points(*, group):
+    def entry_points_of(*, group):
         assert group == "ftrain.backends"
-        return points
+        return entry_points
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    return points
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points_of)
+    return entry_points
 
 
 def test_cpu_and_cuda_are_registered():
@@ -69,13 +69,13 @@ def test_a_backend_is_found_by_device(device):
 
 
 @pytest.mark.parametrize("name", ["banana", "tpu", "", "CPU", "cpu:0"])
-def test_an_unknown_name_lists_what_there_is(name):
+def test_the_error_of_an_unknown_name_lists_the_registered_ones(name):
     with pytest.raises(DeviceError, match="registered are cpu, cuda") as caught:
         ft.backends.get(name)
     assert repr(name) in str(caught.value)
 
 
-def test_an_unknown_name_lists_what_others_have_registered():
+def test_the_error_of_an_unknown_name_lists_backends_of_other_packages():
     ft.backends.register(record())
     with pytest.raises(DeviceError, match=rf"registered are cpu, cuda \(.*, {OTHER}, xla \(TPU\), "):
         ft.backends.get("banana")
@@ -93,12 +93,12 @@ def test_records_are_frozen():
 
 
 def test_a_backend_from_outside():
-    mine = record()
-    ft.backends.register(mine)
-    assert ft.backends.get(OTHER) is mine
-    assert ft.backends.of(torch.device(OTHER, 1)) is mine
+    backend = record()
+    ft.backends.register(backend)
+    assert ft.backends.get(OTHER) is backend
+    assert ft.backends.of(torch.device(OTHER, 1)) is backend
     assert OTHER in ft.backends.names()
-    assert mine.device == torch.device(OTHER)
+    assert backend.device == torch.device(OTHER)
 
 
 def test_a_backend_from_outside_is_the_default_when_it_is_available():
@@ -109,17 +109,20 @@ def test_a_backend_from_outside_is_the_default_when_it_is_available():
 
 
 def test_a_backend_from_outside_trains():
-    # On the meta device nothing is computed, but all that asks for a backend by device asks this one.
-    asked = []
-    seeded = lambda seed: asked.append(seed) or cpu.BACKEND.seeded(seed)  # noqa: E731
-    mine = record(name="meta", seeded=seeded, fused_optimizers=False)
-    ft.backends.register(mine)
+    # On the meta device nothing is computed, but the backend is looked up by device as on any other.
+    seeds = []
+
+    def seeded(seed):
+        seeds.append(seed)
+        return cpu.BACKEND.seeded(seed)
+
+    ft.backends.register(record(name="meta", seeded=seeded, fused_optimizers=False))
     step = ft.compose(ft.train_step(lambda p, b: (p["w"] * b).sum(), ft.optim.sgd(0.1)), ft.clip(1.0), ft.ema(0.9))
     state = step.init({"w": torch.ones(3)}, device="meta")
     assert {leaf.device.type for leaf in ft.tree.leaves((state.params, state.opt_state, state.slots))} == {"meta"}
     state, metrics = step(state, torch.ones(3, device="meta"))
     assert metrics["loss"].device.type == "meta"
-    assert len(asked) == 1
+    assert len(seeds) == 1
 
 
 def test_a_record_may_be_replaced():
@@ -133,13 +136,13 @@ def test_a_name_that_torch_does_not_know_cannot_be_registered():
     assert "banana" not in ft.backends.names()
 
 
-@pytest.mark.parametrize("what", [cpu, "cpu", None])
-def test_what_is_no_record_cannot_be_registered(what):
+@pytest.mark.parametrize("value", [cpu, "cpu", None])
+def test_only_a_record_can_be_registered(value):
     with pytest.raises(ft.errors.FtrainError, match=r"backends\.register.*Backend"):
-        ft.backends.register(what)
+        ft.backends.register(value)
 
 
-def test_the_environment_chooses(monkeypatch):
+def test_the_environment_variable_names_the_default(monkeypatch):
     ft.backends.register(record())
     monkeypatch.setenv("FTRAIN_BACKEND", "cpu")
     assert ft.backends.default() is cpu.BACKEND
@@ -150,7 +153,7 @@ def test_the_environment_chooses(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "message"), [("banana", "registered are cpu, cuda"), (OTHER, "available are cpu")])
-def test_the_environment_chooses_what_is_not_there(name, message, monkeypatch):
+def test_an_environment_variable_that_names_no_available_backend_is_an_error(name, message, monkeypatch):
     ft.backends.register(record(available=lambda: False))
     monkeypatch.setenv("FTRAIN_BACKEND", name)
     with pytest.raises(DeviceError, match=message) as caught:
@@ -159,13 +162,13 @@ def test_the_environment_chooses_what_is_not_there(name, message, monkeypatch):
     assert "FTRAIN_BACKEND" in str(caught.value)
 
 
-def test_another_package_brings_a_backend(installed):
-    point = Point(OTHER, record())
-    installed.append(point)
+def test_another_package_adds_a_backend(installed):
+    entry_point = EntryPoint(OTHER, record())
+    installed.append(entry_point)
     assert OTHER in ft.backends.names()
     assert ft.backends.get(OTHER).name == OTHER
     assert ft.backends.of(torch.device(OTHER)).name == OTHER
-    assert point.loads == 1
+    assert entry_point.loads == 1
 
 
 @pytest.mark.parametrize(
@@ -173,14 +176,14 @@ def test_another_package_brings_a_backend(installed):
     [lambda: ft.backends.get(OTHER), lambda: ft.backends.of(torch.device(OTHER)), ft.backends.default],
     ids=["name", "device", "default"],
 )
-def test_a_backend_of_another_package_is_found_by_what_is_asked_first(look_up, installed, monkeypatch):
-    installed.append(Point(OTHER, record()))
+def test_a_backend_of_another_package_is_found_by_whatever_function_is_called_first(look_up, installed, monkeypatch):
+    installed.append(EntryPoint(OTHER, record()))
     monkeypatch.setenv("FTRAIN_BACKEND", OTHER)
     assert look_up().name == OTHER
 
 
-def test_other_packages_are_looked_for_once(installed):
-    installed.append(Point(OTHER, ImportError("no driver")))
+def test_other_packages_are_loaded_once(installed):
+    installed.append(EntryPoint(OTHER, ImportError("no driver")))
     for _ in range(3):
         ft.backends.names()
         ft.backends.default()
@@ -188,20 +191,20 @@ def test_other_packages_are_looked_for_once(installed):
 
 
 def test_another_package_cannot_replace_ours_by_being_installed(installed):
-    installed.append(Point("cpu", record(name="cpu")))
+    installed.append(EntryPoint("cpu", record(name="cpu")))
     ft.backends.names()
     assert ft.backends.get("cpu") is cpu.BACKEND
 
 
 def test_a_package_that_does_not_load_is_named(installed):
-    installed.append(Point(OTHER, ImportError("no driver")))
+    installed.append(EntryPoint(OTHER, ImportError("no driver")))
     with pytest.raises(DeviceError, match=OTHER) as caught:
         ft.backends.get(OTHER)
     assert "no driver" in str(caught.value)
 
 
-def test_a_package_that_does_not_load_stops_nobody_else(installed):
-    installed.append(Point(OTHER, ImportError("no driver")))
+def test_a_package_that_does_not_load_leaves_the_other_backends_usable(installed):
+    installed.append(EntryPoint(OTHER, ImportError("no driver")))
     assert ft.backends.get("cpu") is cpu.BACKEND
     assert ft.backends.of("cpu") is cpu.BACKEND
     assert "cpu" in ft.backends.names()
@@ -220,7 +223,7 @@ def test_the_record_of_the_cpu_is_complete():
 
 
 @without_cuda
-def test_cuda_is_known_where_there_is_none():
+def test_cuda_is_registered_but_not_available_without_a_device():
     assert cuda.BACKEND.available() is False
     assert cuda.BACKEND.device == torch.device("cuda")
     assert ft.backends.of(torch.device("cuda")) is cuda.BACKEND
@@ -243,9 +246,9 @@ def test_the_record_of_cuda_works():
     ampere = torch.cuda.get_device_capability() >= (8, 0)
     assert (torch.bfloat16 in backend.autocast_dtypes()) == (ampere or torch.version.hip is not None)
     backend.synchronize()
-    before = backend.memory().current
+    bytes_before = backend.memory().current
     block = torch.ones(2**20, device="cuda")
-    assert backend.memory().current >= before + 2**22
+    assert backend.memory().current >= bytes_before + 2**22
     assert backend.memory().peak >= backend.memory().current
     del block
     backend.empty_cache()

@@ -1,7 +1,7 @@
-"""A device of host memory, a toy: what torch asks of a PrivateUse1 device, in Python, so that a machine without any
-accelerator has one. Its kernels are the CPU's, on the same bytes: what it computes must equal the CPU to the bit.
+"""A PrivateUse1 device in host memory, written in Python, so that a machine without any accelerator has one.
 
-Registered by `torch.utils.backend_registration._setup_privateuseone_for_python_backend`; once, for a whole process.
+Its kernels are the CPU's, on the same bytes, so its results must have the bits of the CPU's. It is registered by
+`torch.utils.backend_registration._setup_privateuseone_for_python_backend`, once for a whole process.
 """
 
 import functools
@@ -10,15 +10,15 @@ import weakref
 import optree
 import torch
 
-LOWERED = "linear", "matmul", "mm", "addmm", "bmm"
+AUTOCAST_OPS = "linear", "matmul", "mm", "addmm", "bmm"
 HOST = torch.device("cpu")
 
-# Libraries of kernels are gone when nobody holds them.
+# Torch removes the kernels of a library that is garbage collected.
 _libraries = []
 
 
 class Module:
-    """What vendors put at torch.<name>, as far as torch and ftrain ask for it."""
+    """The module ``torch.<name>``, with the functions that torch and ftrain need."""
 
     def __init__(self, name):
         self.name, self.generator = name, torch.Generator()
@@ -72,62 +72,65 @@ class Module:
 
 
 def register(name="toy"):
-    """Make torch know the device, and return its module."""
+    """Register the device with torch, and return its module."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     module = Module(name)
     _setup_privateuseone_for_python_backend(name, module)
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(lambda op, *args, **kwargs: _run(module, op, args, kwargs), "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    lowered = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    for op in LOWERED:
-        lowered.impl(op, _lower(name, getattr(torch.ops.aten, op).default))
-    _libraries.extend([everything, lowered])
+    all_ops = torch.library.Library("_", "IMPL")
+    all_ops.fallback(lambda op, *args, **kwargs: _run(module, op, args, kwargs), "PrivateUse1")
+    all_ops.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    autocast_ops = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for op in AUTOCAST_OPS:
+        autocast_ops.impl(op, _under_autocast(name, getattr(torch.ops.aten, op).default))
+    _libraries.extend([all_ops, autocast_ops])
     return module
 
 
-def _on_ours(leaf):
-    return isinstance(leaf, torch.Tensor) and _is_ours(leaf.device)
+def _is_on_toy(leaf):
+    return isinstance(leaf, torch.Tensor) and _is_toy(leaf.device)
 
 
-def _is_ours(device):
+def _is_toy(device):
     return device.type == torch._C._get_privateuse1_backend_name()
 
 
 def _run(module, op, args, kwargs):
-    """One operation: the host's kernel on the host's view of the same memory."""
+    """Run an operation: the host's kernel on host tensors of the same memory."""
     module.ops.add(str(op))
     leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-    hosted = [_host(leaf) for leaf in leaves]
-    _refuse_float64(module, hosted)
-    given, named = optree.tree_unflatten(spec, hosted)
-    if _takes_generator(op) and named.get("generator") is None:
-        named["generator"] = module.generator
+    host_leaves = [_on_host(leaf) for leaf in leaves]
+    _refuse_float64(module, host_leaves)
+    host_args, host_kwargs = optree.tree_unflatten(spec, host_leaves)
+    if _takes_generator(op) and host_kwargs.get("generator") is None:
+        host_kwargs["generator"] = module.generator
     with torch._C._AutoDispatchBelowAutograd():
         if op is torch.ops.aten._copy_from.default:
-            given[1].copy_(given[0])
+            host_args[1].copy_(host_args[0])
             return args[1]
-        # Numbers that stand for tensors reach Python as numbers: the overload for those is meant.
-        numbers = any(type(given[place]) in (int, float, bool) for place in _tensors(op) if place < len(given))
-        outputs = (op.overloadpacket if numbers else op)(*given, **named)
-    ours = [(leaf, host) for leaf, host in zip(leaves, hosted, strict=True) if _on_ours(leaf)]
-    for leaf, host in ours:
-        _follow(module, leaf, host)
+        # A number in the place of a tensor reaches Python as a number, for which there is another overload.
+        has_number = any(
+            type(host_args[index]) in (int, float, bool) for index in _tensor_arguments(op) if index < len(host_args)
+        )
+        outputs = (op.overloadpacket if has_number else op)(*host_args, **host_kwargs)
+    pairs = [(leaf, host) for leaf, host in zip(leaves, host_leaves, strict=True) if _is_on_toy(leaf)]
+    for leaf, host in pairs:
+        _update(module, leaf, host)
     outputs, spec = optree.tree_flatten(outputs, none_is_leaf=True)
     _refuse_float64(module, outputs)
-    return optree.tree_unflatten(spec, [_wrap(module, output, ours) for output in outputs])
+    return optree.tree_unflatten(spec, [_on_device(module, output, pairs) for output in outputs])
 
 
 @functools.cache
 def _takes_generator(op):
-    return any(each.name == "generator" for each in op._schema.arguments)
+    return any(argument.name == "generator" for argument in op._schema.arguments)
 
 
 @functools.cache
-def _tensors(op):
-    """Places of the arguments that are tensors."""
-    return [place for place, each in enumerate(op._schema.arguments) if isinstance(each.type, torch.TensorType)]
+def _tensor_arguments(op):
+    """Return the indices of the arguments that are tensors."""
+    arguments = op._schema.arguments
+    return [index for index, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
 
 
 def _refuse_float64(module, leaves):
@@ -135,20 +138,23 @@ def _refuse_float64(module, leaves):
         raise TypeError("toy: there is no float64 here")
 
 
-def _host(leaf):
-    """What the host's kernel gets for an argument."""
-    if _on_ours(leaf):
+def _on_host(leaf):
+    """Return an argument for the host's kernel: a tensor of the same memory, or the host for the device."""
+    if _is_on_toy(leaf):
         memory = leaf.untyped_storage().memory
         return torch.empty(0, dtype=leaf.dtype).set_(memory, leaf.storage_offset(), leaf.shape, leaf.stride())
-    return HOST if isinstance(leaf, torch.device) and _is_ours(leaf) else leaf
+    return HOST if isinstance(leaf, torch.device) and _is_toy(leaf) else leaf
 
 
-def _wrap(module, output, ours):
-    """The device's tensor for what a kernel has returned: an argument, a view of one, or something new."""
+def _on_device(module, output, pairs):
+    """Return the device's tensor for an output of a kernel.
+
+    The output may be an argument, a view of an argument, or new. `pairs` are the arguments on the device and the host.
+    """
     if not isinstance(output, torch.Tensor):
         return output
     storage = None
-    for leaf, host in ours:
+    for leaf, host in pairs:
         if output is host:
             return leaf
         if output.untyped_storage()._cdata == host.untyped_storage()._cdata:
@@ -156,8 +162,8 @@ def _wrap(module, output, ours):
     return _place(torch._C._acc.create_empty_tensor([0], output.dtype), storage or _storage(module, output), output)
 
 
-def _follow(module, leaf, host):
-    """An operation may have given its argument another shape or memory."""
+def _update(module, leaf, host):
+    """Update an argument of the device, since an operation may have given it another shape or memory on the host."""
     memory = leaf.untyped_storage().memory
     if memory._cdata != host.untyped_storage()._cdata or memory.nbytes() != leaf.untyped_storage().nbytes():
         _place(leaf, _storage(module, host), host)
@@ -166,7 +172,7 @@ def _follow(module, leaf, host):
 
 
 def _storage(module, host):
-    """A storage of the device on the memory of a tensor of the host, which it keeps."""
+    """Return a storage of the device on the memory of a tensor of the host, which it keeps alive."""
     memory = host.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), torch.device(module.name, 0), memory.nbytes()
@@ -178,8 +184,8 @@ def _storage(module, host):
 
 
 def _place(leaf, storage, host):
-    """Let a tensor of the device see its storage as one of the host sees its own."""
-    # The host's kernel looks at shapes only, and takes tensors of any device.
+    """Set the storage of a tensor of the device, with the offset, shape and strides of a tensor of the host."""
+    # The host's kernel reads shapes only, and takes tensors of any device.
     return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
         torch._C.DispatchKeySet(torch._C.DispatchKey.CPU),
         leaf,
@@ -190,13 +196,15 @@ def _place(leaf, storage, host):
     )
 
 
-def _lower(name, op):
-    """In autocast: the operation in the narrow dtype."""
+def _under_autocast(name, op):
+    """Return the operation as autocast runs it: float32 tensors are cast to the dtype of autocast."""
 
-    def lowered(*args):
+    def is_float32(leaf):
+        return isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+
+    def run(*args):
         dtype = torch.get_autocast_dtype(name)
-        wide = lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32  # noqa: E731
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return op(*[leaf.to(dtype) if wide(leaf) else leaf for leaf in args])
+            return op(*[leaf.to(dtype) if is_float32(leaf) else leaf for leaf in args])
 
-    return lowered
+    return run

@@ -1,4 +1,4 @@
-"""What a rank asks of others: the sequence of its collectives, on which the ranks of each group must agree."""
+"""Record the collectives of a rank, and check that those of the ranks of each group match."""
 
 import hashlib
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from ftrain import tree
 class Collective(NamedTuple):
     """The operation, the axis of the mesh along which it communicates, and its other arguments.
 
-    Of a tensor these are shape and dtype.
+    A tensor is described by its shape and dtype.
     """
 
     operation: str
@@ -21,10 +21,11 @@ class Collective(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Context that keeps the functional collectives of this thread, which are all that a step issues.
+    """Context that records the functional collectives of this thread; a step issues no others.
 
     Args:
-        groups: of this rank by axis, as `ftrain.parallel.mesh.groups` returns them. Their names differ between ranks.
+        groups: the groups of this rank by axis, as `ftrain.parallel.mesh.groups` returns them. Their names differ
+            between ranks.
     """
 
     def __init__(self, groups):
@@ -34,11 +35,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "_c10d_functional":
-            name, arguments = (
-                function.overloadpacket.__name__,
-                [_described(leaf) for leaf in tree.leaves([args, kwargs])],
-            )
-            # The name of the group stands last; operations without one, such as `wait_tensor`, send nothing.
+            name = function.overloadpacket.__name__
+            arguments = [_described(leaf) for leaf in tree.leaves([args, kwargs])]
+            # The last argument is the name of the group; operations without one, such as `wait_tensor`, send nothing.
             if arguments[-1] in self._axes:
                 self.collectives.append(Collective(name, self._axes[arguments[-1]], tuple(arguments[:-1])))
         return function(*args, **(kwargs or {}))
@@ -52,16 +51,17 @@ EXCHANGE = "all_to_all_single"
 
 
 def digests(collectives):
-    """Return digests of what a rank issues: in which order along which axis, and what along each axis.
+    """Return digests of the collectives of a rank: of their order with their axes, and of those along each axis.
 
-    Of an exchange only the dtype: ranks send and receive different numbers of elements (`require_paired`).
+    Of an exchange only the dtype counts: ranks send and receive different numbers of elements (`_require_paired`).
     """
-    collectives = [
-        each._replace(arguments=each.arguments[0][-1:]) if each.operation == EXCHANGE else each for each in collectives
+    comparable = [
+        collective._replace(arguments=collective.arguments[0][-1:]) if collective.operation == EXCHANGE else collective
+        for collective in collectives
     ]
-    order = [(each.operation, each.axis) for each in collectives]
-    along = {axis: [each for each in collectives if each.axis == axis] for _, axis in order}
-    return {"order": _digest(order), **{axis: _digest(issued) for axis, issued in along.items()}}
+    order = [(collective.operation, collective.axis) for collective in comparable]
+    by_axis = {axis: [collective for collective in comparable if collective.axis == axis] for _, axis in order}
+    return {"order": _digest(order), **{axis: _digest(along) for axis, along in by_axis.items()}}
 
 
 def _digest(value):
@@ -78,26 +78,30 @@ def _members(axis, replicate, shard):
 
 
 def require_matched(collectives_of_ranks, replicate, shard):
-    """Check that all ranks issue in one order, and the ranks of each group the same.
+    """Check that all ranks issue collectives in one order, and the ranks of each group the same collectives.
 
-    Blocks may have other lengths on other ranks: what the ranks of one group add up is not what those of another do.
+    Different groups may issue different ones: blocks may have other lengths on other ranks.
     """
-    digests_of_ranks = [*map(digests, collectives_of_ranks)]
+    digests_of_ranks = [digests(collectives) for collectives in collectives_of_ranks]
     for name in digests_of_ranks[0]:
         for ranks in _members(name, replicate, shard):
-            actual = {rank: digests_of_ranks[rank][name] for rank in ranks}
-            assert len(set(actual.values())) == 1, f"ranks differ in what they issue ({name}): {actual}"
+            by_rank = {rank: digests_of_ranks[rank][name] for rank in ranks}
+            assert len(set(by_rank.values())) == 1, f"ranks differ in what they issue ({name}): {by_rank}"
     for axis in ("shard", "replicate", "all"):
         for ranks in _members(axis, replicate, shard):
-            _require_paired([[each for each in collectives_of_ranks[rank] if each.axis == axis] for rank in ranks])
+            _require_paired(
+                [[collective for collective in collectives_of_ranks[rank] if collective.axis == axis] for rank in ranks]
+            )
 
 
 def _require_paired(collectives_of_ranks):
     """Check that each rank of a group receives in each exchange what the others send to it."""
     size = len(collectives_of_ranks)
     exchanges = [
-        [each.arguments[1:] for each in issued if each.operation == EXCHANGE] for issued in collectives_of_ranks
+        [collective.arguments[1:] for collective in collectives if collective.operation == EXCHANGE]
+        for collectives in collectives_of_ranks
     ]
-    for counts in zip(*exchanges, strict=True):
-        received, sent = [each[:size] for each in counts], [each[size:] for each in counts]
+    for counts_by_rank in zip(*exchanges, strict=True):
+        received = [counts[:size] for counts in counts_by_rank]
+        sent = [counts[size:] for counts in counts_by_rank]
         assert received == [*zip(*sent, strict=True)], f"ranks differ in what they issue: {received} of {sent}"

@@ -1,4 +1,4 @@
-"""A small model with what is hard to divide, its data, and a few steps of training."""
+"""A small model whose parameters are hard to divide, its data, and a few steps of training."""
 
 import threading
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 class Small(nn.Module):
-    """Two blocks with dropout, of few operations, for a step that several ranks compile; a parameter without axis."""
+    """Two blocks with dropout and a parameter without axis: few operations, for steps that several ranks compile."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Small(nn.Module):
 
 
 def loss(model, batch):
-    """Return a mean over weights, which are 0 for some examples, a metric that is no `Mean`, and one that is."""
+    """Return a `Mean` over weights, some of which are 0, a metric that is a tensor, and one that is a `Mean`."""
     outputs = model(batch["x"])
     squares = (outputs - batch["y"]).square().sum(-1) * batch["weight"]
     metrics = {

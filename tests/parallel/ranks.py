@@ -1,4 +1,4 @@
-"""N ranks in one process: a thread for each, whose collectives exchange tensors in memory."""
+"""N ranks in one process: a thread for each, with collectives that exchange tensors in memory."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from ftrain.parallel import stock_draws
 def run(size, function):
     """Call ``function(rank)`` on each of `size` ranks; return the results in the order of ranks.
 
-    What one of them raises is raised here; the others are then abandoned.
+    An error of one rank is raised here; the other ranks are then abandoned.
     """
     results, errors = [None] * size, []
 
@@ -31,7 +31,7 @@ def run(size, function):
 
     restore = _settings_of_process()
     if size > 1:
-        # Steps seed torch's generator and restore it; where threads share it, it seems to have moved.
+        # Steps seed torch's generator and restore it. Threads share it, so it would seem to have advanced.
         stock_draws._generator_state = lambda device: torch.zeros(())
     multi_threaded_pg.ProcessLocalGroup.pg_name = property(_name_of_group)
     multi_threaded_pg._install_threaded_pg()
@@ -54,11 +54,11 @@ def run(size, function):
 
 
 def _settings_of_process():
-    """Return a function that restores what ranks change in a process: as threads they share it, and may leave it on."""
-    excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
+    """Return a function that restores the settings of the process that ranks change: threads may restore them late."""
+    excepthook = sys.excepthook  # `init_process_group` wraps it, to add the rank to messages.
     generator_state = stock_draws._generator_state
     precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    # Of the ranks that trace at once the last one may leave it set; a thread has its own from torch 2.15 on.
+    # When ranks trace at once, the last one may leave this flag set. From torch 2.15 on each thread has its own.
     is_tracing = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
 
     def restore():
@@ -71,6 +71,6 @@ def _settings_of_process():
 
 
 def _name_of_group(group):
-    """Return the name of a group, also while it is destroyed, when its world has forgotten it already."""
+    """Return the name of a group, also while it is destroyed, when its world no longer has the name."""
     group.last_name = group._world().pg_names.get(group, getattr(group, "last_name", ""))
     return group.last_name

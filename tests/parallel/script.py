@@ -25,7 +25,10 @@ STEPS = {
 
 
 def optimizer():
-    """Return one that needs of each leaf something else: the matrix, means, a norm, blocks, places, single elements."""
+    """Return an optimizer whose parts need different things of a leaf.
+
+    They are the matrix, the means of rows and columns, the norm, blocks, the places of elements, or single elements.
+    """
     optimizers = {
         "muon": ft.optim.muon(0.01, ns_steps=2),
         "adafactor": ft.optim.adafactor(0.01),
@@ -48,7 +51,7 @@ def train(name):
     """Return the whole state after the steps, and their metrics."""
     level, is_compiled = STEPS[name]
     sharded = ft.sharded(ft.parallel.mesh(), level)
-    # Made after the mesh: what it imports of torch must not keep the process group.
+    # Made after the mesh: the modules of torch that it imports must not keep the process group alive.
     compiled = [ft.compiled(lowering="whole", backend="aot_eager")] if is_compiled else []
     wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), sharded, *compiled
     return models.train(models.step_of(*wrappers, optimizer=optimizer()))
@@ -63,14 +66,14 @@ def main(output, names):
         torch.save(results, output)
 
 
-def tell_threads(output):
-    """Write, at the end of the program, whether there is a process group, and which of its threads run."""
+def write_threads(output):
+    """Write whether there is a process group, and which threads of gloo run."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     threads = [name for name in names if "gloo" in name]
     output.write_text(f"{'in a group' if dist.is_initialized() else 'left'}, with threads {threads}")
 
 
 if __name__ == "__main__":
-    # What is registered first is called last.
-    atexit.register(tell_threads, Path(f"{sys.argv[1]}.end-of-{os.environ['RANK']}"))
+    # The function that is registered first is called last.
+    atexit.register(write_threads, Path(f"{sys.argv[1]}.end-of-{os.environ['RANK']}"))
     main(sys.argv[1], sys.argv[2:] or STEPS)

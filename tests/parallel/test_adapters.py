@@ -40,7 +40,7 @@ def assert_divided_alike(actual, expected):
 
 
 def merged_and_back(level, dora):
-    """Return what is merged and unmerged by each rank, whole, and the metrics that both then have."""
+    """Return a function of a rank that merges and unmerges: it returns both whole states, and their metrics."""
 
     def rank(_):
         step, (batch,) = adapted(level, dora=dora), models.batches(1, seed=9)
@@ -61,7 +61,7 @@ def merged_and_back(level, dora):
 
 @levels
 @pytest.mark.parametrize("dora", [True, *exhaustive([False])])
-def test_what_ranks_merge_and_unmerge_is_what_one_rank_does_and_divided_as_before(level, dora):
+def test_ranks_merge_and_unmerge_as_one_rank_does_and_states_are_divided_as_before(level, dora):
     (expected,) = run(1, merged_and_back(0, dora))
     for actual in run(2, merged_and_back(level, dora)):
         assert_near(actual, expected)
@@ -121,7 +121,7 @@ def load_and_step(path, level):
 
 
 @levels
-def test_the_files_of_ranks_are_those_of_one_and_what_they_load_trains_as_on_one(level, tmp_path):
+def test_ranks_save_the_files_of_one_rank_and_train_as_it_does_after_loading_them(level, tmp_path):
     run(1, save(tmp_path / "alone", 0))
     run(2, save(tmp_path / "together", level))
     alone, together = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("alone", "together"))

@@ -1,4 +1,4 @@
-"""What exchanges tensors and is called by one rank alone, as `if rank == 0: ...`: an error that says so, soon."""
+"""A function that exchanges tensors, called by one rank alone (`if rank == 0: ...`), is an error after seconds."""
 
 import re
 import time
@@ -34,12 +34,12 @@ def adapted(level=3):
     return ft.lora(2, targets=["head"])(step_of(level))
 
 
-def quick():
+def shorten_waits():
     rank_watch.BEAT, heartbeats.PATIENCE = 0.1, 0.5
 
 
 def calling(tell, rank, name, goes_on):
-    quick()
+    shorten_waits()
     level, call = CALLS[name]
     step = adapted(level) if name == "merge" else step_of(level)
     state, _ = step(step.init(seed=5), next(models.batches(1)))
@@ -52,11 +52,11 @@ def calling(tell, rank, name, goes_on):
     else:
         rank_watch.watch()._ended.set()
         rank_watch.watch()._note["has_ended"] = True
-        rank_watch.watch()._tell()
+        rank_watch.watch()._write_heartbeat()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_calls_alone_what_gathers_is_told_where_the_others_are(name):
+def test_the_error_of_a_rank_that_gathers_alone_says_where_the_others_are(name):
     with started(2, calling, name, True) as ranks:
         text = ranks[0].hear(SOON)
     assert re.match(
@@ -80,18 +80,18 @@ def calling_another(tell, rank):
             tell(str(error))
 
 
-def test_ranks_that_call_two_functions_in_the_place_of_one_exchange_nothing():
-    """As where one rank gathers alone, `if rank == 0: ...`, and all ranks evaluate afterwards."""
+def test_ranks_that_call_different_functions_exchange_nothing():
+    """As when one rank gathers alone, `if rank == 0: ...`, and all ranks evaluate afterwards."""
     with started(2, calling_another) as ranks:
         texts = [rank.hear(SOON) for rank in ranks]
-    why = "has called it, and another rank has called another function in its place"
-    assert texts[0].startswith(f"whole: rank 0 {why}")
-    assert texts[1].startswith(f"evaluate: rank 1 {why}")
+    reason = "has called it, and another rank has called another function in its place"
+    assert texts[0].startswith(f"whole: rank 0 {reason}")
+    assert texts[1].startswith(f"evaluate: rank 1 {reason}")
 
 
-def saving(tell, rank, path, how):
-    quick()
-    step = adapted(0) if how.startswith("adapters") else step_of()
+def saving(tell, rank, path, function):
+    shorten_waits()
+    step = adapted(0) if function.startswith("adapters") else step_of()
     state, _ = step(step.init(seed=5), next(models.batches(1)))
     checkpoints = Checkpoints(f"{path}/run", every=1)
 
@@ -108,24 +108,24 @@ def saving(tell, rank, path, how):
     }
     if rank == 0:
         with pytest.raises(RankError) as caught:
-            calls[how]()
+            calls[function]()
         tell(str(caught.value))
     else:
         step(state, next(models.batches(1)))
 
 
-@pytest.mark.parametrize("how", ["save", "Checkpoints", "Checkpoints.latest", "adapters.save", "adapters.load"])
-def test_a_rank_that_saves_or_loads_alone_is_told_where_the_others_are(tmp_path, how):
-    with started(2, saving, str(tmp_path), how) as ranks:
+@pytest.mark.parametrize("function", ["save", "Checkpoints", "Checkpoints.latest", "adapters.save", "adapters.load"])
+def test_the_error_of_a_rank_that_saves_or_loads_alone_says_where_the_others_are(tmp_path, function):
+    with started(2, saving, str(tmp_path), function) as ranks:
         text = ranks[0].hear(SOON)
-    name = how.removesuffix(".latest")
+    name = function.removesuffix(".latest")
     assert re.match(
         rf"{name}: rank 1 did not come within \d+ seconds; rank 1 is in step 2.*Every rank must call it", text
     )
 
 
 def fitting(tell, rank):
-    quick()
+    shorten_waits()
     step = step_of()
 
     def evaluate(state):

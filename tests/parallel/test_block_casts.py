@@ -1,4 +1,4 @@
-"""Level 3 under autocast: the narrow copies of weights that autograd would save are made again in the backward pass."""
+"""Level 3 under autocast: the 16-bit copies of weights that autograd would save are made again in the backward pass."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from tests.parallel.test_sharded import NARROW
 
 
 class Block(nn.Module):
-    """Weights that autocast casts: as they are, transposed, written to when cast; and some that stay float32.
+    """Weights that autocast casts: as they are, transposed, or written to when cast; and some that stay float32.
 
-    None is used twice: of parameters that are leaves autocast caches the copy, and adds their gradients in 16 bits.
+    No weight is used twice: on one rank autocast would cache its copy, and add the two gradients in 16 bits.
     """
 
     def __init__(self, width):
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Each weight is used once, by what autocast casts for; one is frozen, and one is not used at all."""
+    """Each weight is used once, by an operation that autocast casts; one is frozen, and one is not used at all."""
 
     def __init__(self, width):
         super().__init__()
@@ -71,14 +71,14 @@ def test_a_step_under_autocast_has_the_bits_of_level_2_and_equals_one_rank():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_travels_in_the_dtype_of_autocast_changes_no_bit(size):
+def test_blocks_that_are_gathered_in_the_dtype_of_autocast_have_the_same_bits(size):
     for narrow, own in zip(trained(size, 3, PlainBlock, gather="amp"), trained(size, 3, PlainBlock), strict=True):
         torch.testing.assert_close(narrow, own, rtol=0, atol=0)
 
 
 @pytest.fixture
 def mesh():
-    """Of this process alone."""
+    """A mesh of this process alone."""
     yield ft.parallel.mesh()
     torch.distributed.destroy_process_group()
 

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def trained(size, level, metrics=lambda outputs: {}, trainable=("*.trained.*", "*.viewed"), steps=3):
-    """Return the whole states of all ranks, and how many sets of parameters of a block were held at a time."""
+    """Return for each rank the step, its state and the whole state after the last step."""
 
     def criterion(net, x):
         outputs = net(x)
@@ -74,7 +74,7 @@ def test_trained_and_frozen_parameters_of_a_block_whose_parts_are_single_rows():
             torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
 
 
-def test_blocks_without_a_trained_parameter_are_let_go():
+def test_blocks_without_a_trained_parameter_give_the_same_results():
     ((_, _, one),) = trained(1, 0, trainable=["blocks.0.trained.weight"])
     for _, _, many in trained(2, 3, trainable=["blocks.0.trained.weight"]):
         torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
@@ -95,7 +95,7 @@ def test_a_metric_by_example_is_an_error_on_every_rank():
 
 
 class Checkpointed(nn.Module):
-    """A block that recomputes two parts of itself, one within the other's neighbour, with dropout beside them."""
+    """A block that computes two parts of itself again in the backward pass, by torch's checkpoint."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ def sharded_step(level=3, **mesh):
 
 
 def drawn(level=3, **mesh):
-    """Return a state of which every leaf is drawn from a seed, so that it is the same on any mesh, to the bit."""
+    """Return a state whose leaves are all drawn from a seed, so that it has the same bits on any mesh."""
     state = sharded_step(level, **mesh).init(seed=5)
     generator = torch.Generator().manual_seed(0)
 
@@ -38,7 +38,7 @@ def drawn(level=3, **mesh):
 
 
 def contents(directory):
-    """Return the bytes of all files but the manifest, and of the tensors in that."""
+    """Return the bytes of all files but the manifest, by path, and the entries of tensors in the manifest."""
     files = {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     return {path: data for path, data in files.items() if path.name != "MANIFEST.json"} | {
         "tensors": ft.checkpoint.verify(directory).tensors
@@ -68,7 +68,7 @@ def test_any_mesh_writes_the_files_of_one_rank_and_reads_them(size, level, mesh,
     assert contents(tmp_path / "together") == contents(tmp_path / "alone")
 
 
-def test_a_run_is_saved_and_goes_on_with_other_ranks(tmp_path):
+def test_a_saved_run_continues_on_another_number_of_ranks(tmp_path):
     """1 -> 4 -> 2 ranks, in the background."""
 
     def go_on(level, **mesh):
@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_ol
 
 @pytest.mark.parametrize("size", choose([1, 2], [2]))
 @pytest.mark.parametrize("is_full", [False, True])
-def test_an_error_of_all_ranks_leaves_the_save_in_the_background_whole_or_says_that_it_failed(
+def test_after_an_error_of_all_ranks_a_save_in_the_background_is_complete_or_noted_as_failed(
     size, is_full, tmp_path, monkeypatch
 ):
     def full(*args):
@@ -184,7 +184,7 @@ def test_an_error_of_all_ranks_leaves_the_save_in_the_background_whole_or_says_t
     assert ("No space left on device" in str(getattr(caught.value, "__notes__", ""))) == is_full
 
 
-def test_what_a_rank_has_written_is_compared_with_what_is_on_the_disk(tmp_path, monkeypatch):
+def test_the_bytes_that_a_rank_has_written_are_compared_with_those_on_the_disk(tmp_path, monkeypatch):
     original = files.write_at
 
     def flipped(descriptor, data, offset):
@@ -205,7 +205,7 @@ def test_what_a_rank_has_written_is_compared_with_what_is_on_the_disk(tmp_path, 
 @pytest.mark.parametrize(
     "file", ["params/model.safetensors", pytest.param("state.safetensors", marks=pytest.mark.exhaustive)]
 )
-def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one_is_taken(file, tmp_path):
+def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_checkpoint_is_loaded(file, tmp_path):
     def write(_):
         with Checkpoints(tmp_path, every=1) as checkpoints:
             for step in (1, 2):
@@ -230,7 +230,7 @@ def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one
         run(2, read)
 
 
-def test_ranks_that_save_different_states_are_told_so(tmp_path):
+def test_saving_different_states_is_an_error_on_every_rank(tmp_path):
     def rank(number):
         state = drawn()
         other = {"other" if number == 2 else name: leaf for name, leaf in state.params.items()}
@@ -256,15 +256,15 @@ def test_ranks_may_have_the_directory_under_different_paths(tmp_path, monkeypatc
         return original(path)
 
     def rank(number):
-        mine = tmp_path / ("mounted" if number else "disk")
+        root = tmp_path / ("mounted" if number else "disk")
         step, batches = sharded_step(), list(models.batches())
         ft.fit(
-            step, step.init(seed=5), batches, checkpoints=Checkpoints(mine / "run", every=1), progress=False, steps=2
+            step, step.init(seed=5), batches, checkpoints=Checkpoints(root / "run", every=1), progress=False, steps=2
         )
-        checkpoints = Checkpoints(mine / "run", every=1)
+        checkpoints = Checkpoints(root / "run", every=1)
         state, _ = ft.fit(step, step.init(), batches, checkpoints=checkpoints, resume="must", progress=False, steps=3)
-        ft.checkpoint.save(mine / "alone", state)
-        assert_bits(ft.checkpoint.load(mine / "alone", like=state), state)
+        ft.checkpoint.save(root / "alone", state)
+        assert_bits(ft.checkpoint.load(root / "alone", like=state), state)
         return checkpoints.steps()
 
     monkeypatch.setattr(files, "opened_to_write", recording)
@@ -305,7 +305,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_of_ranks_that_all_save_whole_tensors_says_that_one_rank_does(tmp_path):
+def test_the_error_of_ranks_that_all_save_whole_tensors_says_that_one_rank_saves_at_level_0(tmp_path):
     notes = []
 
     def rank(_):

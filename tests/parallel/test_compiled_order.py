@@ -1,4 +1,4 @@
-"""In a compiled step collectives travel while others compute, as in the graph that was captured of it."""
+"""A compiled step runs collectives while it computes, as the captured graph does."""
 
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ WIDTH, BLOCKS = 8, 3
 
 @contextmanager
 def one_of(size, rank=0):
-    """Context of a rank; the others do not exist."""
+    """Context in which this process is one of `size` ranks; the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -28,7 +28,7 @@ def one_of(size, rank=0):
 
 
 class Overlaps(TorchDispatchMode):
-    """Context that counts collectives, and those that are waited for after a later product of matrices."""
+    """Context that counts collectives, and those with a matmul between their start and their wait (overlapping)."""
 
     def __init__(self):
         super().__init__()
@@ -60,10 +60,10 @@ def step_of(backend, level=3):
 def overlaps(backend):
     step, batch = step_of(backend), {"x": torch.ones(4, WIDTH)}
     state, _ = step(step.init(seed=0), batch)
-    # Which refuses a compiler that changes how many collectives there are.
-    with running_graphs(Agreement(1)), Overlaps() as actual:
+    # `running_graphs` refuses a compiler that changes the number of collectives.
+    with running_graphs(Agreement(1)), Overlaps() as recorded:
         step(state, batch)
-    return actual.counts
+    return recorded.counts
 
 
 def test_inductor_waits_for_collectives_where_the_graph_does():
@@ -89,7 +89,7 @@ def test_a_collective_that_no_graph_can_have_is_named():
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_ranks_with_as_many_rows_compile_the_same_graph(level):
-    """So that the code that one has compiled serves the other."""
+    """So that the code that one rank has compiled serves the other rank."""
     texts = []
     for rank in range(2):
         with one_of(2, rank):

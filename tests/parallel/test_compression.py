@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bits: what is sent and what is left, and the state that remembers it."""
+"""Gradients that are sent in fewer bits: the sums, the residuals, and the part of the state that keeps them."""
 
 import functools
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def gradients(rank, step, shapes=SHAPES):
 
 
 def combined(name, size, steps=3, shapes=SHAPES):
-    """Return for each rank its gradients, the sums that it got and what it remembers, step by step."""
+    """Return for each rank and step its gradients, its old memory, the sums that it got, and its new memory."""
 
     def rank(number):
         ranks = groups(ft.parallel.mesh())[ALL]
@@ -56,15 +56,15 @@ def residual(memory):
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
-def test_what_is_sent_and_what_is_left_are_the_gradient(name):
-    """Of all ranks together, for what one has sent is not known to others."""
-    for steps in zip(*combined(name, 3), strict=True):
+def test_the_sums_and_the_new_residuals_are_the_gradients_and_the_old_residuals(name):
+    """Over all ranks together: a rank gets only the sum of what all have sent."""
+    for ranks in zip(*combined(name, 3), strict=True):
         for index in range(len(SHAPES)):
-            wanted = sum(grads[index] + residual(old[index]) for grads, old, _, _ in steps)
-            left = sum(residual(new[index]) for _, _, _, new in steps)
-            for _, _, sums, _ in steps:
-                torch.testing.assert_close(sums[index] + left, wanted, rtol=1e-13, atol=1e-13)
-    assert any(residual(new[0]).norm() > 0.1 for _, _, _, new in steps)
+            expected = sum(grads[index] + residual(old[index]) for grads, old, _, _ in ranks)
+            not_sent = sum(residual(new[index]) for _, _, _, new in ranks)
+            for _, _, sums, _ in ranks:
+                torch.testing.assert_close(sums[index] + not_sent, expected, rtol=1e-13, atol=1e-13)
+    assert any(residual(new[0]).norm() > 0.1 for _, _, _, new in ranks)
 
 
 def test_every_rank_sends_its_signs_and_its_mean_magnitude():
@@ -82,26 +82,26 @@ def test_all_ranks_get_the_same_bits(name):
             assert all(map(torch.equal, sums, steps[0][2]))
 
 
-def test_matrices_of_the_rank_that_travels_are_exact():
+def test_sums_of_no_higher_rank_than_that_of_powersgd_are_exact():
     shape = (8, 9)
 
     def rank(number):
         ranks = groups(ft.parallel.mesh())[ALL]
         method = ft.parallel.powersgd(2)
-        # Of two ranks, each with a gradient of rank 1: their sum has rank 2.
+        # Each of the two ranks has a gradient of matrix rank 1, so their sum has matrix rank 2.
         column, row = gradients(number, 0, [(8, 1), (1, 9)])
         memory = method.init(0, torch.empty(shape, dtype=torch.float64), None)
         (total,), (new,) = method.combine([column @ row], [memory], Exchange(ranks, [None]))
         return column @ row, total, new["residual"]
 
-    (first, total, left), (second, _, other) = run(2, rank)
+    (first, total, first_residual), (second, _, second_residual) = run(2, rank)
     torch.testing.assert_close(total, first + second, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(left, torch.zeros(shape).double(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(other, torch.zeros(shape).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(first_residual, torch.zeros(shape).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(second_residual, torch.zeros(shape).double(), rtol=0, atol=1e-12)
 
 
-def test_a_power_iteration_goes_on_with_the_factors_of_the_last_step():
-    """Of a constant gradient, with nothing left over, the sums become the best approximation of that rank."""
+def test_a_power_iteration_continues_with_the_factors_of_the_last_step():
+    """For a constant gradient, without residuals, the sums converge to the best approximation of that rank."""
 
     def rank(number):
         ranks = groups(ft.parallel.mesh())[ALL]
@@ -119,7 +119,7 @@ def test_a_power_iteration_goes_on_with_the_factors_of_the_last_step():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
-def test_float16_neither_overflows_nor_loses_what_is_small(scale):
+def test_float16_neither_overflows_nor_loses_small_gradients(scale):
     def rank(number):
         ranks = groups(ft.parallel.mesh())[ALL]
         grads = [grad.float() * scale * (number + 1) for grad in gradients(number, 0)]
@@ -143,7 +143,7 @@ def test_bits_are_packed_by_eight(length):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_arrives_as_such(name, bad):
+def test_a_gradient_that_is_not_finite_gives_a_sum_that_is_not_finite(name, bad):
     def rank(number):
         ranks = groups(ft.parallel.mesh())[ALL]
         method, shape = compression_of(METHODS[name]()), (7, 5)
@@ -173,14 +173,14 @@ def everything():
 
 @functools.cache
 def alone():
-    """The state of one rank after its steps, and the one that it starts with."""
+    """Return the state of one rank after its steps, and its first state."""
     return trained(1, 0, "fp32", everything)[0][0], trained(1, 0, "fp32", everything, data=())[0][0]
 
 
-def _alignment(params, others, start):
-    """Return the cosine of the angle between two ways from a start."""
-    ways = [torch.cat([(each[name] - start[name]).flatten() for name in start]) for each in (params, others)]
-    return torch.nn.functional.cosine_similarity(*ways, dim=0)
+def _alignment(params, reference, start):
+    """Return the cosine of the angle between two changes of the parameters `start`."""
+    first, second = (torch.cat([(end[name] - start[name]).flatten() for name in start]) for end in (params, reference))
+    return torch.nn.functional.cosine_similarity(first, second, dim=0)
 
 
 MESHES = [
@@ -192,7 +192,7 @@ MESHES = [
     (4, 2, {}),
     (4, 0, {"replicate": 2}),
 ]
-# The first for every method; of the two that cast and of the two that remember, one each on a mesh of two axes.
+# The first mesh with every method; a mesh of two axes with one method that casts, and one that has a memory.
 EVERY_TIME = [*((MESHES[0], name) for name in METHODS), (MESHES[1], "fp16"), (MESHES[1], "powersgd")]
 
 
@@ -213,7 +213,7 @@ def test_ranks_end_with_the_same_bits_near_those_of_one(name, size, level, mesh)
     results = trained(size, level, name, everything, mesh)
     for state, _ in results:
         assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(results[0][0])))
-        # The rest of what is left out comes in later steps: three have not gone quite the same way.
+        # Three steps are not quite aligned: the residuals are sent in later steps.
         alignment = _alignment(state.params, reference.params, start.params)
         assert alignment > {"powersgd": 0.9, "sign": 0.8}.get(name, 0.99999)
     assert not all(map(torch.equal, state.params.values(), reference.params.values()))
@@ -231,7 +231,7 @@ def test_on_one_rank_nothing_is_compressed(name):
 )
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_a_quadratic_converges(name, size, level, mesh):
-    """Without what was left of earlier gradients, it ends elsewhere: the ranks have examples with different minima."""
+    """Without residuals it would end elsewhere, because the ranks have examples with different minima."""
     start, target = gradients(0, 0, [(6, 6)])[0], gradients(1, 0, [(4, 6, 6)])[0]
 
     def rank(_):
@@ -249,7 +249,7 @@ def test_a_quadratic_converges(name, size, level, mesh):
 
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("guard", ["skip_nonfinite", "skip_spikes"])
-def test_a_step_that_is_not_made_leaves_the_memory_as_it_was(name, guard):
+def test_a_skipped_step_does_not_change_the_memory(name, guard):
     def rank(_):
         wrappers = {"skip_nonfinite": ft.skip_nonfinite(3), "skip_spikes": ft.skip_spikes(2.0, window=2, warmup=1)}
         step = models.step_of(wrappers[guard], ft.sharded(ft.parallel.mesh(), 1, METHODS[name]()))
@@ -281,7 +281,7 @@ def test_a_step_that_is_not_made_leaves_the_memory_as_it_was(name, guard):
         ),
     ],
 )
-def test_a_run_goes_on_to_the_bit_from_its_whole_state(name, size, level, mesh):
+def test_a_run_continues_from_its_whole_state_with_the_same_bits(name, size, level, mesh):
     def rank(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh(**mesh), level, METHODS[name]()))
         first, *others = models.batches()
@@ -291,19 +291,17 @@ def test_a_run_goes_on_to_the_bit_from_its_whole_state(name, size, level, mesh):
 
     reference = trained(size, level, name, mesh=mesh)[0][0]
     for state in run(size, rank):
-        # `train` starts with another key than `init`, of which nothing is drawn here but dropout.
-        assert all(map(torch.equal, ft.tree.leaves(state.params), ft.tree.leaves(reference.params)))
-        assert all(map(torch.equal, ft.tree.leaves(state.slots), ft.tree.leaves(reference.slots)))
+        assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(reference)))
 
 
 @pytest.mark.parametrize(("size", "level", "mesh"), [(2, 0, {}), (4, 1, {"replicate": 2})])
-def test_a_checkpoint_has_what_each_rank_has_not_sent(size, level, mesh, tmp_path):
+def test_a_checkpoint_has_the_residuals_of_each_rank(size, level, mesh, tmp_path):
     def rank(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh(**mesh), level, ft.parallel.sign()))
         state, _ = step(step.init(), next(models.batches()))
         ft.checkpoint.save(tmp_path / "saved", state)
         loaded = ft.checkpoint.load(tmp_path / "saved", like=step.init())
-        return [ft.parallel.whole(each).slots["sharded"] for each in (state, loaded)]
+        return [ft.parallel.whole(divided).slots["sharded"] for divided in (state, loaded)]
 
     for saved, loaded in run(size, rank):
         assert any(memory["residual"].any() for memory in saved.values())
@@ -311,7 +309,7 @@ def test_a_checkpoint_has_what_each_rank_has_not_sent(size, level, mesh, tmp_pat
 
 
 @pytest.mark.parametrize("name", choose(REMEMBERING, ["powersgd"]))
-def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
+def test_on_another_mesh_the_sum_of_the_residuals_stays(name):
     saved = trained(4, 1, name, mesh={"replicate": 2})[0][0]
 
     def moved(level, mesh):
@@ -341,21 +339,25 @@ def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
 
 
 @pytest.mark.parametrize("name", choose([*REMEMBERING, "bf16"], ["powersgd", "bf16"]))
-def test_fit_goes_on_with_other_ranks(name, tmp_path):
-    """4 -> 3 -> 1 ranks: the sum of what is left stays, and with one rank there is nothing to send."""
+def test_fit_continues_on_another_number_of_ranks(name, tmp_path):
+    """4 -> 3 -> 1 ranks: the sum of the residuals stays, and with one rank there is nothing to send."""
 
     def fit(size, level, steps, mesh=None):
         def rank(number):
             step = models.step_of(ft.sharded(ft.parallel.mesh(**(mesh or {})), level, METHODS[name]()))
-            start = []
+            states = []
             data = list(models.batches(4))
-            function = lambda state, batch: (start.append(ft.parallel.whole(state)), step(state, batch))[1]  # noqa: E731
+
+            def function(state, batch):
+                states.append(ft.parallel.whole(state))
+                return step(state, batch)
+
             checkpoints = ft.Checkpoints(tmp_path, every=1)
             state, history = ft.fit(
                 function, step.init(seed=5), data, steps=steps, checkpoints=checkpoints, progress=False
             )
             assert len(history) == steps
-            return start[0], ft.parallel.whole(state)
+            return states[0], ft.parallel.whole(state)
 
         return run(size, rank)
 
@@ -383,7 +385,7 @@ def warns(name, text):
     return pytest.warns(UserWarning, match=text) if name in REMEMBERING else nullcontext()
 
 
-def test_what_cannot_be_combined_is_refused():
+def test_options_that_cannot_be_combined_are_refused():
     def rank(_):
         mesh = ft.parallel.mesh()
         with pytest.raises(OptionError, match=r"level 3 on a mesh of 1x2.*use level=2"):

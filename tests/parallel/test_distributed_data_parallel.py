@@ -1,4 +1,4 @@
-"""Models of transformers on four processes: what torch's DistributedDataParallel computes, by the same AdamW."""
+"""Models of transformers on four processes give the results of torch's DistributedDataParallel and AdamW."""
 
 import copy
 
@@ -84,6 +84,6 @@ def test_models_of_transformers_end_where_distributed_data_parallel_does(tmp_pat
     for rank in range(4):
         for (losses, params), by_level in torch.load(tmp_path / f"{rank}.pt"):
             assert losses[-1] != losses[0]
-            for found_losses, actual in by_level:
-                assert found_losses == pytest.approx(losses, rel=1e-12)
-                torch.testing.assert_close(actual, params, rtol=1e-12, atol=1e-12)
+            for level_losses, level_params in by_level:
+                assert level_losses == pytest.approx(losses, rel=1e-12)
+                torch.testing.assert_close(level_params, params, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
+"""Evaluation on ranks: each rank computes on its examples, and all get the result of one rank."""
 
 import importlib
 import math
@@ -90,10 +90,16 @@ def test_level_3_asks_for_the_next_batch_before_it_evaluates_one(monkeypatch):
     events, start_count = [], evaluate.start_count
 
     def recording(ranks, *args):
-        note = events.append if ranks.rank == 0 else len
-        note("asks")
+        if ranks.rank != 0:
+            return start_count(ranks, *args)
+        events.append("asks")
         read = start_count(ranks, *args)
-        return lambda: (note("reads"), read())[1]
+
+        def recording_read():
+            events.append("reads")
+            return read()
+
+        return recording_read
 
     def rank(number):
         def criterion(model, batch):
@@ -109,7 +115,7 @@ def test_level_3_asks_for_the_next_batch_before_it_evaluates_one(monkeypatch):
     assert events == ["asks", "reads", *["asks", "evaluates", "reads"] * 2]
 
 
-def test_ranks_with_other_numbers_of_batches_are_told_so_at_level_3():
+def test_different_numbers_of_batches_are_an_error_at_level_3():
     def rank(number):
         step = sharded_step(3)
         with pytest.raises(BatchError, match="evaluate: 1 of 2 ranks have one more batch: the ranks have different"):
@@ -148,10 +154,11 @@ def test_each_rank_computes_on_its_examples():
 
 def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
     """In an evaluation, and in a step of `fit`, which also tests the loss once, of one and two examples."""
-    copied, to = [], ft.tree.to
+    copied_lengths, to = [], ft.tree.to
 
     def recording(value, device):
-        copied.extend([len(value["x"])] if isinstance(value, dict) else [])
+        if isinstance(value, dict):
+            copied_lengths.append(len(value["x"]))
         return to(value, device)
 
     monkeypatch.setattr(ft.tree, "to", recording)
@@ -163,7 +170,7 @@ def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
         ft.fit(step, step.init(), models.batches(2), progress=False)
 
     run(4, rank)
-    assert [length for length in copied if length > 2] == [3] * 4
+    assert [length for length in copied_lengths if length > 2] == [3] * 4
     batch = next(models.batches())
     of_rank = rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
     assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
@@ -181,7 +188,7 @@ def test_a_batch_that_cannot_be_cut_counts_once():
 
 @pytest.mark.parametrize("criterion", [models.loss, models.plain_loss])
 def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
-    """Whatever they read: parts of a batch, other numbers of batches, or all the same."""
+    """Ranks may read parts of a batch, different numbers of batches, or all the same batches."""
 
     def evaluated(size, parts):
         def rank(number):
@@ -198,13 +205,16 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
     for many in (evaluated(3, lambda number: thirds[number]), evaluated(2, lambda number: batches)):
         for actual in many:
             assert actual[1] == pytest.approx(reference[1], rel=1e-12)
-    cut = lambda number: [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batches[0])]  # noqa: E731
-    for actual in evaluated(3, cut):
+
+    def third_of_first(number):
+        return [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batches[0])]
+
+    for actual in evaluated(3, third_of_first):
         assert actual[0] == pytest.approx(reference[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_rank_that_reads_no_batch_is_told_that_each_needs_one(level):
+def test_a_rank_without_a_batch_is_an_error_on_every_rank(level):
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh(), level, batches="rows"))
         kind, text = (DataError, "needs an iterable of at least one on every rank") if number else (RankError, "rank 1")
@@ -215,7 +225,7 @@ def test_a_rank_that_reads_no_batch_is_told_that_each_needs_one(level):
 
 
 def test_ranks_may_see_metrics_in_another_order_and_some_alone():
-    """As where the examples of each domain are a metric."""
+    """As when the loss on each domain of the data is a metric of its own."""
     domains = ["cats", "dogs", "cats", "dogs", "owls"]
     data = [{"x": torch.tensor([1.0 + k, 2.0]), "domain": domain} for k, domain in enumerate(domains)]
 
@@ -256,7 +266,7 @@ def test_evaluate_within_fit_at_every_level(levels):
 
 
 class Failing:
-    """Batches, of which one rank cannot read the second one, or none."""
+    """Batches; rank 1 cannot read the second one, or if `first`, any."""
 
     def __init__(self, rank, first):
         self.fails, self.first = rank == 1, first
@@ -273,18 +283,15 @@ class Failing:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_what_fails_on_one_rank_fails_on_all(first):
+def test_data_that_fails_on_one_rank_is_an_error_on_all(first):
     def rank(number):
         step = sharded_step(3)
         with pytest.raises((DataError, RankError)) as caught:
             ft.evaluate(ft.eval_step(step.loss), step.init(), Failing(number, first))
         return str(caught.value)
 
-    assert run(3, rank) == [
-        text := "evaluate: rank 1 failed, so all ranks stop; its own error says why",
-        "no more",
-        text,
-    ]
+    text_of_others = "evaluate: rank 1 failed, so all ranks stop; its own error says why"
+    assert run(3, rank) == [text_of_others, "no more", text_of_others]
 
 
 @pytest.mark.parametrize("place", ["inner", "blocks.0.norm", "blocks.1.out", "head"])
@@ -316,7 +323,7 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(place):
     assert others[1] == reference == (RankError, 3, pytest.approx(reference[2]))
 
 
-def test_ranks_with_data_of_their_own_are_told_so():
+def test_different_batches_on_ranks_are_an_error_that_names_the_sampler():
     def rank(number):
         step = sharded_step(0)
         with pytest.raises(BatchError, match=r"evaluate: the ranks have different batches; .*DistributedSampler"):
@@ -386,4 +393,4 @@ def test_the_first_rank_warns_of_rows_of_a_common_batch_that_do_not_match(batche
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(2, rank)
-    assert [("rows and" in str(each.message)) for each in caught] == [True] * count
+    assert [("rows and" in str(warning.message)) for warning in caught] == [True] * count

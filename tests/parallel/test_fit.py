@@ -28,7 +28,7 @@ def fitted(size, level, data=None, *, wrappers=(), optimizer=None, **options):
 
 
 def assert_same(results, reference):
-    """Compare what ranks have with what one has: all but times."""
+    """Check that states and histories of ranks equal those of one rank, except for times."""
     expected, history = reference
     first = results[0][1]
     for state, records in results:
@@ -95,8 +95,8 @@ def test_the_first_rank_shows_and_logs(tmp_path, capsys):
     assert capsys.readouterr().err.count("step 3/3") == 1
 
 
-def test_the_ranks_of_a_function_are_one_run(tmp_path):
-    """It logs, stops, saves and goes on as that of a step, which the function calls here."""
+def test_a_function_in_place_of_a_step_is_run_by_all_ranks_together(tmp_path):
+    """It logs, stops, saves and resumes as a step does, which the function calls here."""
 
     def rank(number, steps, enough):
         step, records = models.step_of(ft.sharded(ft.parallel.mesh(), 1)), []
@@ -142,7 +142,7 @@ def test_throughput_counts_the_items_of_all_ranks(batches, monkeypatch):
 
 
 def test_ranks_stop_at_the_step_at_which_the_first_one_does():
-    """Also where `stop` looks at what differs between ranks."""
+    """Also if `stop` reads something that differs between ranks."""
 
     def stop(number, step):
         return lambda history: "enough" if len(history) >= 4 + number else ""
@@ -162,7 +162,7 @@ def test_plateau_lowers_the_rate_on_all_ranks():
         assert_same(fitted(3, level, **options), reference)
 
 
-def test_an_error_on_one_rank_between_steps_ends_all_with_what_was_trained():
+def test_an_error_on_one_rank_between_steps_ends_all_ranks_with_the_trained_state():
     def log(number, step):
         def fail(record):
             raise OSError("disk full")
@@ -184,7 +184,7 @@ def test_an_error_on_one_rank_between_steps_ends_all_with_what_was_trained():
     assert others == [(RankError, text, 2)] * 2
 
 
-def test_a_vote_is_known_one_call_later_and_the_largest_wins():
+def test_a_vote_returns_the_largest_numbers_one_call_later():
     def rank(number):
         with Agreement(3) as agreement:
             votes = [agreement.vote(number if at == 1 else 0, -number) for at in range(4)]
@@ -216,7 +216,7 @@ def test_a_later_batch_of_another_shape_on_one_rank_is_an_error_on_every_rank_on
 
 @pytest.mark.parametrize(("log_every", "noticed"), [(2, 5), (10, 6)], ids=["between readings", "at the end"])
 def test_later_batches_of_other_values_are_an_error_on_every_rank(log_every, noticed):
-    """As where each rank shuffles for itself, from the second pass on."""
+    """As when each rank shuffles for itself, from the second pass on."""
 
     def rank(number):
         first = list(models.batches(3))
@@ -267,9 +267,11 @@ def test_a_run_that_resumes_on_ranks_has_the_bits_of_one_that_was_not_interrupte
     for (state, history, best), (resumed, records, best_resumed) in zip(once, twice, strict=True):
         assert all(map(torch.equal, ft.tree.leaves(resumed), ft.tree.leaves(state)))
         assert best == best_resumed
-        without = [[{**record, "seconds": 0} for record in each] for each in (records, history)]
-        # The end of the first part was evaluated, too.
-        assert [record for record in without[0] if record["step"] != 3] == [r for r in without[1] if r["step"] != 3]
+        # Step 3, the end of the first part, was evaluated, too.
+        resumed_records, once_records = (
+            [{**record, "seconds": 0} for record in some if record["step"] != 3] for some in (records, history)
+        )
+        assert resumed_records == once_records
     logged = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
     assert logged == [record["step"] for record in twice[0][1]]
 

@@ -1,4 +1,4 @@
-"""What goes wrong around the steps of `fit` on one of two ranks ends both, within the deadline, and each knows why."""
+"""An error around the steps of `fit` on one of two ranks ends both within the deadline, and each says why."""
 
 import pytest
 
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Data:
-    """Batches that keep their position, and end or fail early on the rank at fault."""
+    """Batches that keep their position, and end or fail early on the faulty rank."""
 
     def __init__(self, count=STEPS, *, third=None, failing_position=False):
         self._count, self._third, self._failing_position, self._position = count, third, failing_position, 0
@@ -48,7 +48,7 @@ class Log:
 
 
 def evaluating(step, is_faulty):
-    """Return options: an evaluation by all ranks together, which the one at fault does not reach."""
+    """Return options: an evaluation by all ranks together, which the faulty rank does not reach."""
     eval_step, calls = ft.eval_step(step.loss), []
 
     def evaluate(state):
@@ -61,7 +61,7 @@ def evaluating(step, is_faulty):
 
 
 def counting(step, is_faulty):
-    """Return options: a count of items, which fails in the second step of the rank at fault. Metrics are read later."""
+    """Return options: a count of items, which fails in the second step of the faulty rank. Metrics are read later."""
     calls = []
 
     def count(batch):
@@ -97,9 +97,9 @@ FAULTS = {
         "failed after step 2: OSError: no log",
     ),
 }
-"""Name -> what makes options of `fit`, how the rank at fault ends, and what the other says of it.
+"""Name -> a function that returns options of `fit`, the error of the faulty rank, and the text of the other's error.
 
-In ``{}`` are the numbers of the rank at fault and of the other one.
+In ``{}`` are the numbers of the faulty rank and of the other one.
 """
 
 
@@ -130,17 +130,17 @@ def fit(step, directory, *, data, every=1, **options):
     "name",
     [*list(FAULTS)[:3], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[3:])],
 )
-def test_each_rank_says_why_and_what_was_saved_is_whole(name, faulty, tmp_path):
+def test_each_rank_raises_an_error_with_the_cause_and_the_checkpoint_is_complete(name, faulty, tmp_path):
     if (name, faulty) == ("log", 1):
         pytest.skip("only the first rank has loggers")
     _, own, others = FAULTS[name]
     with started(2, fitting, tmp_path, name, faulty) as ranks:
-        said = [rank.hear() for rank in ranks]
+        errors = [rank.hear() for rank in ranks]
         assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
     other = 1 - faulty
-    assert said[faulty].startswith(own.format(faulty, other))
-    assert said[other].startswith("RankError: ")
-    assert f"rank {faulty} {others}" in said[other]
+    assert errors[faulty].startswith(own.format(faulty, other))
+    assert errors[other].startswith("RankError: ")
+    assert f"rank {faulty} {others}" in errors[other]
 
     def resume(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 3))
@@ -158,16 +158,16 @@ DIFFERENT = {
         "checkpoints": lambda rank: None if rank else ft.Checkpoints("runs", every=2)
     },
 }
-"""What the second rank says -> the arguments, by rank."""
+"""The text of the second rank's error -> the arguments, by rank."""
 
 
-def test_ranks_that_call_it_with_different_arguments_are_told_so_before_a_step():
+def test_different_arguments_on_ranks_are_an_error_before_the_first_step():
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
         for text, options in DIFFERENT.items():
-            mine = {name: of_rank(number) for name, of_rank in options.items()}
+            options_of_rank = {name: of_rank(number) for name, of_rank in options.items()}
             with pytest.raises(OptionError if number else RankError) as caught:
-                ft.fit(step, step.init(), models.batches(), **mine)
+                ft.fit(step, step.init(), models.batches(), **options_of_rank)
             assert f"fit: {text}; every rank must call it with the same arguments" in str(caught.value)
 
     run(2, rank)
@@ -183,7 +183,7 @@ def test_an_adapt_that_returns_nothing_on_one_rank_is_an_error_of_all():
     run(2, rank)
 
 
-def test_an_error_without_a_text_is_told_by_its_class():
+def test_an_error_without_a_text_is_named_by_its_class():
     def rank(number):
         def adapt(state, history):
             if number:

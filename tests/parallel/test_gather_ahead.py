@@ -1,6 +1,6 @@
-"""Level 3 starts the gather of a block while the one before it computes, in the forward and in the backward pass.
+"""Level 3 prefetches a block while the one before it computes, in the forward and in the backward pass.
 
-In the backward pass, it frees each parameter that is needed no more.
+In the backward pass, it frees each parameter that is no longer needed.
 """
 
 import random
@@ -19,13 +19,13 @@ from tests.parallel.test_blocks import of_blocks
 
 WIDTH, RANKS = 8, 4
 HIDDEN = 16, 24, 32
-"""Widths by which the blocks are told apart."""
+"""Widths, by which the blocks are distinguished."""
 
 
 class Events(TorchDispatchMode):
-    """Context that notes, with the number of the block, when a gather starts, when it is waited for, and products.
+    """Context that records (event, number of the block): the start of a gather, the wait for it, and products.
 
-    And, without a number, when gradients are sent.
+    The sending of gradients is recorded with None.
     """
 
     def __init__(self):
@@ -36,14 +36,15 @@ class Events(TorchDispatchMode):
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         if name == "all_gather_into_tensor":
             size = RANKS * args[0].numel()
-            block = next(i for i, each in enumerate(HIDDEN) if size == 2 * each * WIDTH)
-            self._blocks[result.untyped_storage()._cdata] = block, result  # Held, so that the number stays its own.
+            block = next(i for i, hidden in enumerate(HIDDEN) if size == 2 * hidden * WIDTH)
+            # The result is kept alive, so that no other storage gets its id.
+            self._blocks[result.untyped_storage()._cdata] = block, result
             self._note("start", block)
         elif name == "wait_tensor" and args[0].untyped_storage()._cdata in self._blocks:
             self._note("wait", self._blocks[args[0].untyped_storage()._cdata][0])
         elif name == "mm":
-            lengths = {length for each in args for length in each.shape}
-            self._note("compute", next(i for i, each in enumerate(HIDDEN) if each in lengths))
+            lengths = {length for matrix in args for length in matrix.shape}
+            self._note("compute", next(i for i, hidden in enumerate(HIDDEN) if hidden in lengths))
         elif name == "reduce_scatter_tensor":
             self._note("send", None)
         return result
@@ -54,7 +55,7 @@ class Events(TorchDispatchMode):
 
 
 @pytest.fixture
-def ranks_that_do_not_exist():
+def fake_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
@@ -68,7 +69,7 @@ def one_step(blocks, *wrappers):
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(),)], ids=["alone", "remat"])
-def test_the_gather_of_the_next_block_starts_before_a_block_computes(wrappers, ranks_that_do_not_exist):
+def test_the_gather_of_the_next_block_starts_before_a_block_computes(wrappers, fake_ranks):
     def block(hidden):
         return nn.Sequential(nn.Linear(WIDTH, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, WIDTH, bias=False))
 
@@ -88,7 +89,7 @@ def test_the_gather_of_the_next_block_starts_before_a_block_computes(wrappers, r
 
 
 class HalfUnused(nn.Module):
-    """A block of which the backward pass does not reach the larger parameter."""
+    """A block whose larger parameter the backward pass does not reach."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -101,7 +102,7 @@ class HalfUnused(nn.Module):
         return self.shape(self.small[0] * x)
 
 
-def test_a_gather_starts_at_the_latest_before_gradients_are_sent(ranks_that_do_not_exist):
+def test_a_gather_starts_at_the_latest_before_gradients_are_sent(fake_ranks):
     with Events() as recorded:
         one_step(map(HalfUnused, HIDDEN))
     # The first block needs no parameters there.
@@ -110,7 +111,7 @@ def test_a_gather_starts_at_the_latest_before_gradients_are_sent(ranks_that_do_n
 
 
 class Twice(torch.autograd.Function):
-    """A product that asks twice for what it has saved."""
+    """A product that reads its saved tensors twice in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, gain):
@@ -159,7 +160,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize(
     ("product", "products"), [(lambda x, weight, gain: x @ weight * gain, 2), (Twice.apply, 3)], ids=["once", "twice"]
 )
-def test_a_parameter_is_freed_when_the_backward_pass_needs_it_no_more(product, products, ranks_that_do_not_exist):
+def test_a_parameter_is_freed_when_the_backward_pass_no_longer_needs_it(product, products, fake_ranks):
     with Alive() as recorded:
         one_step([Doubled(product), Doubled(product)])
     assert recorded.gathers == 2 * 2

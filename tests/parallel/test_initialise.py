@@ -14,7 +14,7 @@ from tests.parallel.transformers_models import TINY
 
 
 class Block(nn.Module):
-    """What needs an initialiser of its own: a parameter and a buffer; one of its layers starts at zero."""
+    """A block with a `reset_parameters` that writes its own parameter and buffer, and zeros into one of its layers."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def state_of(module, *wrappers, **options):
 
 @pytest.fixture(scope="module")
 def one():
-    """The state without a mesh."""
+    """Return the state without a mesh."""
     return state_of(on_meta(Model), ft.ema(0.9), seed=3)
 
 
@@ -139,8 +139,8 @@ def test_models_of_transformers_draw_as_when_they_are_built(name):
         torch.testing.assert_close(tensor, built.get_buffer(key))
     assert len(drawn.params) == len(dict(built.named_parameters()))
     for key, tensor in built.named_parameters():
-        spread, expected = (each.double().std(unbiased=False) for each in (drawn.params[key], tensor))
-        torch.testing.assert_close(spread, expected, rtol=0.3, atol=1e-6, msg=key)
+        actual, expected = (weight.double().std(unbiased=False) for weight in (drawn.params[key], tensor))
+        torch.testing.assert_close(actual, expected, rtol=0.3, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("level", [0, 3])

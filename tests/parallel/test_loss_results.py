@@ -1,4 +1,4 @@
-"""What a loss returns on ranks beside the gradient: buffers that have no mean, and weights that are refused."""
+"""Results of a loss on ranks: buffers that are not finite or change again, and weights that are refused."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def test_buffers_that_are_not_finite(size):
     def rank(_):
         loss = ft.from_module(Extremes(), models.plain_loss)
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 0))
-        state, actual = step.init(), []
+        state, steps = step.init(), []
         for batch in models.batches(3, 7):
             state, _ = step(state, batch)
-            actual.append((batch["x"].mean(), state.buffers))
-        return actual
+            steps.append((batch["x"].mean(), state.buffers))
+        return steps
 
-    for actual in run(size, rank):
-        for number, (mean, buffers) in enumerate(actual):
+    for steps in run(size, rank):
+        for number, (mean, buffers) in enumerate(steps):
             assert torch.equal(buffers["mask"], torch.full((2, 2), -torch.inf).triu(1))
             torch.testing.assert_close(buffers["mean"], mean, rtol=1e-12, atol=1e-12)
             assert buffers["least"] == 2.0
@@ -91,7 +91,7 @@ def test_a_buffer_that_the_backward_pass_changes_again_is_that_of_one_rank(level
 
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["plain", "donated"])
 def test_with_updates_in_the_backward_pass_it_is_an_error(more):
-    """The buffers of all ranks are known before it."""
+    """The buffers are averaged over ranks before the backward pass."""
 
     def rank(number):
         wrappers = ft.update_in_backward(), ft.sharded(ft.parallel.mesh(), 0), *more

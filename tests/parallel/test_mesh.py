@@ -20,7 +20,7 @@ from tests.parallel.ranks import run
 def test_sizes_that_are_left_out_follow_from_the_number_of_ranks():
     def shapes(rank):
         sizes = {}, {"replicate": 2}, {"shard": 2}, {"shard": np.int64(1)}
-        return [tuple(ft.parallel.mesh(**each).shape) for each in sizes]
+        return [tuple(ft.parallel.mesh(**given).shape) for given in sizes]
 
     assert run(4, shapes)[0] == [(1, 4), (2, 2), (2, 2), (4, 1)]
 
@@ -37,7 +37,7 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
 
 
 @pytest.mark.parametrize(
-    ("before", "given", "told"),
+    ("old_options", "new_options", "warning"),
     [
         ({"timeout": timedelta(seconds=7200)}, {}, r"for 7200 seconds.* 600 from now on; mesh\(timeout=7200\) keeps"),
         ({"timeout": timedelta(seconds=7200)}, {"timeout": 30}, None),
@@ -45,12 +45,12 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
         ({}, {}, None),
     ],
 )
-def test_a_longer_timeout_of_the_process_group_is_not_replaced_without_a_word(before, given, told):
+def test_replacing_a_longer_timeout_of_the_process_group_by_the_default_is_warned_of(old_options, new_options, warning):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, **before)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, **old_options)
     try:
-        with pytest.warns(UserWarning, match=told) if told else nullcontext():
-            ft.parallel.mesh(**given)
+        with pytest.warns(UserWarning, match=warning) if warning else nullcontext():
+            ft.parallel.mesh(**new_options)
     finally:
         dist.destroy_process_group()
 
@@ -76,15 +76,16 @@ def test_options_of_sharded_are_checked():
     run(2, rank)
 
 
-def test_ranks_take_rows_of_each_microbatch_and_all_rows_are_taken_once():
+def test_ranks_have_rows_of_each_microbatch_and_every_row_is_on_one_rank():
     batch = {"x": torch.arange(10), "flag": torch.tensor(True)}
     for size in (1, 2, 3, 7):
         for microbatches in (1, 2):
             rows = [rows_of(batch, rank, size, (microbatches,), torch.device("cpu")) for rank in range(size)]
-            taken = [each.batch["x"].reshape(microbatches, -1) for each in rows if each.length]
-            assert torch.equal(torch.cat(taken, 1).reshape(-1), batch["x"])
-            assert all(each.batch["flag"] for each in rows)
-            assert max(each.length for each in rows) - min(each.length for each in rows) <= 1
+            pieces = [of_rank.batch["x"].reshape(microbatches, -1) for of_rank in rows if of_rank.length]
+            assert torch.equal(torch.cat(pieces, 1).reshape(-1), batch["x"])
+            assert all(of_rank.batch["flag"] for of_rank in rows)
+            lengths = [of_rank.length for of_rank in rows]
+            assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ UNDECLARED = dataclasses.replace(ft.optim.adamw(1e-3), by_element=False, split=N
     ],
     ids=["undeclared", "chain", "split", "watch"],
 )
-def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
+def test_a_step_that_cannot_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
     def rank(_):
         with pytest.raises(ComposeError, match=message):
             models.step_of(*wrappers, ft.sharded(ft.parallel.mesh()), optimizer=optimizer)
@@ -126,7 +127,7 @@ def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer
     run(2, rank)
 
 
-def test_ranks_with_batches_of_their_own_are_told_so_on_every_rank():
+def test_different_batches_are_an_error_on_every_rank():
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
         with pytest.raises(BatchError, match=r"different batches; .*DistributedSampler"):
@@ -147,7 +148,7 @@ def test_ranks_with_batches_of_their_own_are_told_so_on_every_rank():
     ],
     ids=["options", "wrappers"],
 )
-def test_ranks_with_steps_of_their_own_are_told_the_difference_on_every_rank(wrappers, message):
+def test_different_steps_are_an_error_on_every_rank_that_names_the_difference(wrappers, message):
     def rank(number):
         step = models.step_of(*wrappers[number], ft.sharded(ft.parallel.mesh(), 0))
         with pytest.raises(StructureError, match=message):

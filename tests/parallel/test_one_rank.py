@@ -1,4 +1,4 @@
-"""A mesh of one rank: what a step computes is what it computes without a mesh, and costs no more."""
+"""On a mesh of one rank a step has the results that it has without a mesh, and costs no more."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def mean_with_metrics(model, batch):
 
 
 def third_step(criterion, wrappers, with_mesh):
-    """Return the operations, the state and the metrics of the third step; in the first one more is checked."""
+    """Return the operations, the state and the metrics of the third step; the first step checks more."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), *wrappers)
@@ -59,11 +59,11 @@ def third_step(criterion, wrappers, with_mesh):
 
 @pytest.mark.parametrize("wrappers", WRAPPERS)
 @pytest.mark.parametrize("criterion", [number, mean_with_metrics])
-def test_a_step_dispatches_what_it_does_without_a_mesh(criterion, wrappers):
+def test_a_step_dispatches_the_same_operations_as_without_a_mesh(criterion, wrappers):
     names, state, metrics = third_step(criterion, WRAPPERS[wrappers](), with_mesh=False)
     ((on_rank, *results),) = run(1, lambda _: third_step(criterion, WRAPPERS[wrappers](), with_mesh=True))
     # The check that nothing has drawn from torch's generator.
-    assert [each for each in on_rank if each != "aten.equal.default"] == names
+    assert [name for name in on_rank if name != "aten.equal.default"] == names
     assert len(on_rank) == len(names) + 1
     for part in ("params", "buffers", "opt_state", "slots"):
         torch.testing.assert_close(getattr(results[0], part), getattr(state, part), rtol=0, atol=0)
@@ -73,10 +73,10 @@ def test_a_step_dispatches_what_it_does_without_a_mesh(criterion, wrappers):
 
 def test_a_batch_of_microbatches_is_not_copied():
     def rank(_):
-        taken = []
+        pointers = []
 
         def loss(params, batch):
-            taken.append(batch["x"].untyped_storage().data_ptr())
+            pointers.append(batch["x"].untyped_storage().data_ptr())
             return (params["w"] * batch["x"]).square().mean()
 
         step = ft.compose(
@@ -84,7 +84,7 @@ def test_a_batch_of_microbatches_is_not_copied():
         )
         batch = {"x": torch.randn(6, 4)}
         step(step.init({"w": torch.ones(4)}), batch)
-        assert taken == [batch["x"].untyped_storage().data_ptr()] * 2
+        assert pointers == [batch["x"].untyped_storage().data_ptr()] * 2
 
     run(1, rank)
 
@@ -94,7 +94,7 @@ def test_a_batch_of_microbatches_is_not_copied():
     [(1, models.plain_loss), (2, models.loss), *exhaustive_rows([(1, models.loss), (2, models.plain_loss)])],
 )
 def test_a_batch_is_split_down_to_single_examples(criterion, microbatches):
-    """Also one of eleven examples, which two microbatches do not divide."""
+    """The batches have eleven examples, which two microbatches do not divide."""
 
     def trained(limit):
         def short_of_memory(model, batch):

@@ -42,7 +42,7 @@ class Scarce(TorchDispatchMode):
 
 @pytest.fixture(name="modes")
 def _modes(monkeypatch):
-    """Return what holds, for each thread, the mode in which its scarce step runs."""
+    """Return an object whose attribute `mode`, for each thread, is the mode in which its scarce step runs."""
     modes, call = threading.local(), Step.__call__
 
     def scarcely(self, state, batch):
@@ -57,7 +57,7 @@ def _modes(monkeypatch):
 
 
 def trained(size, level, modes, at=None, faulty=1, wrappers=(), optimizer=None, model=models.Model, **options):
-    """Return the whole states and histories of ranks, of which one runs out of memory at some operation."""
+    """Return the whole states and histories of ranks. The faulty one runs out of memory at the operation `at`."""
 
     def rank(number):
         modes.mode = Scarce(at) if at is not None and number == faulty else None
@@ -93,11 +93,11 @@ def operations_of_gradient(size, level, modes, monkeypatch, **options):
 PLACES = {
     "first": lambda count, collectives: 1,
     "middle": lambda count, collectives: count // 2,
-    # One that has no memory for its result is not started.
+    # A collective without memory for its result is not started.
     "last collective": lambda count, collectives: collectives[-1],
     "last": lambda count, collectives: count,
 }
-"""Name -> which of the operations of a gradient it is, of their count and of those that start collectives."""
+"""Name -> the number of an operation, given the count of operations and the numbers of those that start collectives."""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, pla
 
 @pytest.mark.parametrize(("wrappers", "at"), [([], 1), ([ft.sam(0.05)], 2)], ids=["first", "second"])
 def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_first_step(wrappers, at):
-    """When the ranks find out whether the loss draws random numbers, and compare what they run."""
+    """In the first step, in which ranks also test whether the loss draws random numbers, and compare what they run."""
 
     def scarce(number):
         calls = []
@@ -145,7 +145,10 @@ def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_a_gradient_of_its_fir
 
 
 def test_pieces_of_microbatches_outside_of_the_sum_over_ranks_are_not_empty():
-    """A wrapper of each microbatch is between the two that split: three ranks have a row of each, which stays whole."""
+    """`clip` is between the two wrappers that split, so each microbatch is split by itself.
+
+    Each of three ranks has one row of a microbatch, which stays whole.
+    """
     rows = set()
 
     def criterion(model, batch):
@@ -165,7 +168,7 @@ def test_pieces_of_microbatches_outside_of_the_sum_over_ranks_are_not_empty():
     assert rows == {1}
 
 
-def test_a_rank_without_memory_for_one_example_says_so():
+def test_a_rank_without_memory_for_one_example_is_an_error_that_says_so():
     def rank(number):
         def loss(model, batch):
             if number == 1:

@@ -25,16 +25,16 @@ EVERY = {**OPTIMIZERS, **COMBINED}
 
 
 SOME = ["adamw", "stochastic", "adamw_8bit", "lamb", "adafactor", "muon", "noisy", "nested"]
-"""Those whose leaves differ in what they need whole."""
+"""Optimizers that need different things of a leaf."""
 
 FEW = ["stochastic", "adamw_8bit", "lamb", "muon", "nested"]
-"""Of these, one each that needs single elements and places, blocks, a norm, a matrix, and several of these things."""
+"""One for each need: elements and their places, blocks, a norm, a matrix, and several of these."""
 
 REST = exhaustive([name for name in EVERY if name not in FEW])
 
 
 def params_of(name, dtype=torch.float32):
-    """Return parameters that two and three ranks cannot divide evenly; sizes are none of vectors of a CPU."""
+    """Return parameters that two and three ranks cannot divide evenly, and no multiples of a CPU's vector length."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (7, 3), "b": (2, 5), "c": (1, 4), "d": (7, 3), "e": (19, 33)}
     if name not in MATRICES_ONLY:
@@ -59,12 +59,12 @@ def trained(size, level, name, *wrappers, after=None, steps=2, dtype=torch.float
 
     Args:
         size: the number of ranks.
-        level: of `sharded`.
-        name: of the optimizer.
+        level: the level of `sharded`.
+        name: the name of the optimizer.
         wrappers: factories of further wrappers.
-        after: one of a wrapper that goes around `sharded`.
-        steps: how many.
-        dtype: of the parameters.
+        after: a factory of a wrapper around `sharded`.
+        steps: the number of steps.
+        dtype: the dtype of the parameters.
         start: the parameters. Default: `params_of`.
     """
 
@@ -90,16 +90,16 @@ def assert_equal(results, reference, tolerance=0.0):
 
 
 def tolerance_of(name):
-    """Return a dtype, and how far from one rank: no bit where ranks update whole leaves.
+    """Return a dtype and the tolerance against one rank: 0 for optimizers that update whole leaves.
 
-    Of parts of leaves, kernels may round the last elements otherwise.
+    Kernels may round the last elements of parts of leaves otherwise.
     """
     return (torch.float64, 1e-14) if EVERY[name]().by_element else (torch.float32, 0.0)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Few bytes in each group, for there to be several groups and rounds of small leaves."""
+    """Limit the bytes of groups and rounds, so that small leaves need several of them."""
     for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (bucket_order, "STREAM_BYTES")):
         monkeypatch.setattr(module, constant, 100)
     monkeypatch.setattr(update_in_backward, "GROUP_BYTES", 150)
@@ -115,7 +115,7 @@ def test_each_optimizer_on_ranks_equals_one(name):
 
 @pytest.mark.parametrize("name", [name for name, make in EVERY.items() if make().by_element])
 def test_each_elementwise_optimizer_on_ranks_has_the_bits_of_one(name):
-    """Where the part of each rank is a whole number of vectors of a CPU, on which all kernels round in the same way."""
+    """The part of each rank is a whole number of a CPU's vectors, so that kernels round all elements alike."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"w": (64, 32), "long": (192,), "m": (96, 64), "scalar": ()}
     start = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
@@ -227,8 +227,8 @@ def test_a_state_continues_on_another_mesh_to_the_bit(name):
         assert_equal([(state.params, state.opt_state)], (reference.params, reference.opt_state))
 
 
-def test_of_a_partition_only_the_leaves_travel_that_are_needed_whole(monkeypatch):
-    """Parameter, gradient and momentum of the matrices to their owners; the first and the last of these back."""
+def test_in_a_partition_only_leaves_that_are_needed_whole_are_exchanged(monkeypatch):
+    """Parameter, gradient and momentum of a matrix are sent to its owner; parameter and momentum are sent back."""
     sent = []
     start_exchange = Group.start_exchange
 
@@ -291,11 +291,12 @@ def test_update_in_backward_of_a_model_with_other_wrappers_equals_one_rank(names
         for state, metrics in train(size, level):
             torch.testing.assert_close(state.params, reference.params, rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(state.slots, reference.slots, rtol=tolerance, atol=tolerance)
-            assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in history], tolerance)
+            losses = [record["loss"] for record in metrics]
+            assert losses == pytest.approx([record["loss"] for record in history], tolerance)
 
 
 def test_a_split_finds_the_owners_once(monkeypatch):
-    # Each time it makes an optimizer for every leaf.
+    # `assign` makes an optimizer for every leaf.
     calls = []
     monkeypatch.setattr(whole_update, "assign", lambda *args: calls.append(args) or ownership.assign(*args))
     params = params_of("muon")

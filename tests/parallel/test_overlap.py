@@ -1,4 +1,4 @@
-"""Gradients travel while the backward pass computes those of earlier layers."""
+"""Gradients are sent while the backward pass computes those of earlier layers."""
 
 import gc
 
@@ -17,7 +17,7 @@ WIDTH, LAYERS = 16, 8
 
 
 class Order(TorchDispatchMode):
-    """Context that keeps the order of products and of collectives, those of single numbers apart."""
+    """Context that records the order of products and of collectives; collectives of single numbers have other names."""
 
     def __init__(self):
         super().__init__()
@@ -35,11 +35,12 @@ class Order(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("level", "microbatches", "copies", "started"),
-    # Of four buckets the last is complete at the end; while two are on their way, the first goes on between copies.
+    # The last of four buckets is complete only at the end. With copies, the first is also summed over them, while two
+    # others are being sent.
     [(0, 1, 1, 3), (1, 1, 1, 3), (2, 2, 1, 3), (1, 1, 2, 3 + 1)],
 )
-def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, copies, started, monkeypatch):
-    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+def test_the_gradients_of_the_last_layers_are_sent_first(level, microbatches, copies, started, monkeypatch):
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", WIDTH * WIDTH * 4)
 
     def rank(_):
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -55,13 +56,13 @@ def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, copi
 
     operations = run(2 * copies, rank)[0]
     products = [index for index, operation in enumerate(operations) if operation == "product"]
-    # The last backward pass: each layer has two products but the first, for the batch needs no gradient.
+    # The last backward pass: each layer has two products, but the first one, because the batch needs no gradient.
     first, last = products[1 - 2 * LAYERS], products[-1]
     assert operations[first:last].count("collective") == started
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_the_loss_travels_while_the_backward_pass_runs(level):
+def test_the_loss_is_sent_while_the_backward_pass_runs(level):
     def rank(_):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
         loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch["x"]).square().mean())
@@ -80,8 +81,8 @@ def test_the_loss_travels_while_the_backward_pass_runs(level):
 
 
 def test_level_2_keeps_a_part_of_the_gradients_between_microbatches_where_level_1_keeps_all(monkeypatch):
-    """By the bytes of all tensors that are alive on a rank; gathered parameters are there at both levels."""
-    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+    """By the bytes of all live tensors of a rank; gathered parameters count at both levels."""
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", WIDTH * WIDTH * 4)
     monkeypatch.setattr(gradient_sums, "BUCKETS", LAYERS)
     size, width = 2, 4 * WIDTH
     gradients = LAYERS * width * width * 4
@@ -99,12 +100,12 @@ def test_level_2_keeps_a_part_of_the_gradients_between_microbatches_where_level_
         return live.peak
 
     first, second = (run(size, lambda _, level=level: rank(level))[0] for level in (1, 2))
-    # Level 1 has the whole sum beside the buckets that travel, and level 2 half of it.
+    # Beside the buckets that are being sent, level 1 has the whole sum, and level 2 half of it.
     assert first - second > gradients / 3
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_a_loss_that_fails_leaves_nothing_to_the_next_step(level):
+def test_after_a_loss_that_fails_no_gradients_are_announced(level):
     def failing(model, batch):
         model(batch["x"])
         raise ValueError("no loss")
@@ -128,14 +129,14 @@ def test_no_cycle_of_references_keeps_gradients(level):
         for _ in range(2):
             state, _ = step(state, {"x": torch.ones(4, WIDTH)})
 
-    def kept():
-        return sum(type(each) is gradient_sums.GradientSums for each in gc.get_objects())
+    def count():
+        return sum(type(value) is gradient_sums.GradientSums for value in gc.get_objects())
 
     gc.collect()
     gc.disable()
     try:
-        before = kept()
+        before = count()
         run(2, rank)
-        assert kept() == before
+        assert count() == before
     finally:
         gc.enable()

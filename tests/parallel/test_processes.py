@@ -1,4 +1,4 @@
-"""Ranks that are processes, forked from the test: what ends `fit` on all, and compressed gradients in graphs."""
+"""Ranks that are processes, forked from the test: the end of `fit` on all ranks, and compiled steps."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ def fitting(tell, rank, directory, event):
 @pytest.mark.filterwarnings("ignore:fit. Data has no position:UserWarning")
 def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(tmp_path, capfd):
     with started(2, fitting, tmp_path, "SIGTERM") as ranks:
-        # The second rank was told while it read batch 4, and said so after it; the first one knows after batch 5.
+        # The signal comes while rank 1 reads batch 4. It votes to stop after step 4, and all know it after step 5.
         assert [rank.hear() for rank in ranks] == [["Interrupted: 143", [], 5]] * 2
         assert [rank.end() for rank in ranks] == [143, 143]
     assert capfd.readouterr().err.count("fit: ended by SIGTERM, saved in") == 1
@@ -85,14 +85,14 @@ def with_sum_of_weights(model, batch):
 def test_numbers_of_another_dtype_on_one_rank_are_summed_and_common_batches_of_it_refused(batches):
     """Gloo ends the process of a rank to which another sends more bytes than it expects."""
     with started(2, fitting_wider, batches) as ranks:
-        told = [rank.hear() for rank in ranks]
+        results = [rank.hear() for rank in ranks]
         assert [rank.end() for rank in ranks] == [0, 0]
     if batches == "whole":
-        assert [text.endswith("that of another rank has other shapes or dtypes") for text, _ in told] == [True] * 2
-        assert [step for _, step in told] == [3, 3]
+        assert [text.endswith("that of another rank has other shapes or dtypes") for text, _ in results] == [True] * 2
+        assert [step for _, step in results] == [3, 3]
     else:
-        last = [float(list(models.batches(4, seed=seed))[-1]["weight"].sum()) for seed in (3, 4)]
-        assert told == pytest.approx([sum(last) / 2] * 2, rel=1e-12)
+        last_sums = [float(list(models.batches(4, seed=seed))[-1]["weight"].sum()) for seed in (3, 4)]
+        assert results == pytest.approx([sum(last_sums) / 2] * 2, rel=1e-12)
 
 
 def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path):
@@ -110,7 +110,7 @@ def distance(params, batch):
 
 
 def compressing(tell, rank, path, names):
-    """Save what three steps end with, eager and compiled, for each of these ways to compress."""
+    """Save the states after three steps, eager and compiled, for each of these compression methods."""
     mesh, results = ft.parallel.mesh(), {}
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start, target = draw(6, 6), draw(4, 6, 6)
@@ -142,7 +142,7 @@ def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(names, tm
 
 
 def compiling(tell, rank, path, level, blocks):
-    """Save what three captured steps end with; what AOTAutograd makes of such graphs, the others ask."""
+    """Save the state after three captured steps. Other tests compile such graphs with AOTAutograd."""
     sharded = ft.sharded(ft.parallel.mesh(), level)
     compiled = ft.compiled(lowering="whole", backend="eager")
     state, history = models.train(models.step_of(ft.accumulate(2), ft.clip(0.05), sharded, compiled, blocks=blocks))
@@ -175,12 +175,13 @@ def planning(tell, rank):
     tell([planned.params, sum(leaf.numel() for leaf in state.params.values())])
 
 
-def test_ranks_are_not_taken_for_those_that_were_planned():
-    """Torch keeps what it finds out about tensors on a mesh, for other meshes that equal it."""
+def test_a_plan_does_not_change_the_shapes_of_tensors_on_a_mesh_of_the_same_size():
+    """Torch caches properties of tensors on a mesh, and uses them for meshes that equal it."""
     with started(2, planning) as ranks:
         counts = [rank.hear() for rank in ranks]
         assert [rank.end() for rank in ranks] == [0, 0]
-    assert all(planned == actual for planned, actual in counts)
+    for planned, actual in counts:
+        assert planned == actual
 
 
 def contrastive(axis, *wrappers):
@@ -205,12 +206,12 @@ def contrastive(axis, *wrappers):
 
 
 def contrasting(tell, rank, path):
-    """Save what steps of two ranks, eager and compiled, end with."""
+    """Save the parameters after steps of two ranks, eager and compiled."""
     mesh = ft.parallel.mesh()
     compiled = ft.compiled(lowering="whole", backend="aot_eager")
-    each = [contrastive(mesh["shard"], ft.sharded(mesh, 1), *wrappers) for wrappers in ([], [compiled])]
+    params = [contrastive(mesh["shard"], ft.sharded(mesh, 1), *wrappers) for wrappers in ([], [compiled])]
     if rank == 0:
-        torch.save(each, path)
+        torch.save(params, path)
 
 
 def test_a_loss_of_the_features_of_all_ranks_is_that_of_one_rank(tmp_path):

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or fails: an error on the others within the deadline, which names it and what it did."""
+"""A rank that dies, hangs or fails is named by an error on the others within the deadline, with what it was doing."""
 
 import dataclasses
 import logging
@@ -49,9 +49,9 @@ FAULTS = {
     "is stopped": (is_stopped, True, r"rank 2 died or hangs, and was .* step [123]"),
     "runs out of memory": (has_no_memory, True, r"rank 2 failed in step 3: OutOfMemoryError: tried to allocate 3 GiB"),
 }
-"""Name -> what happens, whether in the loss or before the step, and what the others say.
+"""Name -> the fault, whether it happens in the loss or before the step, and the text of the others' error.
 
-Of a rank that says nothing more they know what it did at its last heartbeat, which may be some steps ago.
+Of a rank that has died they know what it did at its last heartbeat, which may be some steps ago.
 """
 
 
@@ -79,60 +79,63 @@ def training(tell, rank, name):
             return
 
 
-def each_time(name):
-    every_time = "dies before a step", "hangs before a step", "runs out of memory"
-    return name if name in every_time else pytest.param(name, marks=pytest.mark.exhaustive)
+NOT_EXHAUSTIVE = "dies before a step", "hangs before a step", "runs out of memory"
 
 
 @quiet_forks
-@pytest.mark.parametrize("name", [*map(each_time, FAULTS)])
-def test_a_rank_that_fails_is_named_on_every_other_one_within_the_deadline(name):
-    # A rank that fails at once leaves the others at the first block; one that stops may do so a little later.
+@pytest.mark.parametrize(
+    "name",
+    [name if name in NOT_EXHAUSTIVE else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAULTS],
+)
+def test_a_rank_that_fails_is_named_on_every_other_rank_within_the_deadline(name):
+    # When a rank fails at once, the others wait at the first block; when it stops, they may wait at a later one.
     place = ", at block blocks.0" if name == "runs out of memory" else r"(, at block blocks\.\d)?"
     with started(SIZE, training, name) as ranks:
         for number, rank in enumerate(ranks[:FAULTY]):
             step, seconds, kind, text = rank.hear()
             assert (step, kind) == (AT, RankError.__name__)
             assert re.match(rf"sharded: step {AT} did not end on rank {number}{place}: {FAULTS[name][2]}", text), text
-            # With much patience: the machine may be busy. Without a deadline it would be half an hour.
+            # The limit is generous, because the machine may be busy. Without a deadline it would be half an hour.
             assert seconds < 15 * SECONDS
 
 
-def test_a_collective_that_fails_without_the_name_of_its_library_is_known():
+def test_an_error_of_a_collective_without_the_name_of_its_library_is_recognised():
     assert rank_watch.is_failed_collective(RuntimeError("Application timeout caused pair closure"))
     assert not rank_watch.is_failed_collective(RuntimeError("timeout of the application"))
 
 
-def test_on_a_device_what_fit_agrees_on_fails_by_the_name_of_the_library_of_the_host(monkeypatch):
+def test_with_a_device_errors_of_the_library_of_the_host_are_recognised_too(monkeypatch):
     monkeypatch.setattr(rank_watch.backends, "default", lambda: dataclasses.replace(cpu.BACKEND, distributed="nccl"))
     for text in ("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", "NCCL error: remote"):
         assert rank_watch.is_failed_collective(RuntimeError(text))
 
 
 def waiting_for_a_device(tell, rank):
-    """Rank 0 waits for its device, which waits for rank 1: no error of a collective tells it anything."""
+    """Rank 0 waits for its device, which waits for rank 1: no collective fails."""
     rank_watch.BEAT, rank_watch.PATIENCE, rank_watch.ALARM = 0.1, 1.5, 1.0
     ft.parallel.mesh()
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    said = []
-    logging.getLogger("ftrain").addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())
-    until = time.monotonic() + 60
-    while not said and time.monotonic() < until:
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("ftrain").addHandler(handler)
+    deadline = time.monotonic() + 60
+    while not messages and time.monotonic() < deadline:
         time.sleep(0.1)
-    tell(said)
+    tell(messages)
 
 
 @quiet_forks
-def test_a_rank_that_comes_no_further_logs_which_other_one_has_died():
+def test_a_rank_without_progress_logs_which_other_rank_has_died():
     with started(2, waiting_for_a_device) as ranks:
-        (said,) = ranks[0].hear()
-    assert re.match(r"rank 0 waits after step 0: rank 1 (died or hangs, and was after step 0|never came)", said), said
+        (message,) = ranks[0].hear()
+    pattern = r"rank 0 waits after step 0: rank 1 (died or hangs, and was after step 0|never came)"
+    assert re.match(pattern, message), message
 
 
 def test_after_a_rank_error_nothing_is_read_from_a_device(monkeypatch):
-    """It may wait for that rank for ever."""
+    """The device may wait for that rank forever."""
     reads = []
     monkeypatch.setattr(run, "read_steps", lambda steps: reads.append(steps) or [])
 
@@ -155,15 +158,15 @@ def test_the_deadline_must_be_a_positive_number(timeout):
         ft.parallel.mesh(timeout=timeout)
 
 
-def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_counting():
+def test_a_retried_step_keeps_its_number_and_the_steps_of_another_run_get_later_ones():
     watch, numbers = rank_watch.Watch(), []
-    for steps_before in (0, 0, 1, 7, 0, 1):
-        watch.begin(torch.tensor(steps_before))
+    for count in (0, 0, 1, 7, 0, 1):
+        watch.begin(torch.tensor(count))
         numbers.append(watch._note["number"])
     assert numbers == [1, 1, 2, 8, 9, 10]
 
 
-def test_an_error_without_a_text_is_told_by_its_class():
+def test_an_error_without_a_text_is_named_by_its_class():
     watch = rank_watch.Watch()
-    watch.tell_failure(KeyboardInterrupt())
+    watch.report_failure(KeyboardInterrupt())
     assert watch._note["failure"] == "KeyboardInterrupt"

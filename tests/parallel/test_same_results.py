@@ -38,7 +38,7 @@ CHANGES = {
     "renamed": (renamed, "the metric other, which it did not in the last step"),
     "as a Mean": (as_mean, "the metric size as a Mean, which was a tensor in the last step"),
 }
-"""Name -> how metrics change, and what an error says of it."""
+"""Name -> a function that changes metrics, and the text of the error about the change."""
 
 
 def training(tell, rank, name, level, changing):
@@ -79,9 +79,9 @@ def test_a_change_on_one_rank_alone_is_an_error_that_names_it_on_all(name, level
     assert f"rank 1 failed in step {AT}, where its loss returns {text}: LossError: sharded: the loss" in first[2]
 
 
-def test_a_change_on_all_ranks_is_none():
+def test_a_change_on_all_ranks_is_no_error():
     with started(2, training, "extra", 0, [0, 1]) as ranks:
-        told = [rank.hear() for rank in ranks]
+        names_by_rank = [rank.hear() for rank in ranks]
         assert [rank.end() for rank in ranks] == [0, 0]
     usual = ["loss", "size", "sizes"]
-    assert told == [[usual, usual, sorted([*usual, "extra"]), usual]] * 2
+    assert names_by_rank == [[usual, usual, sorted([*usual, "extra"]), usual]] * 2

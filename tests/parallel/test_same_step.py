@@ -1,4 +1,4 @@
-"""Ranks that make different steps, or start from states of different steps, are told so in the first one."""
+"""In the first step, different steps or different states on ranks are an error that names the difference."""
 
 import dataclasses
 
@@ -32,14 +32,14 @@ DIFFERENT = {
     "the optimizer with all/b2=0.9": lambda rank: nested(0.9 + 0.09 * rank),
     "quiet with share=0.5": lambda rank: {"wrapper": quiet(0.5 + rank)},
 }
-"""What the first rank has -> what it makes its step of, by rank."""
+"""The text of the first rank's step -> the options of the step, by rank."""
 
 
 def test_options_that_do_not_print_are_compared_too():
     def rank(number):
         for text, options in DIFFERENT.items():
-            mine = {"wrapper": ft.clip(1.0), **options(number)}
-            step = models.step_of(mine.pop("wrapper"), ft.sharded(ft.parallel.mesh(), 0), **mine)
+            named = {"wrapper": ft.clip(1.0), **options(number)}
+            step = models.step_of(named.pop("wrapper"), ft.sharded(ft.parallel.mesh(), 0), **named)
             with pytest.raises(StructureError) as caught:
                 step(step.init(), next(models.batches()))
             assert f"sharded: the ranks make different steps: rank 0 has {text}" in str(caught.value)
@@ -58,7 +58,7 @@ def test_states_of_different_steps_are_refused():
 
 
 def test_states_of_different_seeds_are_refused():
-    """They would draw different dropout, and a run that resumes would have the key of one of them."""
+    """Ranks would draw different dropout, and a run that resumes would have the key of one of them."""
 
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))

@@ -19,7 +19,7 @@ from tests.parallel import models
 from tests.parallel.ranks import run
 
 NARROW = 2e-3
-"""Of wrappers that compute in 16 bits: sums over ranks round differently than one sum."""
+"""The tolerance for wrappers that compute in 16 bits: sums over ranks round differently than one sum."""
 
 
 def trained(size, level, wrappers=lambda: (), mesh=None, **options):
@@ -60,9 +60,9 @@ def test_each_wrapper_on_ranks_equals_one(names):
 
 @pytest.mark.parametrize("names", registry.STACKS, ids="+".join)
 def test_stacks_on_ranks_equal_one(names):
-    """Each stack on a number of ranks, and each of these with two stacks."""
-    some = [[(4, 3)], [(2, 1)], [(3, 2)]]
-    assert_wrappers_equal_one_rank(names, some[registry.STACKS.index(names) % 3])
+    """Each stack on one number of ranks, in turn."""
+    sizes_and_levels = [(4, 3), (2, 1), (3, 2)]
+    assert_wrappers_equal_one_rank(names, [sizes_and_levels[registry.STACKS.index(names) % 3]])
 
 
 @pytest.mark.exhaustive
@@ -78,7 +78,7 @@ def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
     def wrappers():
         return ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
 
-    # Six examples in a microbatch: of 8 or 16 ranks some have none; the weights of the first four are 0.
+    # A microbatch has six examples, so some of 8 or 16 ranks have none. The weights of the first four examples are 0.
     (reference,) = trained(1, 0, wrappers)
     for level in levels:
         assert_same(trained(size, level, wrappers), reference)
@@ -114,7 +114,7 @@ def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(level, accumulates)
             *wrappers,
             ft.sharded(ft.parallel.mesh(), level),
         )
-        # Of each microbatch the last example, which is one of the last rank.
+        # The last example of each microbatch, which the last rank has.
         overflowing = torch.where((torch.arange(12) % 6 == 5)[:, None], 1e6, torch.ones(12, 5))
         params = {name: torch.full_like(param, 0.1) for name, param in model.named_parameters()}
         state = step.init(params)
@@ -182,7 +182,7 @@ def test_every_shape_of_a_mesh_equals_one_rank(shape, level):
 
 @pytest.mark.parametrize(("level", "mesh"), [(1, {}), (3, {"replicate": 2})])
 def test_a_library_without_a_reduce_scatter(level, mesh, monkeypatch):
-    """As gloo is: ranks exchange parts of gradients, and add them up themselves; so do they gather parameters."""
+    """As gloo: ranks exchange parts of gradients and add them, and also gather parameters by an exchange."""
     module = importlib.import_module("ftrain.parallel.mesh")
     group = module._group
 
@@ -229,10 +229,10 @@ def test_a_plain_loss_is_weighted_by_the_examples_of_each_rank():
 
 
 def test_buffers_and_other_metrics_are_means_over_ranks_by_their_examples():
-    """Statistics of BatchNorm are of the rows of each rank, so the running mean is that of one rank, to rounding."""
+    """Statistics of BatchNorm are those of the rows of each rank; the mean of their means is that of one rank."""
     one, history = trained(1, 0, batch_norm=True)[0]
     many, actual = trained(3, 1, batch_norm=True)[0]
-    # In the first step all ranks have the same parameters, and means of equal numbers of rows.
+    # With other statistics, the outputs differ.
     assert actual[0]["size"] != history[0]["size"]
     assert many.buffers["norm.num_batches_tracked"] == one.buffers["norm.num_batches_tracked"] == 3
 
@@ -373,10 +373,7 @@ def test_unequal_microbatches_on_ranks_are_the_whole_batch_of_one(criterion, siz
 
 @pytest.mark.parametrize(("size", "level"), [(2, 0), (3, 2), (2, 3)])
 def test_a_wrapper_of_each_unequal_microbatch_runs_equally_often_on_all_ranks(size, level):
-    """A limit that no gradient reaches: with ranks, microbatches have other examples, which could be clipped or not.
-
-    Each example has its own dropout.
-    """
+    """The limit of `clip` is one that no gradient reaches, because microbatches on ranks have other examples."""
 
     def rank(*wrappers):
         step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level))
@@ -418,7 +415,7 @@ def test_unequal_microbatches_of_the_rows_that_each_rank_reads():
 
 @pytest.mark.parametrize("convert", [list, np.array], ids=["list", "array"])
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_each_rank_has_its_rows_of_what_is_no_tensor(convert, microbatches):
+def test_lists_and_arrays_are_divided_over_ranks_like_tensors(convert, microbatches):
     lengths, x = [1, 1, 2, 2, 3, 3, 4, 4], torch.arange(32, dtype=torch.float64).reshape(8, 4) / 16
     batch, params = {"x": x, "lengths": convert(lengths)}, {"w": torch.eye(4, dtype=torch.float64)}
 

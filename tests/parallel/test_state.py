@@ -83,7 +83,7 @@ def test_the_whole_state_fills_a_module_and_is_evaluated():
         assert float(metrics["loss"]) == pytest.approx(float(one["loss"]), rel=1e-12)
 
 
-def test_a_state_of_another_mesh_or_level_is_an_error_that_says_how_to_bring_it():
+def test_a_state_of_another_mesh_or_level_is_an_error_that_says_how_to_convert_it():
     def rank(_):
         state = sharded_step(shard=2).init()
         with pytest.raises(StructureError, match=r"ft.parallel.divided\(ft.parallel.whole"):
@@ -106,7 +106,7 @@ def test_all_ranks_start_with_the_parameters_of_the_first():
     assert run(3, rank) == [[0.0] * 5] * 3
 
 
-def test_what_the_host_has_goes_to_the_device_of_the_mesh():
+def test_tensors_on_the_host_go_to_the_device_of_the_mesh():
     """The library of the device can send nothing from the host; ``meta`` stands for the device."""
     rank = SimpleNamespace(_mesh=SimpleNamespace(device_type="meta"))
     assert _RankStep._on_device(rank, torch.ones(2)).device.type == "meta"

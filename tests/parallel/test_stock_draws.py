@@ -1,4 +1,4 @@
-"""Stock random operations that first draw in a later step, when ranks no longer look at each operation."""
+"""Stock random operations that first draw in a later step, when ranks no longer watch each operation."""
 
 import logging
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from ftrain.parallel.stock_draws import StockDraws
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_draw_that_comes_in_a_later_step_is_noticed(size, caplog):
-    """One rank makes the step again from its key; many, of which others may wait, warn and draw so from the next on."""
+    """One rank runs the step again, from its key. Several ranks warn, and draw from the key in the next steps."""
     state = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1)).init({"w": torch.ones(1)})
     draws = StockDraws(SimpleNamespace(size=size, sum=lambda count: size * count))
 

@@ -38,7 +38,7 @@ def images(count=3, length=6):
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         x, y, weight = (torch.randn(length, *shape, generator=generator).double() for shape in ((2, 3, 3), (2,), ()))
-        # Examples whose mean is far from 0, where differences of squares would cancel.
+        # The mean of the examples is far from 0: a variance as a difference of squares would lose digits.
         yield {"x": x + 10.0, "y": y, "weight": weight.abs() * torch.arange(length).ge(2)}
 
 
@@ -69,7 +69,7 @@ def test_ranks_normalise_as_one_does_also_without_examples(size, level):
     assert_same(trained(size, level), expected)
 
 
-AGAIN = {
+RUNNING_AGAIN = {
     "accumulate": lambda: [ft.accumulate(2)],
     "remat": lambda: [ft.remat()],
     "remat in the backward pass of an update": lambda: [ft.remat(), ft.update_in_backward()],
@@ -77,9 +77,9 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("wrappers", AGAIN)
+@pytest.mark.parametrize("wrappers", RUNNING_AGAIN)
 def test_beside_wrappers_that_run_the_model_more_than_once(wrappers):
-    make = AGAIN[wrappers]
+    make = RUNNING_AGAIN[wrappers]
 
     (expected,) = trained(1, 0, make, synced=False)
     assert_same(trained(3, 3, make), expected)
@@ -96,7 +96,7 @@ def test_on_one_rank_it_is_batch_norm_to_the_bit():
 
 
 def test_one_value_per_channel_on_all_ranks_is_an_error_on_each():
-    """Its variance would make the running one NaN. Torch raises a ValueError on one rank."""
+    """The variance of one value would make the running variance NaN. Without ranks torch raises a ValueError."""
 
     def rank(_):
         loss_fn = ft.from_module(nn.Sequential(nn.BatchNorm1d(2)), lambda model, batch: model(batch).square().mean())
@@ -124,7 +124,7 @@ def test_an_evaluation_normalises_by_the_running_statistics():
         assert actual == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_has_no_batch_norm_or_one_of_its_own_is_refused():
+def test_a_model_without_batch_norm_or_with_a_subclass_of_it_is_refused():
     class Scaled(nn.BatchNorm1d):
         def forward(self, x):
             return 2 * super().forward(x)

@@ -14,18 +14,18 @@ from tests.parallel.ranks import run
 
 
 def started(output, *options, names=()):
-    """Start torchrun; the ranks write to `output` what they train with the steps of these names. Default: all."""
+    """Start torchrun, and return its process. Its ranks train the steps of these names (default: all) to `output`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path)])}
     command = [sys.executable, "-m", "torch.distributed.run", *options, script.__file__, str(output), *names]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def results(output, size, *agents):
-    """Wait for torchrun, and return what its ranks have trained."""
+    """Wait for the processes of torchrun, and return the results of `script.main` by name of the step."""
     try:
         for agent in agents:
-            printed, _ = agent.communicate(timeout=600)
-            assert agent.returncode == 0, printed[-4000:]
+            output_text, _ = agent.communicate(timeout=600)
+            assert agent.returncode == 0, output_text[-4000:]
     finally:
         for agent in agents:
             agent.kill()
@@ -34,7 +34,7 @@ def results(output, size, *agents):
     return torch.load(output)
 
 
-# In every run without the compiled step, which takes half a minute; `test_processes` compiles smaller ones.
+# The compiled step takes half a minute, so it is exhaustive; `test_processes` compiles smaller ones.
 @pytest.mark.parametrize(
     ("size", "names"),
     [
@@ -42,15 +42,15 @@ def results(output, size, *agents):
         *(pytest.param(size, [*script.STEPS], marks=pytest.mark.exhaustive) for size in (2, 4)),
     ],
 )
-def test_a_script_computes_under_torchrun_what_one_rank_does(size, names, tmp_path):
+def test_a_script_under_torchrun_has_the_results_of_one_rank(size, names, tmp_path):
     output = tmp_path / "together.pt"
-    together = results(output, size, started(output, "--standalone", f"--nproc-per-node={size}", names=names))
-    assert [*together] == names
-    ((reference, history),) = run(1, lambda rank: script.train("level 0"))
-    for params, metrics in together.values():
+    by_name = results(output, size, started(output, "--standalone", f"--nproc-per-node={size}", names=names))
+    assert [*by_name] == names
+    ((reference, reference_history),) = run(1, lambda rank: script.train("level 0"))
+    for params, history in by_name.values():
         torch.testing.assert_close(params, reference.params, rtol=1e-12, atol=1e-12)
-        for step, expected in zip(metrics, history, strict=True):
-            assert step == pytest.approx(expected, rel=1e-12)
+        for metrics, expected in zip(history, reference_history, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.exhaustive  # It starts torch six times.

@@ -1,4 +1,4 @@
-"""What `Step.lower` counts of a step that is captured on 8 ranks, held to formulas; the other 7 do not exist."""
+"""The bytes that `Step.lower` counts on one of 8 ranks equal formulas; the other 7 ranks do not exist."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WIDTH, BLOCKS = 8, 3
 BLOCK = 4 * BLOCKS * (WIDTH + 1) * WIDTH
 """Bytes of the parameters of blocks; the model has no others."""
 NUMBERS = 4 * 4
-"""Bytes of the loss and its weight, and of other single numbers, at the most."""
+"""An upper bound of the bytes of the loss, its weight and other single numbers."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def eight_ranks():
 
 
 def sent(mesh, level, *wrappers):
-    """Return bytes that each rank sends, and the number of calls, by kind and axis."""
+    """Return the bytes that each rank sends, by kind and axis, and the lowered step."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(
@@ -54,7 +54,7 @@ def test_level_1_gathers_the_parameters_and_scatters_the_gradient():
 def test_level_3_gathers_twice_and_scatters_once():
     actual, _ = sent({}, 3)
     assert actual.pop(("all-reduce", "shard")) <= 2 * NUMBERS
-    # The backward pass of the first block needs no weight, for nothing before it trains.
+    # The backward pass of the first block needs no weight, because its input needs no gradient.
     assert actual == {
         ("all-gather", "shard"): pytest.approx((2 - 1 / BLOCKS) * 7 / 8 * BLOCK),
         ("reduce-scatter", "shard"): 7 / 8 * BLOCK,
@@ -62,7 +62,7 @@ def test_level_3_gathers_twice_and_scatters_once():
 
 
 def test_ranks_without_a_reduce_scatter_send_as_much_in_exchanges(monkeypatch):
-    """As with gloo; what a rank keeps is not sent."""
+    """As with gloo. A rank does not send its own part to itself."""
     group = Group.__init__
 
     def without_reduce_scatter(self, name, size, rank, has_reduce_scatter=True):
@@ -75,7 +75,7 @@ def test_ranks_without_a_reduce_scatter_send_as_much_in_exchanges(monkeypatch):
         assert actual == {("all-to-all", "shard"): pytest.approx((gathers + 1) * 7 / 8 * BLOCK)}
 
 
-def test_between_copies_of_the_state_travels_one_shard_of_the_gradient():
+def test_between_copies_of_the_state_one_shard_of_the_gradient_is_sent():
     actual, _ = sent({"replicate": 2}, 3, ft.clip(1.0))
     assert actual["all-gather", "shard"] == pytest.approx((2 - 1 / BLOCKS) * 3 / 4 * BLOCK)
     assert actual["reduce-scatter", "shard"] == 3 / 4 * BLOCK
@@ -83,19 +83,19 @@ def test_between_copies_of_the_state_travels_one_shard_of_the_gradient():
     assert actual["all-reduce", "shard"] + actual["all-reduce", "all"] <= 4 * NUMBERS
 
 
-def test_accumulation_sums_once_a_step():
-    once, _ = sent({}, 0)
-    twice, _ = sent({}, 0, ft.accumulate(2))
-    assert twice["all-reduce", "shard"] == pytest.approx(once["all-reduce", "shard"], abs=2 * NUMBERS)
+def test_accumulation_sums_once_per_step():
+    plain, _ = sent({}, 0)
+    accumulated, _ = sent({}, 0, ft.accumulate(2))
+    assert accumulated["all-reduce", "shard"] == pytest.approx(plain["all-reduce", "shard"], abs=2 * NUMBERS)
 
 
-def test_what_is_sent_is_printed():
+def test_the_bytes_sent_are_printed():
     _, lowered = sent({}, 1)
     assert "sends     756 B in 1 all-gather (shard)\n" in f"{lowered}\n"
 
 
 class GPTBlock(nn.Module):
-    """Attention and a perceptron."""
+    """A transformer block."""
 
     def __init__(self):
         super().__init__()
@@ -124,10 +124,10 @@ def of_tokens(model, tokens):
         pytest.param(3, 7, 4, 3, id="level-3-3", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_compiled_step_of_a_gpt_has_so_many_collectives_for_its_layers(layers, level, gathers, scatters):
-    """Three sums: of the weights, of the losses, and of the gradients at level 0, of the norms at the others.
+def test_the_number_of_collectives_in_the_compiled_step_of_a_gpt(layers, level, gathers, scatters):
+    """There are three sums: of the weights, of the losses, and of the gradients at level 0, else of the norms.
 
-    At level 3 each block is gathered for both passes, and what is outside of the blocks once.
+    At level 3 each block is gathered for both passes, and the parameters outside of the blocks once.
     """
     model = nn.Sequential(
         nn.Embedding(16, WIDTH), *(GPTBlock() for _ in range(layers)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
@@ -184,7 +184,7 @@ FACTORS = "all-reduce of factors; reduce-scatter of other gradients"
         ),
     ],
 )
-def test_every_line_of_the_pipeline_shows_what_it_sends(mesh, level, options, wrappers, sent):
+def test_every_line_of_the_pipeline_shows_its_collectives(mesh, level, options, wrappers, sent):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     ranks = ft.parallel.mesh(**mesh)
@@ -192,9 +192,10 @@ def test_every_line_of_the_pipeline_shows_what_it_sends(mesh, level, options, wr
     *lines, last = repr(step).splitlines()
     assert tuple(line.partition(" [")[2].removesuffix("]") for line in lines) == sent
     assert last == "step    eager"
-    # What is shown is what is sent: the kinds of collectives of a later step.
-    state, _ = step(step.init(), batch := {"x": torch.randn(16, WIDTH)})
+    # The kinds of collectives that are shown are those of a later step.
+    batch = {"x": torch.randn(16, WIDTH)}
+    state, _ = step(step.init(), batch)
     with Recorder(groups(ranks)) as recorder:
         step(state, batch)
-    issued = {KINDS[each.operation.removesuffix("_")] for each in recorder.collectives}
+    issued = {KINDS[collective.operation.removesuffix("_")] for collective in recorder.collectives}
     assert {kind for kind in KINDS.values() if f"{kind} of" in "; ".join(sent)} == issued

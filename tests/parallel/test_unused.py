@@ -23,8 +23,9 @@ class Net(nn.Module):
         for k in layers:
             x = self.blocks[k](x, spare)
         # Only some examples go to the second expert, and on some ranks none.
-        second = x[:, 0] > x[:, 0].mean() if len(x) > 4 else torch.zeros(len(x), dtype=torch.bool)
-        x = torch.cat([each(part) for each, part in ((self.first, x[~second]), (self.second, x[second])) if len(part)])
+        goes_second = x[:, 0] > x[:, 0].mean() if len(x) > 4 else torch.zeros(len(x), dtype=torch.bool)
+        routes = (self.first, x[~goes_second]), (self.second, x[goes_second])
+        x = torch.cat([expert(part) for expert, part in routes if len(part)])
         return self.spare(x) if spare else x
 
 
@@ -90,15 +91,15 @@ def test_a_parameter_that_some_ranks_use_is_used(level):
 
 @pytest.mark.parametrize("around", [None, ft.update_in_backward], ids=["", "in_backward"])
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_experts_of_some_ranks_in_another_order_on_each(level, around, monkeypatch):
-    """A bucket for each parameter: they travel in one order, whatever order gradients come in, or do not."""
-    monkeypatch.setattr(gradient_sums, "SMALLEST", 1)
+def test_experts_that_some_ranks_run_and_in_another_order_on_each(level, around, monkeypatch):
+    """With a bucket for each parameter: buckets are sent in one order, in whatever order gradients come, or not."""
+    monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", 1)
     monkeypatch.setattr(gradient_sums, "BUCKETS", 1000)
     monkeypatch.setattr(bucket_order, "STREAM_BYTES", 1)
-    chosen = [("first", "second"), ("second", "spare", "first"), ()]
+    experts_of_ranks = [("first", "second"), ("second", "spare", "first"), ()]
 
     def forward(net, x, number):
-        for name in chosen[number]:
+        for name in experts_of_ranks[number]:
             x = x + getattr(net, name)(x).tanh()
         return net.blocks[0](x, False)
 
@@ -129,7 +130,7 @@ def test_unused_parameters_that_are_allowed_have_a_gradient_of_zero(level):
     ],
     ids=["order", "number"],
 )
-def test_blocks_that_not_all_ranks_run_are_named(layers, message):
+def test_a_block_that_not_all_ranks_run_is_named(layers, message):
     with pytest.raises(LossError, match=message):
         trained(2, 3, lambda net, x, number: net(x, layers[number], spare=True))
 
@@ -140,12 +141,12 @@ RESULTS = {
     "the metric cats: a number": lambda loss, rank: (loss, {"cats": loss.detach() if rank else 1.0}),
     "the loss: a Mean": lambda loss, rank: loss if rank else ft.Mean(loss, torch.ones(())),
 }
-"""What rank 0 has -> what the loss of a rank returns."""
+"""The text of rank 0's result -> a function that returns the result of a rank."""
 
 
 @pytest.mark.parametrize("first", RESULTS)
-def test_ranks_whose_loss_returns_other_results_are_told_so(first):
-    """Sums over ranks would add other metrics, without a word."""
+def test_different_results_of_the_loss_are_an_error_on_every_rank(first):
+    """Without it, sums over ranks would add different metrics."""
 
     def rank(number):
         loss = lambda params, batch: RESULTS[first]((params["w"] * batch).sum(), number)  # noqa: E731
@@ -173,7 +174,7 @@ class Table(nn.Module):
 def test_a_sparse_gradient_is_an_error_that_names_the_parameter(level, wrappers):
     def rank(_):
         for tables in ([Table()], [Table(), Table()]):  # Two of them are blocks.
-            loss = ft.from_module(nn.ModuleList(tables), lambda net, x: sum(each(x) for each in net).mean())
+            loss = ft.from_module(nn.ModuleList(tables), lambda net, x: sum(table(x) for table in net).mean())
             step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level))
             with pytest.raises(LossError, match=r"the gradient of params\.[01]\.embed\.weight is sparse"):
                 step(step.init(seed=0), torch.arange(4))

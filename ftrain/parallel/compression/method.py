@@ -22,7 +22,10 @@ everything else in a `Memory` is equal on all of them."""
 
 @dataclass(frozen=True)
 class Exchange:
-    """The ranks that add up their gradients, and how each sum is divided over them; None for one that all need."""
+    """The ranks that add up their gradients.
+
+    `parts` say how the sum of each leaf is divided over these ranks: None for a sum that every rank needs whole.
+    """
 
     group: Group
     parts: Sequence[Part | None]
@@ -32,11 +35,11 @@ class Exchange:
         return start_sum_all(self.group, tensors)()
 
     def needed_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return what this rank needs of the sums of all gradients, which are added in their dtype."""
+        """Return the part that this rank needs of the sum of each gradient, which is added in its dtype."""
         return start_scatter_all(self.group, grads, self.parts)()
 
     def needed(self, index: int, whole: Tensor) -> Tensor:
-        """Return what this rank needs of the whole sum of a leaf, given by its number."""
+        """Return the part that this rank needs of the whole sum of the leaf `index`."""
         part = self.parts[index]
         return whole if part is None else part.take(whole, self.group.rank).contiguous()
 
@@ -46,14 +49,15 @@ class Compression:
     """A way to add up gradients over ranks that does not send all of their bits.
 
     Args:
-        text: text that prints for it.
-        combine: ``(grads, memories, exchange) -> (sums, memories)``. `grads` are the gradients of this rank, `sums`
-            what the exchange says that it needs of their sums, in the same dtypes. It must not change its arguments.
+        text: what `print(step)` shows for it.
+        combine: ``(grads, memories, exchange) -> (sums, memories)``. `grads` are the gradients of this rank, and `sums`
+            the parts that it needs of their sums (`Exchange.parts`), in the same dtypes. It must not change its
+            arguments.
         sends: what ranks send, with the kind of collective; ``{sum}`` and ``{gather}`` stand for the kinds with which
             `Exchange.needed_sums` and `Group.start_gather` send.
-        init: ``(index, leaf, axis) -> Memory``, the first memory of a leaf, given its number, a tensor with the shape,
-            dtype and device of a rank's gradient, and the axis along which ranks outside of the group have
-            other blocks (the last may be shorter), or None. Default None: the method has no memory.
+        init: ``(index, leaf, axis) -> Memory``, the first memory of a leaf. `leaf` is a tensor with the shape, dtype
+            and device of a rank's gradient. `axis` is the axis along which ranks outside of the group have other blocks
+            (the last may be shorter), or None. Default None: the method has no memory.
     """
 
     text: str
@@ -63,11 +67,11 @@ class Compression:
 
 
 def with_residuals(grads: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors: gradients plus what was not sent of earlier ones, in the dtype of the residuals."""
+    """Return gradients plus their residuals, as new tensors in the dtype of the residuals."""
     return [residual + grad for grad, residual in zip(grads, residuals, strict=True)]
 
 
-def no_residual(leaf: Tensor) -> Tensor:
+def first_residual(leaf: Tensor) -> Tensor:
     """Return the residual of a leaf before the first step: zeros, in float32 at least.
 
     In 16 bits a residual would lose the bits that it must keep.

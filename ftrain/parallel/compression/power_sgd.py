@@ -1,4 +1,4 @@
-"""Gradients that are sent as matrices of low rank."""
+"""Send gradients as products of two matrices of low rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftrain.parallel.compression.method import (
     Compression,
     Exchange,
     Memory,
-    no_residual,
+    first_residual,
     with_residuals,
 )
 
@@ -37,7 +37,7 @@ def powersgd(rank: int = 4) -> Compression:
     e has the size of a rank's gradient. It is added to later gradients, not to updates, so any optimizer can be used.
 
     Args:
-        rank: number of columns of P and Q: more are more exact.
+        rank: number of columns of P and Q. More columns are more exact.
 
     Raises:
         OptionError: when the rank is not a positive whole number.
@@ -45,30 +45,30 @@ def powersgd(rank: int = 4) -> Compression:
     require_positive("powersgd", "rank", rank)
 
     def init(index: int, leaf: Tensor, axis: int | None) -> Memory:
-        # Blocks of columns would differ in their number of columns.
+        # Blocks along another axis than the first would have different numbers of columns.
         if axis or not _is_compressed(leaf, rank):
             return {}
-        # From a key, so that all ranks start with the same values.
+        # Drawn from a key, so that all ranks start with the same values.
         shape = leaf.numel() // leaf.shape[0], rank
         start = random.normal(random.fold_in(random.key(0), index), shape)
-        residual = no_residual(leaf)
+        residual = first_residual(leaf)
         return {RESIDUAL: residual, BASIS: start.to(residual)}
 
     def combine(grads: list[Tensor], memories: list[Memory], exchange: Exchange) -> tuple[list[Tensor], list[Memory]]:
-        chosen = [index for index, memory in enumerate(memories) if memory]
-        others = [index for index, memory in enumerate(memories) if not memory]
-        uncompressed = Exchange(exchange.group, [exchange.parts[index] for index in others])
-        sums = dict(zip(others, uncompressed.needed_sums([grads[index] for index in others]), strict=True))
-        wanted = with_residuals([grads[index] for index in chosen], [memories[index][RESIDUAL] for index in chosen])
-        matrices = [each.flatten(1) for each in wanted]
-        bases = [memories[index][BASIS] for index in chosen]
+        as_is = [index for index, memory in enumerate(memories) if not memory]
+        exchange_as_is = Exchange(exchange.group, [exchange.parts[index] for index in as_is])
+        sums = dict(zip(as_is, exchange_as_is.needed_sums([grads[index] for index in as_is]), strict=True))
+        compressed = [index for index, memory in enumerate(memories) if memory]
+        residuals = [memories[index][RESIDUAL] for index in compressed]
+        corrected = with_residuals([grads[index] for index in compressed], residuals)
+        matrices = [tensor.flatten(1) for tensor in corrected]
+        bases = [memories[index][BASIS] for index in compressed]
         lefts = exchange.sums([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
         lefts = [_orthogonal(left, rank) for left in lefts]
         rights = [matrix.mT @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        right_sums = exchange.sums(rights)
         memories = list(memories)
-        for index, matrix, left, right, total in zip(
-            chosen, matrices, lefts, rights, exchange.sums(rights), strict=True
-        ):
+        for index, matrix, left, right, total in zip(compressed, matrices, lefts, rights, right_sums, strict=True):
             shape = grads[index].shape
             sums[index] = exchange.needed(index, (left @ total.mT).view(shape)).to(grads[index].dtype)
             memories[index] = {RESIDUAL: torch.addmm(matrix, left, right.mT, alpha=-1).view(shape), BASIS: total}
@@ -78,7 +78,7 @@ def powersgd(rank: int = 4) -> Compression:
 
 
 def _is_compressed(leaf: Tensor, rank: int) -> bool:
-    """Return whether the factors of a leaf are smaller than it is."""
+    """Return whether the two factors of a leaf have fewer elements than the leaf."""
     if leaf.ndim < 2 or not leaf.numel():
         return False
     rows, columns = leaf.shape[0], math.prod(leaf.shape[1:])
@@ -87,6 +87,7 @@ def _is_compressed(leaf: Tensor, rank: int) -> bool:
 
 def _orthogonal(matrix: Tensor, rank: int) -> Tensor:
     """Return `rank` orthonormal columns that span those of a matrix; some are 0 if it has fewer rows."""
-    # NaN must not reach the decomposition; multiplying by the matrix itself brings it back.
+    # The decomposition must not see NaN or infinity. The gradients still show them: the right factor is the product of
+    # the matrix itself and these columns.
     columns = torch.linalg.qr(torch.nan_to_num(matrix, 0.0, 0.0, 0.0)).Q
     return torch.nn.functional.pad(columns, (0, rank - columns.shape[1]))

@@ -18,13 +18,13 @@ from ftrain.parallel.partition import Part, start_scatter_all
 from ftrain.step.wrapper import SlotSpec, Wrapper
 from ftrain.types import PyTree
 
-NAMED = {"fp32": None, "bf16": bf16(), "fp16": fp16()}
+METHODS = {"fp32": None, "bf16": bf16(), "fp16": fp16()}
 
 
 def compression_of(reduce: str | Compression) -> Compression | None:
-    """Return the method that a user names, or None for ``"fp32"``. Raises an OptionError for anything else."""
-    if isinstance(reduce, str) and reduce in NAMED:
-        return NAMED[reduce]
+    """Return the compression method of ``sharded(reduce=)``; None for ``"fp32"``. Raises an OptionError if invalid."""
+    if isinstance(reduce, str) and reduce in METHODS:
+        return METHODS[reduce]
     if not isinstance(reduce, Compression):
         raise OptionError(
             f"sharded: reduce is {reduce!r}; needs 'fp32' (no compression), 'bf16', 'fp16', ft.parallel.powersgd(rank) "
@@ -34,10 +34,10 @@ def compression_of(reduce: str | Compression) -> Compression | None:
 
 
 class Reduction:
-    """A compression method on a mesh: between the copies of a state, or between all ranks if it has no copies.
+    """A compression method on a mesh: between the copies of a state, or between all ranks if there is one copy.
 
     Attributes:
-        text: what prints for it.
+        text: what `print(step)` shows for it.
         needs_all: whether all gradients must exist at once; also on one rank, where they are not compressed.
         is_active: whether gradients are compressed; one rank sends none.
         slot: the part of the state for the memory of the method, if it has one.
@@ -46,13 +46,15 @@ class Reduction:
     """
 
     def __init__(self, reduce: str | Compression, mesh: DeviceMesh, level: int) -> None:
-        method, ranks = compression_of(reduce), groups(mesh)
-        self._method, self._shard, self._level = method, ranks[SHARD], level
+        method = compression_of(reduce)
+        ranks = groups(mesh)
+        self._method, self._level = method, level
+        self._shard = ranks[SHARD]
         self._of_blocks = level > 0 and mesh.size(0) > 1
         self._ranks = ranks[REPLICATE if self._of_blocks else ALL]
         self.text = f", reduce={method.text}" if method else ""
         self.needs_all = method is not None
-        if method and level == 3 and mesh.size(0) == 1 < mesh.size(1):
+        if method and level == 3 and mesh.size(0) == 1 and mesh.size(1) > 1:
             raise OptionError(
                 f"sharded: reduce is {method.text} at level 3 on a mesh of {mesh.size(0)}x{mesh.size(1)}, where "
                 "gradients are added while the backward pass runs, in their own dtype, and there is no other copy of "
@@ -66,38 +68,39 @@ class Reduction:
 
     @property
     def sends(self) -> str:
-        """What ranks send for the gradients, and with which kind of collective; empty on one rank."""
+        """The kinds of collectives that ranks run for the gradients, with what they send; empty on one rank."""
         is_divided = self._level > 0 and self._shard.size > 1
-        within = self._shard.scatter_kind if is_divided else "all-reduce"
+        kind = self._shard.scatter_kind if is_divided else "all-reduce"
         texts = []
         if is_divided and self._of_blocks:
-            texts.append(f"{within} of gradients")
-            within = "all-reduce"
+            texts.append(f"{kind} of gradients")
+            kind = "all-reduce"
         if self._method is not None and self.is_active:
-            texts.append(self._method.sends.format(sum=within, gather=self._ranks.gather_kind))
+            texts.append(self._method.sends.format(sum=kind, gather=self._ranks.gather_kind))
         elif self._ranks.size > 1:
-            texts.append(f"{within} of {'their parts' if texts else 'gradients'}")
+            texts.append(f"{kind} of {'their parts' if texts else 'gradients'}")
         return "; ".join(texts)
 
-    def require_once(self, wrappers: Sequence[Wrapper]) -> None:
-        """Check that the gradient is taken once per step if what has not been sent is added to the next one.
+    def require_one_gradient(self, wrappers: Sequence[Wrapper]) -> None:
+        """Check that a method with a memory, which is added to the next gradient, gets one gradient per step.
 
-        Also on one rank, which sends nothing, so that a step can run on many. Raises a ComposeError if not.
+        Also on one rank, which sends nothing, so that a step that runs there runs on many. Raises a ComposeError if
+        not.
         """
-        twice = [other for other in wrappers if other.grad is not None and other.grad.evaluations > 1]
+        several = [wrapper for wrapper in wrappers if wrapper.grad is not None and wrapper.grad.evaluations > 1]
         method = self._method
-        if method is not None and method.init is not None and twice:
+        if method is not None and method.init is not None and several:
             raise ComposeError(
-                f"sharded: {twice[0].text} takes several gradients in a step, and {method.text} adds to each "
+                f"sharded: {several[0].text} takes several gradients in a step, and {method.text} adds to each "
                 "what was not sent of the last one; use reduce='bf16' or 'fp16', which add nothing"
             )
 
     def __call__(
         self, grads: list[Tensor], parts: Sequence[Part | None], slots: Mapping[str, PyTree], params: PyTreeSpec
     ) -> tuple[list[Tensor], dict[str, PyTree]]:
-        """Return what this rank needs of the sums of gradients, and the new slots.
+        """Return the parts that this rank needs of the sums of the gradients, and the new slots.
 
-        The gradients are whole; at level 3 blocks of the gradients of this rank's copy of the state.
+        The gradients are whole; at level 3 they are this rank's blocks, summed over its copy of the state.
         """
         method: Compression = self._method  # type: ignore[assignment]
         if self._of_blocks:

@@ -1,4 +1,4 @@
-"""Gradients that are sent and summed in 16 bits."""
+"""Send and sum gradients in 16 bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def bf16() -> Compression:
 def fp16() -> Compression:
     """Return the method that casts gradients to float16: half the bytes, with 11 bits of each number.
 
-    Each leaf is multiplied by a power of two first, which the ranks derive from its largest magnitude on any of them,
-    one more number per leaf: its sum cannot overflow, and what is at least 2^-39 times the largest is not lost.
+    Each leaf is multiplied by a power of two first. Ranks derive it from the largest magnitude of the leaf on any rank,
+    one more number to send per leaf. So the sum cannot overflow, and an element that is at least 2^-39 times the
+    largest is not lost.
     """
 
     def combine(grads: list[Tensor], memories: list[Memory], exchange: Exchange) -> tuple[list[Tensor], list[Memory]]:
@@ -44,8 +45,8 @@ def fp16() -> Compression:
 
 def _exponents(grads: list[Tensor], exchange: Exchange) -> Tensor:
     """Return for each leaf the exponent of its scale, as int32[leaves]: the same on all ranks."""
-    none = grads[0].new_zeros((), dtype=torch.float32)
-    largest = torch.stack([grad.abs().amax().float() if grad.numel() else none for grad in grads])
+    zero = grads[0].new_zeros((), dtype=torch.float32)
+    largest = torch.stack([grad.abs().amax().float() if grad.numel() else zero for grad in grads])
     largest = exchange.group.max(largest)
     of_sum = torch.frexp(largest).exponent + (exchange.group.size - 1).bit_length()
     # Infinity and NaN are sent as they are.
@@ -54,5 +55,5 @@ def _exponents(grads: list[Tensor], exchange: Exchange) -> Tensor:
 
 
 def _powers_of_two(exponents: Tensor) -> tuple[Tensor, ...]:
-    """Return 2 to these powers as 0-d float32 tensors, exactly, which `torch.pow` does not promise."""
+    """Return 2 to these powers as 0-d float32 tensors. They are exact, which `torch.pow` does not promise."""
     return ((exponents + FLOAT32_BIAS) << FLOAT32_FRACTION).view(torch.float32).unbind()

@@ -1,1 +1,1 @@
-"""Updates of optimizers that need whole leaves, on ranks with a part each: the plan, the exchange, the update."""
+"""Updates by optimizers that need whole leaves, on ranks that have a part of each leaf."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -17,25 +18,25 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Moved(NamedTuple):
-    """How a tensor that is sent to its owner is divided, and the rank that owns it."""
+    """How a tensor that is sent to its owner is divided, and the rank of the owner."""
 
     part: Part
     owner: int
 
 
 def to_owners(group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]) -> dict[Key, Tensor]:
-    """Join the blocks that ranks have of each tensor that is moved; return the whole tensors that this rank owns."""
+    """Send the blocks of each tensor of `moved` to its owner; return the whole tensors that this rank owns."""
     started = []
-    for like, owned in _owned(group, leaves, moved):
-        mine = owned[group.rank]
-        sent = [[leaves[key] for key in keys] for keys in owned]
-        shapes = [[moved[key].part.shape_of(rank) for key in mine] for rank in range(group.size)]
-        started.append((mine, _start(group, like, sent, shapes)))
+    for like, keys_by_owner in _by_dtype(group, leaves, moved):
+        owned = keys_by_owner[group.rank]
+        sent = [[leaves[key] for key in keys] for keys in keys_by_owner]
+        shapes = [[moved[key].part.shape_of(rank) for key in owned] for rank in range(group.size)]
+        started.append((owned, _start(group, like, sent, shapes)))
     wholes: dict[Key, Tensor] = {}
-    for mine, wait in started:
-        of_ranks = wait()
-        for number, key in enumerate(mine):
-            wholes[key] = torch.cat([blocks[number] for blocks in of_ranks], moved[key].part.axis)
+    for owned, wait in started:
+        blocks_by_rank = wait()
+        for index, key in enumerate(owned):
+            wholes[key] = torch.cat([blocks[index] for blocks in blocks_by_rank], moved[key].part.axis)
     return wholes
 
 
@@ -47,27 +48,27 @@ def from_owners(
     Some blocks share memory. `like` are blocks with the dtypes and devices of the results.
     """
     started = []
-    for of_dtype, owned in _owned(group, like, moved):
-        mine = owned[group.rank]
-        sent = [[moved[key].part.take(wholes[key], rank) for key in mine] for rank in range(group.size)]
-        shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in owned]
-        started.append((owned, _start(group, of_dtype, sent, shapes)))
+    for like_block, keys_by_owner in _by_dtype(group, like, moved):
+        owned = keys_by_owner[group.rank]
+        sent = [[moved[key].part.take(wholes[key], rank) for key in owned] for rank in range(group.size)]
+        shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in keys_by_owner]
+        started.append((keys_by_owner, _start(group, like_block, sent, shapes)))
     blocks: dict[Key, Tensor] = {}
-    for owned, wait in started:
-        for keys, received in zip(owned, wait(), strict=True):
+    for keys_by_owner, wait in started:
+        for keys, received in zip(keys_by_owner, wait(), strict=True):
             blocks.update(zip(keys, received, strict=True))
     return blocks
 
 
-def _owned(
+def _by_dtype(
     group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Moved]
 ) -> list[tuple[Tensor, list[list[Key]]]]:
-    """Return for each dtype, of which all are sent together, a tensor that has it, and the keys that each rank owns."""
+    """Return for each dtype a tensor of it, and the keys by their owner. Tensors of a dtype are sent together."""
     by_dtype: dict[torch.dtype, tuple[Tensor, list[list[Key]]]] = {}
     for key, (_, owner) in moved.items():
         leaf = leaves[key]
-        _, owned = by_dtype.setdefault(leaf.dtype, (leaf, [[] for _ in range(group.size)]))
-        owned[owner].append(key)
+        _, keys_by_owner = by_dtype.setdefault(leaf.dtype, (leaf, [[] for _ in range(group.size)]))
+        keys_by_owner[owner].append(key)
     return list(by_dtype.values())
 
 
@@ -77,11 +78,12 @@ def _start(
     """Start to send tensors of the dtype of `like` to each rank, and to receive tensors of these shapes from each."""
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     sent_counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-    lengths = [[math.prod(shape) for shape in each] for each in shapes]
-    wait = group.start_exchange(flat, sent_counts, [*map(sum, lengths)])
+    # Numbers of elements, by the rank that sends them.
+    lengths = [[math.prod(shape) for shape in shapes_of_rank] for shapes_of_rank in shapes]
+    wait = group.start_exchange(flat, sent_counts, [sum(lengths_of_rank) for lengths_of_rank in lengths])
 
     def received() -> list[list[Tensor]]:
-        pieces = iter(wait().split_with_sizes([length for each in lengths for length in each]))
-        return [[next(pieces).view(*shape) for shape in each] for each in shapes]
+        pieces = iter(wait().split_with_sizes([*itertools.chain.from_iterable(lengths)]))
+        return [[next(pieces).view(*shape) for shape in shapes_of_rank] for shapes_of_rank in shapes]
 
     return received

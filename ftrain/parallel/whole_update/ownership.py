@@ -1,4 +1,4 @@
-"""Which rank updates which leaves whole, and in which order: balanced, and only some of the leaves at a time."""
+"""Plan which rank updates which leaves whole, and in which order: balanced, and only some of the leaves at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ PARAMS, STATE, GRADS = "params", "state", "grads"
 
 @dataclass(frozen=True)
 class Round:
-    """Leaves that are updated at the same time: parameters and their state are sent to their owners and back.
+    """Leaves that are updated at the same time.
 
-    `grads` are only sent there. `group` is what this rank updates, if anything.
+    `leaves` are parameters and their state, which are sent to their owners and back; `grads` are only sent to the
+    owners. `group` are the parameters that this rank updates, or None.
     """
 
     leaves: dict[Key, Moved]
@@ -45,11 +46,11 @@ class Plan:
 
     Args:
         specs: structures of the parameters and of the state.
-        local: the leaves whose update needs no data of other ranks.
+        local: the parameters whose update needs no data of other ranks, or None.
         rounds: the other leaves.
         shared: indices of the leaves of the state that every rank has.
-        idle: groups of a parameter that other ranks update, with that parameter as a `FakeTensor`: they have shared
-            leaves that belong to no parameter of this rank.
+        idle: groups of one parameter each that other ranks update, with the parameter as a `FakeTensor`. To them belong
+            shared leaves of the state that belong to no parameter of this rank.
     """
 
     specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec]
@@ -60,28 +61,32 @@ class Plan:
 
 
 def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
-    """Return the owners of the parameters whose update needs a whole leaf: name -> rank, with equal sums of sizes.
+    """Return the owners of the parameters whose update needs a whole leaf: name -> rank, with about equal loads.
 
-    The optimizer has a `split`, also in what follows; `wholes` may have no values.
+    `wholes` may be fake. In this module every optimizer has a `split`.
     """
-    names, leaves, owners = tree.leaf_names(wholes), tree.leaves(wholes), dict[str, int]()
+    names, leaves = tree.leaf_names(wholes), tree.leaves(wholes)
     singles = require_splittable(FUNCTION, optimizer)(wholes, [[index] for index in range(len(leaves))])
     needing = [index for index, leaf in enumerate(leaves) if leaf.ndim and not singles[index].by_element]
+    owners: dict[str, int] = {}
     loads = [0] * ranks
     for index in sorted(needing, key=lambda index: leaves[index].numel(), reverse=True):
-        owners[names[index]] = rank = loads.index(min(loads))
+        rank = loads.index(min(loads))
+        owners[names[index]] = rank
         loads[rank] += leaves[index].numel()
     return owners
 
 
 def first_state(optimizer: Optimizer, wholes: PyTree, ranks: int) -> tuple[PyTree, list[ParamGroup], list[Part | None]]:
-    """Return the first state of whole parameters, the group of each parameter alone, and how the state is divided.
+    """Return the first state of whole parameters, a group for each single parameter, and how the state is divided.
 
-    Every rank has what does not belong to one parameter, such as a count of updates, or belongs to a 0-d parameter.
+    A leaf of the state that does not belong to one parameter, such as a count of updates, or belongs to a 0-d
+    parameter, is not divided: every rank has it.
     """
-    opt_state, leaves = optimizer.init(wholes), tree.leaves(wholes)
+    opt_state = optimizer.init(wholes)
+    leaves, state = tree.leaves(wholes), tree.leaves(opt_state)
     lists = [[index] for index in range(len(leaves))]
-    singles, state = list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)), tree.leaves(opt_state)
+    singles = list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists))
     counts = Counter(index for group in singles for index in group.state_indices)
     of_params = {index for group in singles if leaves[group.indices[0]].ndim for index in group.state_indices}
     divided = {index for index in of_params if counts[index] == 1 and state[index].ndim and state[index].numel()}
@@ -90,7 +95,7 @@ def first_state(optimizer: Optimizer, wholes: PyTree, ranks: int) -> tuple[PyTre
 
 
 def wholes_of(params: PyTree) -> PyTree:
-    """Return the whole parameters of which this rank has parts, as `FakeTensor`s; as they are if none is divided."""
+    """Return the whole parameters as `FakeTensor`s, given this rank's parts; as they are if none is divided."""
     leaves, spec = tree.flatten(params)
     return tree.unflatten(spec, sharding.wholes(tree.leaf_names(params), leaves))
 
@@ -98,40 +103,48 @@ def wholes_of(params: PyTree) -> PyTree:
 def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mapping[str, int], ranks: Group) -> Plan:
     """Return how this rank updates its parts of leaves, and the leaves that it owns.
 
-    `owners` are the ranks that update parameters whole, by name; the others are updated part by part.
+    `owners` are the ranks that update parameters whole, by name; the other parameters are updated part by part.
     """
     wholes = wholes_of(params)
     names, leaves, state = tree.leaf_names(wholes), tree.leaves(wholes), tree.leaves(opt_state)
-    chunks = [_chunks(leaves, [i for i, name in enumerate(names) if owners.get(name) == r]) for r in range(ranks.size)]
-    local = [index for index, name in enumerate(names) if name not in owners]
+    owned: list[list[int]] = [[] for _ in range(ranks.size)]
+    local: list[int] = []
+    for index, name in enumerate(names):
+        (owned[owners[name]] if name in owners else local).append(index)
+    chunks = [_chunks(leaves, indices) for indices in owned]
     lists = [*itertools.chain.from_iterable(chunks), *([local] if local else [])]
     groups = iter(list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)))
-    groups_of = [[next(groups) for _ in of_rank] for of_rank in chunks]
+    groups_by_rank = [[next(groups) for _ in chunks_of_rank] for chunks_of_rank in chunks]
     local_group = next(groups, None)
     with _torch.without_modes():
         _, singles, state_parts = first_state(optimizer, wholes, ranks.size)
     parts = {(STATE, index): part for index, part in enumerate(state_parts)}
     parts |= {(PARAMS, index): Part.of(leaf.shape, ranks.size) for index, leaf in enumerate(leaves) if leaf.ndim}
-    rounds = [_round(each, parts, ranks.rank) for each in itertools.zip_longest(*groups_of)]
+    rounds = [_round(of_round, parts, ranks.rank) for of_round in itertools.zip_longest(*groups_by_rank)]
     shared = {index for index, part in enumerate(state_parts) if part is None}
-    mine = [*groups_of[ranks.rank], *([local_group] if local_group else [])]
-    missing = {index for index in shared if state[index].numel()}.difference(*(group.state_indices for group in mine))
+    missing = {index for index in shared if state[index].numel()}
+    for group in [*groups_by_rank[ranks.rank], *([local_group] if local_group else [])]:
+        missing.difference_update(group.state_indices)
     idle = _idle_groups(zip(singles, leaves, strict=True), missing)
     return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
 
 
 def _round(groups: Sequence[ParamGroup | None], parts: Mapping[Key, Part | None], rank: int) -> Round:
+    """Return a round, given the group that each rank updates in it."""
     leaves: dict[Key, Moved] = {}
     for owner, group in enumerate(groups):
-        if group is not None:
-            keys = [*((PARAMS, index) for index in group.indices), *((STATE, index) for index in group.state_indices)]
-            leaves |= {key: Moved(part, owner) for key in keys if (part := parts[key]) is not None}
+        if group is None:
+            continue
+        for key in (*((PARAMS, index) for index in group.indices), *((STATE, index) for index in group.state_indices)):
+            part = parts[key]
+            if part is not None:
+                leaves[key] = Moved(part, owner)
     grads = {(GRADS, index): moved for (name, index), moved in leaves.items() if name == PARAMS}
     return Round(leaves, grads, groups[rank])
 
 
 def _idle_groups(singles: Iterable[tuple[ParamGroup, Tensor]], missing: set[int]) -> list[tuple[ParamGroup, Tensor]]:
-    """Return the smallest parameters, with their groups, to which these leaves of the state belong."""
+    """Return the smallest parameters, with their groups, to which the `missing` leaves of the state belong."""
     idle = []
     for group, leaf in sorted(singles, key=lambda pair: pair[1].numel()):
         if missing.intersection(group.state_indices):
@@ -141,7 +154,7 @@ def _idle_groups(singles: Iterable[tuple[ParamGroup, Tensor]], missing: set[int]
 
 
 def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
-    """Return indices of the leaves that a rank updates in each round: the largest ones first."""
+    """Return the indices of the leaves that a rank updates in each round: the largest first."""
     largest_first = sorted(indices, key=lambda index: leaves[index].numel(), reverse=True)
     return [
         [largest_first[number] for number in chunk]

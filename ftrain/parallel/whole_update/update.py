@@ -42,27 +42,27 @@ from ftrain.types import Hyper, Optimizer, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRanks(Optimizer):
-    """An optimizer on ranks, and the one that it was made of."""
+    """An optimizer of divided leaves, and the optimizer of whole leaves from which it was made."""
 
-    of_one_rank: Optimizer
+    of_wholes: Optimizer
 
 
 def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] | None = None) -> Optimizer:
-    """Return an optimizer of divided leaves that computes the same, to the bit, as one of whole leaves does.
+    """Return an optimizer of divided leaves that computes the same bits as `optimizer` does with whole leaves.
 
     Its `init` makes DTensors of DTensors. Its `update` gets the parts of this rank within `ftrain.tree.sharding.over`;
     all ranks must call both.
 
-    The optimizer has a `split`. One that this function has returned stands for the one that it was made of.
+    `optimizer` must have a `split`. If it was returned by this function, the optimizer from which it was made is used.
     `owners` are the ranks that update parameters, by name. Default: all update about equally many elements.
     """
-    optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
+    optimizer = optimizer.of_wholes if isinstance(optimizer, _OfRanks) else optimizer
 
     def owners_of(wholes: PyTree) -> Mapping[str, int]:
         return assign(optimizer, wholes, ranks.size) if owners is None else owners
 
     def make_plan(specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
-        params, opt_state, _ = map(tree.unflatten, specs, columns)
+        params, opt_state, _ = (tree.unflatten(spec, leaves) for spec, leaves in zip(specs, columns, strict=True))
         return plan(optimizer, params, opt_state, owners_of(wholes_of(params)), ranks)
 
     plans = StructureCache(make_plan)
@@ -79,29 +79,31 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         wholes = wholes_of(params)
-        again = partial(_split_of_part, optimizer, wholes)
-        owner_of, groups = owners_of(wholes), require_splittable(FUNCTION, optimizer)(wholes, parts)
-        return [whole_update(dataclasses.replace(group, split=again), ranks, owner_of) for group in groups]
+        owners_of_all = owners_of(wholes)
+        split_again = partial(_split_of_part, optimizer, wholes)
+        groups = require_splittable(FUNCTION, optimizer)(wholes, parts)
+        return [whole_update(dataclasses.replace(group, split=split_again), ranks, owners_of_all) for group in groups]
 
     def init(params: PyTree) -> PyTree:
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))
         return _divided_state(optimizer, params, ranks) if is_divided else optimizer.init(params)
 
     fields = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(Optimizer)}
-    return _OfRanks(**fields | {"init": init, "update": update, "split": split}, of_one_rank=optimizer)
+    return _OfRanks(**fields | {"init": init, "update": update, "split": split}, of_wholes=optimizer)
 
 
 def _split_of_part(
     optimizer: Optimizer, wholes: PyTree, params: PyTree, parts: Sequence[Sequence[int]]
 ) -> list[Optimizer]:
     """Split the optimizer of all leaves, given indices into the leaves of one of its parts."""
-    names, index_of = tree.leaf_names(params), {name: index for index, name in enumerate(tree.leaf_names(wholes))}
+    names = tree.leaf_names(params)
+    index_of = {name: index for index, name in enumerate(tree.leaf_names(wholes))}
     split = require_splittable(FUNCTION, optimizer)
     return split(wholes, [[index_of[names[index]] for index in part] for part in parts])
 
 
 def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree:
-    """Return the first state of parameters that are DTensors, made of one whole parameter after another."""
+    """Return the first state of parameters that are DTensors. One whole parameter is in memory at a time."""
     leaves, spec = tree.flatten(params)
     wholes = tree.unflatten(spec, sharding.abstract(leaves, [leaf.shape for leaf in leaves]))
     opt_state, singles, parts = first_state(optimizer, wholes, ranks.size)
@@ -109,7 +111,8 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     for group, leaf in zip(singles, leaves, strict=True):
         whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names
-        for index, new in zip(group.state_indices, tree.leaves(group.optimizer.init({name: whole})), strict=True):
+        new_leaves = tree.leaves(group.optimizer.init({name: whole}))
+        for index, new in zip(group.state_indices, new_leaves, strict=True):
             part = parts[index]
             if part is not None and not dtensor.is_dtensor(new):
                 new = block_of(new, part, leaf.device_mesh, ranks.rank)
@@ -118,7 +121,7 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
 
 
 class _Update:
-    """One update of the parts of this rank, and of the leaves that it owns; `donate` lets it write both."""
+    """One update of this rank's parts, and of the leaves that it owns. With `donate` it may write both in place."""
 
     def __init__(self, plan: Plan, ranks: Group, leaves: Mapping[Key, Tensor], hyper: Hyper, *, donate: bool) -> None:
         self._plan, self._ranks, self._leaves, self._hyper, self._donate = plan, ranks, leaves, hyper, donate
@@ -129,8 +132,8 @@ class _Update:
         """Return the new parts of the parameters and of the state."""
         if self._plan.local is not None:
             self._new |= self._updated(self._plan.local, self._leaves, donate=self._donate)
-        for each in self._plan.rounds:
-            self._make_round(each)
+        for one_round in self._plan.rounds:
+            self._make_round(one_round)
         for group, leaf in self._plan.idle:
             self._make_idle(group, leaf)
         for key, new in self._shared.items():
@@ -142,18 +145,15 @@ class _Update:
         )
 
     def _updated(self, group: ParamGroup, leaves: Mapping[Key, Tensor], *, donate: bool) -> dict[Key, Tensor]:
-        """Return the new parameters of a group, and their state except for what every rank has."""
-        # State that every rank has may be read for several groups, and each must see its old value.
-        params, state = group.update(
-            [leaves[GRADS, index] for index in group.indices],
-            [
-                self._leaves[STATE, index].clone() if index in self._plan.shared else leaves[STATE, index]
-                for index in group.state_indices
-            ],
-            [leaves[PARAMS, index] for index in group.indices],
-            self._hyper,
-            donate=donate,
-        )
+        """Return the new parameters of a group, and their new state except for the leaves that every rank has."""
+        # Shared state may be read for several groups, and each must see its old value: so each gets a copy.
+        old_state = [
+            self._leaves[STATE, index].clone() if index in self._plan.shared else leaves[STATE, index]
+            for index in group.state_indices
+        ]
+        grads = [leaves[GRADS, index] for index in group.indices]
+        old_params = [leaves[PARAMS, index] for index in group.indices]
+        params, state = group.update(grads, old_state, old_params, self._hyper, donate=donate)
         new = {(PARAMS, index): leaf for index, leaf in zip(group.indices, params, strict=True)}
         for index, leaf in zip(group.state_indices, state, strict=True):
             if index in self._plan.shared:
@@ -162,13 +162,13 @@ class _Update:
                 new[STATE, index] = leaf
         return new
 
-    def _make_round(self, each: Round) -> None:
-        """Update the leaves that ranks own, and this rank's parts of them."""
-        wholes = to_owners(self._ranks, self._leaves, {**each.leaves, **each.grads})
-        if each.group is not None:
-            wholes = self._updated(each.group, wholes, donate=True)
-        for key, new in from_owners(self._ranks, wholes, each.leaves, self._leaves).items():
-            # A copy, because what ranks have sent is one buffer.
+    def _make_round(self, one_round: Round) -> None:
+        """Update the leaves of a round that this rank owns, and take the new parts of all leaves of the round."""
+        wholes = to_owners(self._ranks, self._leaves, {**one_round.leaves, **one_round.grads})
+        if one_round.group is not None:
+            wholes = self._updated(one_round.group, wholes, donate=True)
+        for key, new in from_owners(self._ranks, wholes, one_round.leaves, self._leaves).items():
+            # A copy, because a view of the received buffer would keep all of it in memory.
             self._new[key] = self._leaves[key].copy_(new) if self._donate else new.clone()
 
     def _make_idle(self, group: ParamGroup, leaf: Tensor) -> None:
