@@ -119,9 +119,9 @@ class OomRetry:
             release(out_of_memory, device_of_state(state))
             if not can_retry:
                 # Imported here, because it imports all of profiling, which few runs need.
-                from ftrain.profiling.oom_report import shortage
+                from ftrain.profiling.oom_report import memory_report
 
-                explain = shortage if self._agreement.is_alone else None
+                explain = memory_report if self._agreement.is_alone else None
                 raise _out_of_memory_error(self._original, state, batch, explain, lost=is_lost) from out_of_memory
             if is_lost:
                 raise StateOverwrittenError(state) from out_of_memory

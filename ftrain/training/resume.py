@@ -143,8 +143,8 @@ class RunCheckpoints:
         if saved and current and saved != current and current >= batches_done:
             warn(
                 f"fit: the data has {current} batches, and had {saved} when {checkpoint.path} was saved: the run "
-                f"goes on after the first {batches_done} of this pass. If others were only added at the end, nothing is "
-                "lost or repeated; else pass the data of the run, or another directory for a new one"
+                f"goes on after the first {batches_done} of this pass. If others were only added at the end, nothing "
+                "is lost or repeated; else pass the data of the run, or another directory for a new one"
             )
 
     def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:

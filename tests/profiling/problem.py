@@ -36,13 +36,13 @@ def batch(length=64, width=16):
     return {name: torch.randn(length, width, generator=draw) for name in ("x", "y")}
 
 
-def kept(state, given):
+def kept(state, inputs):
     """A copy of both, to compare them with later."""
-    return tree.clone((state, given))
+    return tree.clone((state, inputs))
 
 
-def assert_untouched(state, given, before):
-    for a, b in zip(tree.leaves((state, given)), tree.leaves(before), strict=True):
+def assert_untouched(state, inputs, before):
+    for a, b in zip(tree.leaves((state, inputs)), tree.leaves(before), strict=True):
         assert torch.equal(a, b)
 
 

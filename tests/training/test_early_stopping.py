@@ -104,8 +104,8 @@ def test_fit_lowers_the_rate(donate, wrappers):
     state, history = run(build(*wrappers), 10, donate=donate)
     assert history["lr"] == rates_by_hand()
     assert len(set(history["lr"])) == 4
-    taken = sum(rates_by_hand())
-    torch.testing.assert_close(state.params["w"], 1 - taken * DATA[0])
+    expected = sum(rates_by_hand())
+    torch.testing.assert_close(state.params["w"], 1 - expected * DATA[0])
 
 
 def test_a_resumed_run_has_the_rates_it_would_have_had(tmp_path):
@@ -142,12 +142,12 @@ def test_what_adapts_after_the_last_evaluation_does_so_once_after_an_error(part,
     for epochs in (1, 1, 2):
         state, _ = train(epochs, adapt)
     assert adapted == [2, 3, 4, 6]
-    taken = [1.0, 1.0]
+    expected = [1.0, 1.0]
     for number in range(1, 7):
-        taken = [
-            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(taken, (1.0, 2.0), strict=True)
+        expected = [
+            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(expected, (1.0, 2.0), strict=True)
         ]
-    assert state.params["w"].tolist() == taken
+    assert state.params["w"].tolist() == expected
 
 
 def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():
