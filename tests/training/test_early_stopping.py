@@ -30,20 +30,21 @@ metrics = st.lists(st.one_of(st.floats(-2, 2), st.just(math.nan), st.sampled_fro
     st.sampled_from([0.0, 0.01]),
     st.sampled_from([0.0, 1e-8, 1e-2]),
 )
-def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, factor, threshold, end, eps):
+def test_the_values_are_those_of_torch(metrics, mode, kind, patience, cooldown, factor, threshold, end, eps):
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     options = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "factor": factor}
     options |= {"threshold": threshold, "eps": eps}
-    expected = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
-    actual = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
-    for value in seen:
-        before = actual
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
+    plateau = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
+    for metric in metrics:
+        before = plateau
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected.step(value)
-        actual = actual.after(value)
-        assert actual.value == inner.param_groups[0]["lr"]
-        assert before.after(value) == actual or math.isnan(value)
+            scheduler.step(metric)
+        plateau = plateau.after(metric)
+        assert plateau.value == inner.param_groups[0]["lr"]
+        # `after` is pure; NaN is not equal to itself.
+        assert before.after(metric) == plateau or math.isnan(metric)
 
 
 @pytest.mark.parametrize(
