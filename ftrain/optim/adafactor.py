@@ -53,23 +53,26 @@ def adafactor(
     d = require_range("adafactor", "d", d, 1.0)
     if not isinstance(eps, tuple) or len(eps) != 2:
         raise OptionError(f"adafactor: eps is {eps!r}, needs a tuple (epsilon_1 or None, epsilon_2)")
-    first = None if eps[0] is None else require_range("adafactor", "eps[0]", eps[0], 0.0)
-    second = require_range("adafactor", "eps[1]", eps[1], 0.0)
+    eps1 = None if eps[0] is None else require_range("adafactor", "eps[0]", eps[0], 0.0)
+    eps2 = require_range("adafactor", "eps[1]", eps[1], 0.0)
     (weight_decay,) = require_ranges("adafactor", weight_decay=weight_decay)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
-    def rule(part: Part, share: Number, rate: Number, decay_factor: Number) -> None:
-        p, g, root = part.leaf, part.descent(maximize=maximize, l2=False), max(part.leaf.numel(), 1) ** 0.5
-        least = torch.finfo(p.dtype).eps if first is None else first
-        length = torch.linalg.vector_norm(p).clamp_(min=second * root)
+    def rule(part: Part, weight: Number, rate: Number, decay_factor: Number) -> None:
+        p = part.leaf
+        g = part.descent(maximize=maximize, l2=False)
+        # Norms are root mean squares times this root; `rate` contains d. This saves divisions.
+        root = max(p.numel(), 1) ** 0.5
+        smallest = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        norm = torch.linalg.vector_norm(p).clamp_(min=eps2 * root)
         if part.weight_decay:
             p.mul_(decay_factor)
-        u = _second_moment(g, part.state, share, least).clamp_(min=least * least).rsqrt_().mul_(g)
-        # Both norms are root mean squares times sqrt(numel); `rate` contains d. This saves divisions.
-        step = length.mul_(rate).div_(torch.linalg.vector_norm(u).clamp_(min=root * d))
-        p.addcmul_(u, step, value=-1)
+        v = _second_moment(g, part.state, weight, smallest)
+        u = v.clamp_(min=smallest * smallest).rsqrt_().mul_(g)
+        step_size = norm.mul_(rate).div_(torch.linalg.vector_norm(u).clamp_(min=root * d))
+        p.addcmul_(u, step_size, value=-1)
 
     return leafwise(
         "adafactor",
@@ -85,16 +88,17 @@ def adafactor(
     )
 
 
-def _second_moment(grad: Tensor, state: Mapping[str, Tensor], share: Number, least: float) -> Tensor:
+def _second_moment(grad: Tensor, state: Mapping[str, Tensor], weight: Number, smallest: float) -> Tensor:
+    """Update the averages by the squared gradient, of this weight, and return the second moment that they stand for."""
     row, column, squares = state["row"], state["column"], grad * grad
-    share = share.to(row.dtype) if isinstance(share, Tensor) else share
+    weight = weight.to(row.dtype) if isinstance(weight, Tensor) else weight
     if grad.ndim < 2:
-        return row.lerp_(squares, share).clone()
+        return row.lerp_(squares, weight).clone()
     if grad.numel() == 0:
         return squares
-    row.lerp_(squares.mean(-1, keepdim=True), share)
-    column.lerp_(squares.mean(-2, keepdim=True), share)
-    return (row @ column).div_(row.mean(-2, keepdim=True).clamp_(min=least))
+    row.lerp_(squares.mean(-1, keepdim=True), weight)
+    column.lerp_(squares.mean(-2, keepdim=True), weight)
+    return (row @ column).div_(row.mean(-2, keepdim=True).clamp_(min=smallest))
 
 
 def _row(leaf: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def adamw(
 
     To save memory, ``state_dtype="bf16"`` halves the moments, and ``stochastic_rounding=True`` trains bfloat16
     parameters without a float32 copy. Values are then rounded up or down at random, with the key of the step, so that
-    the mean of the result is the value: rounded to the nearest, changes of less than 0.2% would be lost, and with them
+    the mean of the result is the value. Rounding to the nearest would lose changes of less than 0.2%, and with them
     the decay of :math:`v`.
 
     Besides the arguments that `ftrain.optim` describes:
@@ -111,7 +111,10 @@ def adamw_8bit(
     require_positive("adamw_8bit", "block", block)
     require_positive("adamw_8bit", "min_size", min_size)
     require_switches("adamw_8bit", stochastic_rounding=stochastic_rounding)
-    formats = {"mu": Codes(True, block, min_size), "nu": Codes(False, block, min_size)}
+    formats = {
+        "mu": Codes(signed=True, block=block, min_size=min_size),
+        "nu": Codes(signed=False, block=block, min_size=min_size),
+    }
     shown = {
         f"block={block}": block != 256,
         f"min_size={min_size}": min_size != 4096,
@@ -145,12 +148,12 @@ def _adam(
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate / debias(b1, count), debias(b2, count).sqrt()
 
-    def rule(part: Part, size: Number, root: Number) -> None:
+    def rule(part: Part, step_size: Number, nu_correction: Number) -> None:
         g = part.descent(maximize=maximize, l2=not decoupled)
         mu = part.state["mu"].lerp_(g, 1 - b1)
         nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
         largest = part.state["nu_max"].clamp_min_(nu) if amsgrad else nu
-        descend_quotient(part.leaf, mu, largest.sqrt().div_(root).add_(eps), size)
+        descend_quotient(part.leaf, mu, largest.sqrt().div_(nu_correction).add_(eps), step_size)
 
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     fixed = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}

@@ -19,18 +19,19 @@ from ftrain.types import Hyper, Optimizer, PyTree, TrainState
 FACTORS, STATE = "factors", "state"
 
 FLAGS = "lookahead", "*/lookahead"
-"""Patterns of the scheduled values that say in which steps something is due, and are no numbers to multiply."""
+"""Patterns of the scheduled values that are flags of a step, 0 or 1, and must not be multiplied."""
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
-    """Multiply each scheduled value of an optimizer by a factor in the state; `adjust` changes it.
+    """Return an optimizer whose scheduled values are multiplied by factors in the state; `adjust` changes these.
 
-    The factors are 0-d float64 tensors on the CPU, by the schedules' names (``lr``; ``label/lr`` in a `partition`),
-    and 1 at first. They stay on the host, as the count of steps does, so a change recompiles nothing and
-    waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
+    The factors are 0-d float64 tensors on the CPU, named like the schedules (``lr``; ``label/lr`` in a `partition`),
+    and 1 at first. They stay on the host, as the count of steps does, so a change compiles no new graph and does not
+    wait for the device. With ``adamw(1.0)`` the factor is the learning rate itself. It must be the outermost optimizer:
+    ``adjustable(partition(...))``.
 
     Raises:
-        ComposeError: it is not an optimizer, or is already adjustable.
+        ComposeError: `optimizer` is not an optimizer, or is already adjustable.
 
     >>> import ftrain as ft
     >>> optimizer = ft.optim.adjustable(ft.optim.sgd(0.5))
@@ -40,25 +41,25 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     0.05
     """
     optimizer = require_optimizer("adjustable", "the optimizer", optimizer)
-    inner = _within(optimizer)
+    nested = _nest_state(optimizer)
 
     def init(params: PyTree) -> PyTree:
         factors = {name: torch.ones((), dtype=torch.float64, device=tree.HOST) for name in optimizer.schedules}
-        return {FACTORS: factors, **inner.init(params)}
+        return {FACTORS: factors, **nested.init(params)}
 
     return dataclasses.replace(
-        inner,
+        nested,
         init=init,
         factors=_factors,
         text=f"adjustable({optimizer.text})",
         name="",
-        # Without the factors, which stay on the host and do not belong to one parameter.
-        split=wrap_split(optimizer, _within),
+        # The parts have no factors, which stay on the host and do not belong to one parameter.
+        split=wrap_split(optimizer, _nest_state),
     )
 
 
-def _within(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state is ``{"state": state of optimizer}``; it keeps other entries."""
+def _nest_state(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose state is ``{"state": state of optimizer}``; updates keep other entries of the dict."""
 
     def init(params: PyTree) -> PyTree:
         return {STATE: optimizer.init(params)}
@@ -80,15 +81,15 @@ def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
 
 
 def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
-    """Return the state with other factors for the values of an `adjustable` optimizer; the same if nothing changes.
+    """Return the state with new factors of an `adjustable` optimizer; the same object if no factor changes.
 
     Args:
         state: state of a step whose optimizer is adjustable.
         factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> the new factor.
 
     Raises:
-        StructureError: it is not a state, or the optimizer is not adjustable.
-        OptionError: no scheduled value has such a name, or a factor is negative or not finite.
+        StructureError: `state` is not a state, or its optimizer is not adjustable.
+        OptionError: no scheduled value matches a name, or a factor is negative or not finite.
     """
     if not isinstance(state, TrainState):
         raise StructureError(f"adjust: the state is {type(state).__name__}; needs the TrainState of step.init()")
@@ -103,7 +104,9 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
             raise OptionError(f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, known)}")
         require_range("adjust", f"the factor of {pattern}", factor, 0.0)
         new = torch.tensor(float(factor), dtype=torch.float64, device=tree.HOST)
-        changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
+        for name in names:
+            if float(changed[name]) != factor:
+                changed[name] = new.clone()
     if all(changed[name] is factor for name, factor in old.items()):
         return state
     return derived(state, opt_state={**state.opt_state, FACTORS: changed})

@@ -1,6 +1,7 @@
 """Transformations of the gradients before an optimizer.
 
-The `mask` of each selects the parameters that it applies to: a function ``(name, leaf) -> bool``, or patterns of names.
+The `mask` of a transformation selects the parameters that it applies to: a function ``(name, leaf) -> bool``, or
+patterns of names.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class GradientTransform:
     """A pure function of a gradient, to use in `chain`.
 
     Args:
-        apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf, which it must not write to; the value is
-            the scheduled one, and the key is None unless `needs_rng` is true.
+        apply: ``(gradient, parameter, value, key) -> gradient`` for one leaf. It must not write to its arguments. The
+            value is the scheduled one, and None without a schedule. The key is None unless `needs_rng` is true.
         select: mask of the leaves that it applies to, a function or patterns.
         text: its text in the text of the optimizer.
         schedules: name -> schedule of the value; at most one.
@@ -56,7 +57,7 @@ def centralize(mask: Mask = matrices) -> GradientTransform:
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
-        return grad - grad.mean(_inner(grad), keepdim=True) if grad.numel() else grad
+        return grad - grad.mean(_inner_axes(grad), keepdim=True) if grad.numel() else grad
 
     return GradientTransform(apply, as_select("centralize: mask", mask), "centralize()")
 
@@ -70,7 +71,7 @@ def sign(mask: Mask = everything) -> GradientTransform:
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
-        # The sign of NaN is 0 in torch, which would hide it.
+        # In torch the sign of NaN is 0, which would hide a NaN.
         return torch.where(grad.isnan(), grad, grad.sign())
 
     return GradientTransform(apply, as_select("sign: mask", mask), "sign()", by_element=True)
@@ -83,14 +84,14 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
     The paper's :math:`\sigma_t^2 = \eta / (1 + t)^\gamma` is ``noise(lambda t: (0.3 / (1 + t) ** 0.55) ** 0.5)``.
 
-    `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
-    if it is negative.
+    `stddev` is :math:`\sigma_t`, a number or a schedule. The metric ``noise`` is its value. Raises an OptionError if
+    the number is negative.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
-        drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)
-        scale = value.to(grad.dtype) if isinstance(value, Tensor) else value
-        return grad + drawn * scale
+        epsilon = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)
+        sigma = value.to(grad.dtype) if isinstance(value, Tensor) else value
+        return grad + epsilon * sigma
 
     schedule = schedule_of("noise", "stddev", stddev)
     if not callable(stddev):
@@ -105,31 +106,32 @@ def project(mask: Mask = matrices) -> GradientTransform:
     .. math:: g_i \leftarrow g_i - \frac{\langle g_i, p_i \rangle}{\langle p_i, p_i \rangle} p_i
 
     for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, of every channel); where
-    :math:`p_i = 0` the gradient stays. The norm of such weights has no effect; this keeps it from growing, and with it
-    their effective learning rate from falling.
+    :math:`p_i = 0` the gradient stays. A normalization removes the norm of such weights, so the norm only lowers their
+    effective learning rate. Projected gradients keep it from growing.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
-        inner = _inner(leaf)
-        along, length = (grad * leaf).sum(inner, keepdim=True), (leaf * leaf).sum(inner, keepdim=True)
-        return grad - leaf * torch.where(length > 0, along / length, 0.0)
+        inner = _inner_axes(leaf)
+        product = (grad * leaf).sum(inner, keepdim=True)
+        square = (leaf * leaf).sum(inner, keepdim=True)
+        return grad - leaf * torch.where(square > 0, product / square, 0.0)
 
     return GradientTransform(apply, as_select("project: mask", mask), "project()")
 
 
-def _inner(leaf: Tensor) -> list[int]:
+def _inner_axes(leaf: Tensor) -> list[int]:
     """Return all axes but the first; of a vector, the only one."""
     return list(range(1, leaf.ndim)) or list(range(leaf.ndim))
 
 
 def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
-    """Put transformations of the gradients before an optimizer, the first one first.
+    """Return an optimizer that transforms its gradients first, in the order of `parts`.
 
     Args:
         parts: results of `centralize`, `sign`, `noise` and `project`, or other `GradientTransform`; last, an optimizer.
 
     Raises:
-        ComposeError: a part is something else, or two parts have a scheduled value of the same name; at an update, a
+        ComposeError: a part is neither, or two parts have a scheduled value of the same name; at an update, a
             transformation writes to its gradient.
         OptionError: at `init`, a pattern matches no parameter.
 
@@ -148,8 +150,9 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     selects = [as_select(f"{transform.text}: select", transform.select) for transform in transforms]
     schedules = dict(optimizer.schedules)
     for transform in transforms:
-        if both := sorted(schedules.keys() & transform.schedules):
-            raise ComposeError(f"chain: two parts have a scheduled value called {both[0]}; merge them into one")
+        repeated = sorted(schedules.keys() & transform.schedules)
+        if repeated:
+            raise ComposeError(f"chain: two parts have a scheduled value called {repeated[0]}; merge them into one")
         schedules.update(transform.schedules)
 
     def init(params: PyTree) -> PyTree:
@@ -158,7 +161,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         return optimizer.init(params)
 
     def chained(optimizer: Optimizer, index_of: Mapping[str, int] | None = None) -> Optimizer:
-        apply = _applied(transforms, selects, index_of)
+        apply = _make_apply(transforms, selects, index_of)
 
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
@@ -179,21 +182,21 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}
-        return [chained(each, index_of) for each in require_splittable("chain", optimizer)(params, parts)]
+        return [chained(part, index_of) for part in require_splittable("chain", optimizer)(params, parts)]
 
     return replace(chained(optimizer), init=init, split=split if optimizer.split else None)
 
 
-def _applied(
+def _make_apply(
     transforms: Sequence[GradientTransform], selects: Sequence[Select], index_of: Mapping[str, int] | None
 ) -> Callable[[PyTree, PyTree, Hyper], PyTree]:
     """Return the function that applies transformations to gradients, in their order.
 
-    Random numbers depend on the index of a parameter among all. `index_of` maps names to it, where the function gets
-    only some of the parameters.
+    Random numbers depend on the index of a parameter among all parameters. If the function gets only some of them,
+    `index_of` maps their names to these indices.
     """
 
-    def chosen(
+    def select_leaves(
         specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
     ) -> tuple[optree.PyTreeSpec, list[list[int]], Sequence[int]]:
         spec = common_spec(specs)
@@ -202,7 +205,7 @@ def _applied(
         selected = [[i for i, (name, leaf) in enumerate(named) if select(name, leaf)] for select in selects]
         return spec, selected, range(len(names)) if index_of is None else [index_of[name] for name in names]
 
-    cache = StructureCache(chosen)
+    cache = StructureCache(select_leaves)
 
     def apply(grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
         (spec, selected, random_indices), (gradients, leaves) = cache(grads, params)

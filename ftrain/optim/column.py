@@ -1,4 +1,4 @@
-"""Many tensors at once, with the methods of one tensor, and what an optimizer updates at once."""
+"""Many tensors with the methods of one tensor, and the tensors that the formula of an optimizer gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch
 
-Some: TypeAlias = Any
+Tensors: TypeAlias = Any
 """A tensor, or a `Column` of tensors."""
 
 ADDITIONS = "add", "add_"
@@ -34,7 +34,7 @@ class Column:
     def __getattr__(self, name: str) -> Callable[..., Column]:
         function = getattr(torch, f"_foreach_{name}") if self.foreach else partial(_one_by_one, name)
 
-        def apply(*others: Some, **constants: float) -> Column:
+        def apply(*others: Tensors, **constants: float) -> Column:
             if name in ADDITIONS and isinstance(others[0], Tensor):
                 constants = {"alpha": 1}  # Without it, torch treats the tensor as a number, and waits for its value.
             results = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
@@ -49,20 +49,20 @@ class Column:
 
 @dataclass(slots=True)
 class Part:
-    """What a formula gets: leaves of one dtype and device, or a single leaf, with their gradients and moments.
+    """Leaves of one dtype and device, or a single leaf, with their gradients and moments, as a formula gets them.
 
-    It writes the leaves and the moments, and only reads the gradients. `weight_decay` is 0 where a mask says so;
-    `like` is one of the leaves.
+    The formula writes to the leaves and the moments, and only reads the gradients. `weight_decay` is 0 for leaves that
+    the mask excludes; `like` is a tensor of the dtype and device of the leaves, and of their shape if they share one.
     """
 
-    leaf: Some
-    grad: Some
-    state: Mapping[str, Some]
+    leaf: Tensors
+    grad: Tensors
+    state: Mapping[str, Tensors]
     weight_decay: float
     like: Tensor
 
-    def descent(self, *, maximize: bool, l2: bool = True) -> Some:
-        """Return the gradient to descend: negated to `maximize` the loss, and with that of weight decay if `l2`."""
+    def descent(self, *, maximize: bool, l2: bool = True) -> Tensors:
+        """Return the gradient, negated to `maximize` the loss, plus the gradient of the L2 penalty if `l2`."""
         grad = self.grad.neg() if maximize else self.grad
         return grad.add(self.leaf, alpha=self.weight_decay) if l2 and self.weight_decay else grad
 

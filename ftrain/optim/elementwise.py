@@ -1,6 +1,6 @@
-"""Make an optimizer from a formula, which is written once, with the in-place methods of a tensor.
+"""Make an optimizer from a formula that is written with the in-place methods of a tensor.
 
-In eager mode the formula gets a `Column`, which calls torch's kernels for many tensors; in a graph it gets one leaf
+In eager mode the formula gets a `Column`, which calls torch's kernels for many tensors. In a graph it gets one leaf
 after another, and the compiler fuses the operations. It writes to the old state if that was donated, else to a copy.
 """
 
@@ -27,7 +27,7 @@ from ftrain.errors import (
     require_range,
     warn,
 )
-from ftrain.optim.column import Column, Some
+from ftrain.optim.column import Column, Tensors
 from ftrain.optim.column import Part as Part
 from ftrain.optim.grouping import Group, Plan, Planner
 from ftrain.optim.schedules.call import describe
@@ -56,14 +56,14 @@ Rule: TypeAlias = Callable[..., None]
 Constants: TypeAlias = Callable[[Number, Tensor, Mapping[str, Tensor]], tuple[Number, ...]]
 """``(rate, count, shared) -> constants``, the same for all leaves; may write the 0-d tensors of the state.
 
-`count`, the number of this update, is float64 where the device has it: results are rounded only to the leaves' dtype.
+`count` is the number of this update, from 1: float64 if the device has it, so that only the results are rounded.
 """
 
 Fused: TypeAlias = Callable[..., None]
-"""``(part, counts, **common)``: update one part, of lists, in place with one of torch's fused kernels.
+"""``(part, counts, **common)``: update one part, which has lists of tensors, in place with a fused kernel of torch.
 
-`counts` is a list of the count for each leaf, empty if the state has none; `common` what all kernels take: `lr`,
-`weight_decay`, and `found_inf`, a 0-d float32 tensor or None: if it is 1, they do nothing.
+`counts` is a list with the count for each leaf, empty if the state has no count. `common` are the arguments that all
+kernels take: `lr`, `weight_decay`, and `found_inf`, a 0-d float32 tensor or None. If it is 1, they do nothing.
 """
 
 
@@ -76,9 +76,9 @@ def leafwise(
     shared: Mapping[str, Tensor] | None = None,
     constants: Constants | None = None,
     fused: Fused | None = None,
-    half: bool = True,
+    fused_in_16_bits: bool = True,
     foreach: bool = True,
-    alike: bool = False,
+    by_shape: bool = False,
     by_element: bool = False,
     storage: Storage | None = None,
     decoupled: bool = False,
@@ -97,11 +97,11 @@ def leafwise(
         shared: further 0-d tensors of the state by name, with their initial values.
         constants: computes the further arguments of the rule; the state then counts updates. Default: the rate alone.
         fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
-        half: whether that kernel is correct in 16 bits.
+        fused_in_16_bits: whether that kernel is correct for leaves of 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
-        alike: whether the rule takes all leaves of one shape at a time, in graphs too.
+        by_shape: whether the rule takes all leaves of one shape at a time, in graphs too.
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
-        storage: how parameters and moments are stored in fewer bits than are computed in; the rule then gets vectors.
+        storage: how parameters and moments are stored if the rule computes in more bits; it then gets vectors.
         decoupled: whether the leaves decay before the rule, by ``1 - rate * weight_decay``; else the rule decays them.
         weight_decay: the same for all leaves that decay.
         decay_mask: which leaves decay.
@@ -116,14 +116,14 @@ def leafwise(
         require_range(name, "lr", lr, 0.0)
     weight_decay = require_range(name, "weight_decay", weight_decay, 0.0)
     names = storage.names if storage else [*state]
-    begins = [] if storage else [*state.values()]
-    planner = Planner(decays if weight_decay else everything, half, storage.align if storage else 0, alike, begins)
+    decaying, align = (decays if weight_decay else everything), (storage.align if storage else 0)
+    planner = Planner(decaying, fused_in_16_bits, align, by_shape, [] if storage else [*state.values()])
     plans = StructureCache(planner.plan)
     # float32, as torch's fused kernels need.
     count = {COUNT: torch.zeros((), dtype=torch.float32, device=tree.HOST)} if constants else {}
     shared = {**count, **(shared or {})}
-    family = _Family(
-        name, rule, state, names, shared, constants, fused, foreach, alike, storage, decoupled, weight_decay, plans
+    update = _Update(
+        name, rule, state, names, shared, constants, fused, foreach, by_shape, storage, decoupled, weight_decay, plans
     )
     eps = (options or {}).get("eps", 0.0)
 
@@ -132,12 +132,12 @@ def leafwise(
         _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
         if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
-        return family.init(params)
+        return update.init(params)
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         plan = planner.of_parts(params).plan
-        updates = [replace(family, plans=StructureCache(plan)) for _ in parts]
-        return [replace(whole, init=family.init, update=update, split=None) for update in updates]
+        updates = [replace(update, plans=StructureCache(plan)) for _ in parts]
+        return [replace(whole, init=update.init, update=each, split=None) for each in updates]
 
     for option, value in (shown or {}).items():
         if not isinstance(value, bool | int | float):
@@ -146,7 +146,7 @@ def leafwise(
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
     whole = Optimizer(
         init=init,
-        update=family,
+        update=update,
         schedules={"lr": schedule},
         text=f"{name}({', '.join([describe(schedule), *texts, *(storage.shown if storage else ())])})",
         needs_rng=storage is not None and storage.stochastic,
@@ -159,8 +159,8 @@ def leafwise(
 
 
 def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Select, params: PyTree) -> None:
-    """Log that a function which is the mask selects no leaf; on the device meta only the structure counts."""
-    # The default is meant for all parameters: a group of norms that nevertheless has a weight decay is no mistake.
+    """Log a warning if the mask selects none of the parameters; leaves on the device meta count as selected."""
+    # The default mask fits any parameters, so a group of vectors, which it does not select, is no mistake of the user.
     if not weight_decay or mask is matrices:
         return
     named = [*zip(tree.leaf_names(params), tree.leaves(params), strict=True)]
@@ -172,7 +172,7 @@ def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Sele
 
 
 def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:
-    """Warn if there are parameters in whose dtype a number to divide by is 0."""
+    """Warn if there are float16 parameters, in whose dtype `eps` is 0."""
     if any(leaf.dtype == torch.float16 and not leaf.is_meta for leaf in tree.leaves(params)):
         warn(
             f"{name}: there are parameters in float16, in which eps={eps:g} is 0, and so is the square of a gradient "
@@ -182,11 +182,10 @@ def _warn_of_float16(name: str, eps: float, params: PyTree) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Family:
-    """The update of an optimizer: a formula with the options of `leafwise`, and how it is applied.
+class _Update:
+    """`Optimizer.update` of a formula, with the options of `leafwise`.
 
-    `names` are those of the trees in the state, and `plans` the plans of the last trees; `can_refuse` is read by
-    `ftrain.step.core.refuses_in_place`.
+    `names` are those of the trees in the state, and `plans` caches the plan of the last trees.
     """
 
     name: str
@@ -197,7 +196,7 @@ class _Family:
     constants: Constants | None
     fused: Fused | None
     foreach: bool
-    alike: bool
+    by_shape: bool
     storage: Storage | None
     decoupled: bool
     weight_decay: float
@@ -205,15 +204,15 @@ class _Family:
 
     def init(self, params: PyTree) -> PyTree:
         device = tree.device_of(params)
-        is_exact = any(value.dtype == torch.float64 for value in self.shared.values())
-        if is_exact and backends.widest(device) != torch.float64:
+        needs_float64 = any(value.dtype == torch.float64 for value in self.shared.values())
+        if needs_float64 and backends.widest(device) != torch.float64:
             raise DeviceError(
                 f"{self.name}: needs float64, and {backends.of(device).describe()} has none; use another optimizer"
             )
         scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
         if self.storage:
             return {**scalars, **self.storage.begin(self.state, params)}
-        return {**scalars, **{key: tree.map(begin, params) for key, begin in self.state.items()}}
+        return {**scalars, **{key: tree.map(initial_value, params) for key, initial_value in self.state.items()}}
 
     def __call__(
         self,
@@ -239,20 +238,20 @@ class _Family:
                 "gradient; write the steps of an inner loop with operations of torch (p - rate * g), or detach them"
             )
         is_eager = not isinstance(hyper["lr"], Tensor)
-        kernel_accepts = accept is None or (self.can_refuse and plan.refusable and is_eager)
-        if donate and plan.writable and kernel_accepts:
+        refuses_in_place = accept is None or (self.can_refuse and plan.refusable and is_eager)
+        if donate and plan.writable and refuses_in_place:
             self._write(plan, leaves, gradients, moments, opt_state, hyper, accept)
             return params, opt_state
         leaves, *moments = [[*map(torch.clone, column)] for column in (leaves, *moments)]
         scalars = {key: opt_state[key].clone() for key in self.shared}
-        self._write(plan, leaves, gradients, moments, scalars, hyper, accept if kernel_accepts else None)
-        trees = map(plan.spec.unflatten, moments)
-        new = plan.spec.unflatten(leaves), {**scalars, **dict(zip(self.names, trees, strict=True))}
-        return new if accept is None or kernel_accepts else tree.where(accept, new, (params, opt_state))
+        self._write(plan, leaves, gradients, moments, scalars, hyper, accept if refuses_in_place else None)
+        moment_trees = dict(zip(self.names, map(plan.spec.unflatten, moments), strict=True))
+        new = plan.spec.unflatten(leaves), {**scalars, **moment_trees}
+        return new if accept is None or refuses_in_place else tree.where(accept, new, (params, opt_state))
 
     @property
     def can_refuse(self) -> bool:
-        """Whether a fused kernel may do the update; what is stored in fewer bits would be rounded again."""
+        """Whether a fused kernel may refuse an update; with a `storage` it would round the stored values again."""
         return self.fused is not None and self.storage is None
 
     def _write(
@@ -273,10 +272,10 @@ class _Family:
         if eager and not plan.aligned and (self.storage or kernel):
             pairs = zip(grads, leaves, strict=True)
             grads = [g if g.stride() == leaf.stride() else torch.empty_like(leaf).copy_(g) for g, leaf in pairs]
-        wrap: Callable[[list[Tensor]], Some]
+        wrap: Callable[[list[Tensor]], Tensors]
         if kernel is not None:
             wrap, groups = list, plan.groups
-        elif self.alike or (self.foreach and eager):
+        elif self.by_shape or (self.foreach and eager):
             wrap, groups = partial(Column, eager=eager), plan.blocks
         else:
             wrap, groups = itemgetter(0), plan.singles
@@ -305,19 +304,19 @@ class _Family:
             constants = self.constants(rate, count.to(backends.widest(count.device)), scalars)
         if self.decoupled:
             constants = (1 - rate * self.weight_decay, *constants)
-        constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_number, constants))
+        constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_as_float, constants))
         converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
-            kind = part.like.dtype, part.like.device
-            if kind not in converted:
+            key = part.like.dtype, part.like.device
+            if key not in converted:
                 dtype = part.like.dtype
                 if isinstance(rate, Tensor):
                     # In a graph 16 bits would round 0.998 to 0.996; kernels for many tensors need their own dtype.
                     dtype = torch.promote_types(dtype, torch.float32)
-                converted[kind] = tuple(
+                converted[key] = tuple(
                     value.to(part.like.device, dtype) if isinstance(value, Tensor) else value for value in constants
                 )
-            values: Sequence[Number] = converted[kind]
+            values: Sequence[Number] = converted[key]
             if self.decoupled:
                 decay_factor, *values = values
                 if part.weight_decay:
@@ -325,7 +324,7 @@ class _Family:
             self.rule(part, *values)
 
     def _parts(
-        self, wrap: Callable[[list[Tensor]], Some], groups: list[Group], columns: list[list[Tensor]]
+        self, wrap: Callable[[list[Tensor]], Tensors], groups: list[Group], columns: list[list[Tensor]]
     ) -> Iterator[Part]:
         """Yield the part of each group; `columns` are the leaves of the gradients, the parameters and each moment."""
         for indices, decay in groups:
@@ -338,10 +337,10 @@ class _Family:
 
 
 def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...]:
-    """Keep a compiler from computing 0-d tensors again for every element that uses them.
+    """Return the values such that Inductor computes each 0-d tensor once, and not for every element that uses it.
 
-    Inductor fuses cheap operations into the kernels that use them, and counts powers among these: an update
-    of 8 million parameters took 6.5 ms instead of 3.0. It always stores the result of a reduction.
+    Inductor takes powers for cheap, and fuses them into the kernels that use them: an update of 8 million parameters
+    took 6.5 ms instead of 3.0. It always stores the result of a reduction, such as a maximum of equal numbers.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     if all(tensor is rate for tensor in tensors):
@@ -351,11 +350,11 @@ def _materialized(values: tuple[Number, ...], rate: Tensor) -> tuple[Number, ...
     return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
 
 
-def _number(value: Number) -> Number:
-    """Return a 0-d tensor as a number, which kernels take, if to read it does not wait for the device."""
+def _as_float(value: Number) -> Number:
+    """Return the value of a 0-d tensor as a float, which kernels take, if reading it does not wait for the device."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
-    # In a graph it would be a constant, and under vmap it is not one number.
+    # In a graph the float would be a constant, and under vmap the tensor has several values.
     if _torch.is_capturing() or _torch.is_transformed(value):
         return value
     # A fake tensor has no value, and any number is right.
@@ -370,15 +369,15 @@ def require_ranges(function: str, high: float = float("inf"), **values: float) -
     return [require_range(function, name, value, 0.0, high) for name, value in values.items()]
 
 
-def descend(leaf: Some, step: Some, rate: Number) -> Some:
-    """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
+def descend(leaf: Tensors, step: Tensors, rate: Number) -> Tensors:
+    """Return ``leaf - rate step``, computed in place; the rate may be a tensor."""
     return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
 
 
-def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:
-    """``leaf <- leaf - rate step / denominator``, in place; the rate may be a tensor.
+def descend_quotient(leaf: Tensors, step: Tensors, denominator: Tensors, rate: Number) -> Tensors:
+    """Return ``leaf - rate step / denominator``, computed in place; the rate may be a tensor.
 
-    The rate goes to the step: divided into the denominator, a rate of zero would make 0 / 0.
+    The step is multiplied by the rate: if the denominator were divided by it, a rate of zero would give 0 / 0.
     """
     if isinstance(rate, Tensor):
         return leaf.addcdiv_(step.mul(rate), denominator, value=-1)
@@ -386,13 +385,13 @@ def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) ->
 
 
 def power(decay: float, count: Tensor) -> Tensor:
-    """``decay ** count``; for a count in float32 with an error of a few units in the last place."""
-    # The power of a number close to 1 has the rounding error of that number times the count.
+    """Return ``decay ** count``; for a count in float32 with an error of a few units in the last place."""
+    # A power in float32 multiplies the rounding error of `decay`, a number close to 1, by the count.
     return (count * math.log(decay)).exp() if count.dtype == torch.float32 and decay else decay**count
 
 
 def debias(decay: float, count: Tensor) -> Tensor:
-    """``1 - decay ** count``, the factor by which an average that began at zero is too small."""
+    """Return ``1 - decay ** count``, the factor by which a moving average that starts at zero is too small."""
     if count.dtype == torch.float32 and decay:
         return -torch.expm1(count * math.log(decay))
     return 1 - decay**count

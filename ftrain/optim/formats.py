@@ -13,6 +13,7 @@ from torch import Tensor
 from ftrain import _torch, tree
 
 DECADES = 7
+"""Decades below 1 that the codes of 8 bits cover."""
 
 Window: TypeAlias = tuple[Tensor, ...]
 """The stored form of some elements of a leaf, to be read and written."""
@@ -23,9 +24,9 @@ Rounding: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Floats:
-    """Stored in a floating-point dtype; in that of the parameter if none is given.
+    """Stored in a floating-point `dtype`. Default: that of the parameter.
 
-    A leaf is stored as one tensor for each of `suffixes`, which end the names of the trees in the state. `block`
+    A moment is stored in one tree for each of `suffixes`, which end the names of these trees in the state. `block`
     elements must stay together.
     """
 
@@ -34,11 +35,11 @@ class Floats:
     block: int = 1
 
     def begin(self, value: Tensor) -> Window:
-        """Store the initial value of a moment."""
+        """Return the stored form of the initial value of a moment."""
         return (value.to(self.dtype or value.dtype),)
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
-        """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
+        """Return the values, of shape (elements,), cast to `dtype`; a view if there is one leaf, of this dtype."""
         return flatten([leaf for (leaf,) in windows]).to(dtype)
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
@@ -46,7 +47,7 @@ class Floats:
         leaves = [leaf for (leaf,) in windows]
         first = leaves[0]
         if len(leaves) == 1 and first.dtype == values.dtype and first.is_contiguous():
-            return  # These are the values.
+            return  # `read` returned a view of this leaf, so the formula has written to it already.
         if rounding and first.dtype == torch.bfloat16:
             values = rounding(values.to(torch.float32))
         write_back(values, leaves)
@@ -57,25 +58,25 @@ class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
     A value is the `dynamic_map` at its code times the largest magnitude in its block of `block` elements. Blocks are in
-    row-major order, and the last one of a leaf may be shorter. Leaves with fewer than `least` elements are float32
-    (float64 if the parameter is), unscaled. Use it for moments that begin at zero.
+    row-major order, and the last one of a leaf may be shorter. Leaves with fewer than `min_size` elements are stored as
+    float32 (float64 if the parameter is) and have no scales. Use it for moments that begin at zero.
     """
 
     signed: bool
     block: int
-    least: int
+    min_size: int
     suffixes: tuple[str, ...] = ("", "_scale")
 
     def begin(self, value: Tensor) -> Window:
-        """Store zeros."""
-        if value.numel() < self.least:
+        """Return the stored form of zeros of the shape of `value`."""
+        if value.numel() < self.min_size:
             wide = torch.promote_types(value.dtype, torch.float32)
             return value.to(wide), value.new_zeros(0, dtype=torch.float32)
         blocks = -(-value.numel() // self.block)
         return value.new_zeros(value.shape, dtype=torch.uint8), value.new_zeros(blocks, dtype=torch.float32)
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
-        """Return the values, of shape (elements,), in the dtype to compute in."""
+        """Return the values, of shape (elements,), in `dtype`."""
         values = [self._read(flatten(codes), flatten(scale), dtype) for codes, scale in self._runs(windows)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
@@ -83,8 +84,8 @@ class Codes:
         if codes.dtype != torch.uint8:
             return codes.to(dtype)
         values = _map_on(self.signed, codes.device).index_select(0, codes.to(torch.int32)).to(dtype)
-        for blocks, each in self._blocks(values, scale.to(dtype)):
-            blocks.mul_(each.unsqueeze(-1))
+        for blocks, scales in self._blocks(values, scale.to(dtype)):
+            blocks.mul_(scales.unsqueeze(-1))
         return values
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
@@ -96,7 +97,7 @@ class Codes:
                 write_back(run, codes)
                 continue
             largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(run)])
-            coded = [self._codes(blocks, each) for blocks, each in self._blocks(run, largest)]
+            coded = [self._codes(blocks, scales) for blocks, scales in self._blocks(run, largest)]
             write_back(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
             write_back(largest, scale)
 
@@ -107,29 +108,33 @@ class Codes:
         return _codes_on(self.signed, blocks.device).index_select(0, cells)
 
     def _runs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the codes and scales of leaves to join: all small ones, or all of full blocks; else one by one."""
-        small = {codes.dtype != torch.uint8 for codes, _ in windows}
-        if small == {True} or (small == {False} and not any(codes.numel() % self.block for codes, _ in windows)):
+        """Yield the codes and scales of leaves that are read as one vector.
+
+        These are all leaves if none has codes, or if all have only full blocks. Else each leaf is a vector.
+        """
+        has_codes = [codes.dtype == torch.uint8 for codes, _ in windows]
+        only_full_blocks = not any(codes.numel() % self.block for codes, _ in windows)
+        if not any(has_codes) or (all(has_codes) and only_full_blocks):
             yield [codes for codes, _ in windows], [scale for _, scale in windows]
             return
         for codes, scale in windows:
             yield [codes], [scale]
 
-    def _blocks(self, values: Tensor, *beside: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the full blocks with their rows of `beside`, then the shorter last block if there is one."""
+    def _blocks(self, values: Tensor, *scales: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the full blocks as one matrix, with their `scales`; then the shorter last block, if there is one."""
         # Separate and not padded: Inductor (2.13) reads a wrong scale at the end of a padded and cut tensor.
-        whole, rest = divmod(len(values), self.block)
-        if whole:
-            yield values[: whole * self.block].view(whole, self.block), *(each[:whole] for each in beside)
+        full, rest = divmod(len(values), self.block)
+        if full:
+            yield values[: full * self.block].view(full, self.block), *(each[:full] for each in scales)
         if rest:
-            yield values[whole * self.block :].view(1, rest), *(each[whole:] for each in beside)
+            yield values[full * self.block :].view(1, rest), *(each[full:] for each in scales)
 
 
 Format: TypeAlias = Floats | Codes
 
 
 def window(stored: Window, block: int, start: int, stop: int) -> Window:
-    """Return what is stored for the elements from `start` to `stop` of a leaf; scales are those of whole blocks."""
+    """Return the stored form of the elements from `start` to `stop` of a leaf; `start` is a multiple of `block`."""
     leaf, *scales = stored
     if stop - start == leaf.numel():
         return stored
@@ -139,7 +144,7 @@ def window(stored: Window, block: int, start: int, stop: int) -> Window:
 def flatten(leaves: list[Tensor]) -> Tensor:
     """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
     if len(leaves) == 1:
-        # Not reshape, which finds strides for some leaves that are not dense.
+        # Not reshape: for some leaves that are not dense it returns a view that is not contiguous.
         return leaves[0].contiguous().view(-1)
     return _torch.flatten_dense(leaves)
 
@@ -147,7 +152,7 @@ def flatten(leaves: list[Tensor]) -> Tensor:
 def write_back(values: Tensor, leaves: list[Tensor]) -> None:
     """Write the elements of one vector to the leaves that `flatten` joined."""
     if len(leaves) == 1 and leaves[0].is_contiguous():
-        # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
+        # As a vector, because `values` may be a view of this leaf: torch skips a copy between equal views.
         leaves[0].view(-1).copy_(values)
     elif len(leaves) == 1:
         leaves[0].copy_(values.view(leaves[0].shape))
@@ -156,10 +161,10 @@ def write_back(values: Tensor, leaves: list[Tensor]) -> None:
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
-    """Return the 256 values from -1 or 0 to 1 that the codes stand for, in order: float32.
+    """Return the 256 values that the codes stand for, ascending: float32, from -1 (0 if not `signed`) to 1.
 
-    Each decade from 1e-7 to 1 has twice as many as the last, halfway between evenly spaced bounds: seven decades
-    of 1 to 64 values of each sign, or of 2 to 128 without one; and 0 and 1.
+    They are 0, 1, and values in seven decades from 1e-7 to 1. Each decade has twice as many values as the decade below
+    it: 1 to 64 of each sign, or 2 to 128 if not `signed`. The values of a decade are the middles of equal intervals.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "device": tree.HOST}
     values = [torch.zeros(1, **options), torch.ones(1, **options)]
@@ -172,18 +177,18 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _map_on(signed: bool, device: torch.device) -> Tensor:
-    # A real tensor, even while a graph is captured.
+    # A real tensor, even while a graph is captured, because it is cached.
     with _torch.without_modes():
         return dynamic_map(signed=signed).to(device)
 
 
 @functools.lru_cache(maxsize=32)
 def _codes_on(signed: bool, device: torch.device) -> Tensor:
-    """The nearest code for each of the 65536 values of float16, by its bits.
+    """Return the nearest code for each of the 65536 values of float16, indexed by the bits of the value.
 
-    A value is looked up as the nearest float16, which is within 0.05% of it or within 3e-8, in 0.8 ns; the
-    search among 255 bounds took 40 ns. Without a sign no code is 0: an optimizer divides by these values, and an
-    element with a gradient of less than 0.04% of the largest in its block took steps up to 90 times too long.
+    A value is rounded to float16, with an error of at most 0.05% or 3e-8, and looked up in 0.8 ns; a search among 255
+    bounds took 40 ns. If not `signed`, no value has the code 0: an optimizer divides by these values, and an element
+    whose gradient was below 0.04% of the largest in its block took steps that were up to 90 times too long.
     """
     with _torch.without_modes():
         values = dynamic_map(signed=signed)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.column import Column, Some
+from ftrain.optim.column import Column, Tensors
 from ftrain.optim.elementwise import Number, Part, debias, descend, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
@@ -38,14 +38,14 @@ def lamb(
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 / debias(b1, count), debias(b2, count).sqrt()
 
-    def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:
+    def rule(part: Part, rate: Number, mu_scale: Number, nu_correction: Number) -> None:
         p, g = part.leaf, part.grad
         mu = part.state["mu"].lerp_(g, 1 - b1)
         nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
-        u = mu.mul(correction).div_(nu.sqrt().div_(root).add_(eps))
+        u = mu.mul(mu_scale).div_(nu.sqrt().div_(nu_correction).add_(eps))
         if part.weight_decay:
             u.add_(p, alpha=part.weight_decay)
-        descend(p, u.mul_(_trust(p, u)), rate)
+        descend(p, u.mul_(_trust_ratio(p, u)), rate)
 
     return leafwise(
         "lamb",
@@ -59,12 +59,12 @@ def lamb(
     )
 
 
-def _trust(leaf: Some, step: Some) -> Some:
+def _trust_ratio(leaf: Tensors, step: Tensors) -> Tensors:
     """Return norm(parameter) / norm(step) for each parameter, or 1 where one of them is zero."""
     if not isinstance(leaf, Column):
         return _ratio(torch.linalg.vector_norm(leaf), torch.linalg.vector_norm(step))
     return Column(list(_ratio(torch.stack(leaf.norm().tensors), torch.stack(step.norm().tensors)).unbind()))
 
 
-def _ratio(length: Tensor, step: Tensor) -> Tensor:
-    return torch.where((length > 0) & (step > 0), length / step, 1.0)
+def _ratio(param_norm: Tensor, step_norm: Tensor) -> Tensor:
+    return torch.where((param_norm > 0) & (step_norm > 0), param_norm / step_norm, 1.0)

@@ -1,4 +1,4 @@
-"""Lookahead: after every k steps the weights of another optimizer are reset to slow weights."""
+"""Lookahead: after every k steps of an optimizer, its weights are reset to slowly moving ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NAME, SLOW, FAST = "lookahead", "slow", "fast"
 
 
 def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer:
-    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps, go back a part of the way that was made.
+    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): slow weights follow those of an optimizer.
 
     .. math::
         s &\leftarrow s + \alpha\,(p - s) \\
         p &\leftarrow s
 
-    after each :math:`k`-th step of `optimizer`, which keeps its moments. The state is `slow`, like the parameters, and
-    `fast`, that of the optimizer. Steps are counted as in the state, and the metric ``lookahead`` is 1 for steps
-    that reset the weights.
+    after each :math:`k`-th step of `optimizer`, whose moments are not reset. The state is `slow`, :math:`s`, like the
+    parameters, and `fast`, the state of the optimizer. `TrainState.step` counts the steps. The metric ``lookahead`` is
+    1 for steps that reset the weights, else 0.
 
     Args:
         optimizer: the optimizer that makes the steps, any of `ftrain.optim`.
         k: number of steps between two resets.
-        alpha: :math:`\alpha` in [0, 1], the share of the way that is kept.
+        alpha: :math:`\alpha` in [0, 1], the fraction by which the slow weights move.
 
     Raises:
         OptionError: a number is out of its range.
@@ -41,7 +41,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     if NAME in optimizer.schedules:
         raise ComposeError("lookahead: the optimizer is a lookahead already; wrap it once")
 
-    def due(step: int) -> float:
+    def is_reset(step: int) -> float:
         return float((step + 1) % k == 0)
 
     def init(params: PyTree) -> PyTree:
@@ -53,9 +53,9 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         params, fast = optimizer.update(grads, opt_state[FAST], params, hyper, donate=donate)
         slow = opt_state[SLOW] if donate else tree.clone(opt_state[SLOW])
         if isinstance(hyper[NAME], Tensor):
-            now = hyper[NAME].to(tree.device_of(params)) > 0
-            slow = tree.map(lambda s, p: torch.where(now, s.lerp(p, alpha), s), slow, params)
-            params = tree.where(now, slow, params)
+            reset = hyper[NAME].to(tree.device_of(params)) > 0
+            slow = tree.map(lambda s, p: torch.where(reset, s.lerp(p, alpha), s), slow, params)
+            params = tree.where(reset, slow, params)
         elif hyper[NAME]:
             slow_leaves, leaves = tree.leaves(slow), tree.leaves(params)
             torch._foreach_lerp_(slow_leaves, leaves, alpha)
@@ -66,8 +66,8 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         optimizer,
         init=init,
         update=update,
-        schedules={**optimizer.schedules, NAME: due},
+        schedules={**optimizer.schedules, NAME: is_reset},
         text=f"lookahead({optimizer.text}, {k}, {alpha:g})",
         name="",
-        split=wrap_split(optimizer, lambda each: lookahead(each, k, alpha)),
+        split=wrap_split(optimizer, lambda part: lookahead(part, k, alpha)),
     )

@@ -82,8 +82,8 @@ def muon(
         if rows * columns == 0:
             return
         b = part.state["momentum"].lerp_(g, 1 - momentum)
-        ahead = g.lerp(b, momentum) if nesterov else b
-        o = ahead.like(_orthogonal(ahead.tensors, ns_coefficients, ns_steps, eps))
+        direction = g.lerp(b, momentum) if nesterov else b
+        o = direction.like(_orthogonal(direction.tensors, ns_coefficients, ns_steps, eps))
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         descend(part.leaf, o, rate * factor)
 
@@ -92,7 +92,7 @@ def muon(
         lr,
         rule,
         state={"momentum": torch.zeros_like},
-        alike=True,
+        by_shape=True,
         decoupled=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
@@ -121,16 +121,17 @@ def muon(
 def _orthogonal(
     matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[Tensor]:
-    """Bring the singular values of matrices of one shape near 1: as a batch if that gives the same bits."""
+    """Return matrices of one shape with singular values near 1; computed as a batch if that gives the same bits."""
     if len(matrices) == 1 or min(matrices[0].shape) <= TINY:
-        return [_iterated(matrix, coefficients, steps, eps) for matrix in matrices]
-    return list(_iterated(torch.stack(matrices), coefficients, steps, eps).unbind())
+        return [_newton_schulz(matrix, coefficients, steps, eps) for matrix in matrices]
+    return list(_newton_schulz(torch.stack(matrices), coefficients, steps, eps).unbind())
 
 
-def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Iterate in bfloat16 on a matrix (n, m) or a batch (b, n, m), on its smaller side; return its dtype."""
+def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return a matrix (n, m) or a batch (b, n, m) after Newton-Schulz iterations in bfloat16, in its own dtype."""
     addmm: Callable[..., Tensor] = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     a, b, c = coefficients
+    # Transposed if tall, so that the Gram matrix is the smaller of the two.
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(torch.bfloat16)
     x = x.mT if tall else x

@@ -50,22 +50,24 @@ def nadam(
     (momentum_decay,) = require_ranges("nadam", momentum_decay=momentum_decay)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
-        product = shared["product"].mul_(now.float()).to(count.dtype)
+        momentum = b1 * (1 - 0.5 * power(0.96, count * momentum_decay))
+        next_momentum = b1 * (1 - 0.5 * power(0.96, (count + 1) * momentum_decay))
+        product = shared["product"].mul_(momentum.float()).to(count.dtype)
         # Divide both terms of u by the factor of the gradient, and multiply the rate by it: one tensor less to scale.
-        factor = (1 - now) / (1 - product)
-        share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()
+        grad_factor = (1 - momentum) / (1 - product)
+        mu_factor = next_momentum / (1 - product * next_momentum) / grad_factor
         # The correction of the second moment goes to the rate too, so that the denominator is sqrt(nu) + constant.
-        return rate * factor * root, share, eps * root
+        nu_correction = debias(b2, count).sqrt()
+        return rate * grad_factor * nu_correction, mu_factor, eps * nu_correction
 
-    def rule(part: Part, size: Number, share: Number, least: Number) -> None:
+    def rule(part: Part, step_size: Number, mu_factor: Number, scaled_eps: Number) -> None:
         g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
         mu = part.state["mu"].lerp_(g, 1 - b1)
         nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
-        u = mu.mul(share).add_(g) if isinstance(share, Tensor) else g.add(mu, alpha=share)
+        u = mu.mul(mu_factor).add_(g) if isinstance(mu_factor, Tensor) else g.add(mu, alpha=mu_factor)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        descend_quotient(part.leaf, u, nu.sqrt().add_(least), size)
+        descend_quotient(part.leaf, u, nu.sqrt().add_(scaled_eps), step_size)
 
     return leafwise(
         "nadam",

@@ -1,4 +1,4 @@
-"""An optimizer whose state is stored on the host or in files, and is copied to the device group by group."""
+"""Store the state of an optimizer on the host or in files, and copy it to the device group by group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups, w
 from ftrain.types import Hyper, Optimizer, PyTree
 
 GROUP_BYTES = 1 << 26
-"""Bytes of parameters in a group: enough for copies at full bandwidth, and few compared with a model."""
+"""Bytes of parameters in a group: enough for copies at full bandwidth, and little compared with a model."""
 
 
 @dataclass(frozen=True)
 class OffloadTarget:
-    """Where the leaves of an optimizer state are stored: in files of a directory, or if there is none in host memory.
+    """Where the leaves of an optimizer state are stored: in files of `directory`, or if it is None in host memory.
 
     Leaves of fewer than `min_bytes` stay on the device of the parameters.
     """
@@ -41,10 +41,10 @@ class OffloadTarget:
 
 
 def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
-    """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
+    """Return an optimizer that computes the same bits and stores its state in `target`.
 
-    While a group of parameters is updated, the state of the next is copied, if the device can do both. Raises a
-    ComposeError that names `function` if the optimizer has no `split`.
+    While it updates a group of parameters, it copies the state of the next group, if the device can do both at once.
+    Raises a ComposeError that names `function` if the optimizer has no `split`.
     """
     splitter = UpdateSplitter(function, optimizer, _groups)
 
@@ -78,21 +78,22 @@ def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) ->
             prefetched = None
             if transfers.copier.ahead and following is not None:
                 prefetched = [transfers.fetch(leaf) for leaf in grouped.state_of(following)]
-            new = grouped.make(group, [gradients[index] for index in group.indices], [get() for get in fetched])
-            grouped.keep(group, transfers.store(new, old if donate else None))
+            group_grads = [gradients[index] for index in group.indices]
+            new = grouped.update(group, group_grads, [get() for get in fetched])
+            grouped.replace_state(group, transfers.store(new, old if donate else None))
         transfers.copier.wait()
         return grouped.finish()
 
-    split = wrap_split(optimizer, lambda each: _at_once(each, target))
+    split = wrap_split(optimizer, lambda part: _offload_at_once(part, target))
 
-    def around(transform: Callable[[Optimizer], Optimizer]) -> Optimizer:
+    def offload_transformed(transform: Callable[[Optimizer], Optimizer]) -> Optimizer:
         return offload_state(function, transform(optimizer), target)
 
-    return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=around)
+    return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=offload_transformed)
 
 
-def _at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
-    """Return an optimizer whose whole state is copied to the device for an update, and back."""
+def _offload_at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
+    """Return an optimizer that copies its whole state to the device for an update, and back to `target`."""
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
@@ -126,16 +127,16 @@ class _Transfers:
         return cls(target, device, copier_of(device))
 
     def fetch(self, leaf: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy a leaf to the device; the result returns the copy."""
+        """Start to copy a leaf to the device, and return a function that returns the copy."""
         if is_abstract(leaf) and self.target.directory is None and self.target.is_large(leaf):
-            # Abstract tensors may have one device for both, and the copy still takes memory.
+            # For abstract tensors both may be on the same device; a prediction of memory must count the copy.
             return lambda: torch.empty_like(leaf)
         if leaf.device == self.device or leaf.ndim == 0:
             return lambda: leaf
         return self.copier.back(leaf, self.device)
 
     def store(self, new: Sequence[Tensor], old: Sequence[Tensor] | None) -> list[Tensor]:
-        """Begin to copy leaves to the target, into the stored leaves `old` where these fit; return the copies."""
+        """Start to copy leaves to the target, into the stored leaves `old` where these fit, and return the copies."""
         targets: Sequence[Tensor | None] = old if old is not None else [None] * len(new)
         return [self._store(leaf, into) for leaf, into in zip(new, targets, strict=True)]
 

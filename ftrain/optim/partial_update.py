@@ -1,4 +1,4 @@
-"""Split an optimizer into one for each group of parameters, and update group by group."""
+"""Split an optimizer into one optimizer for each group of parameters, and update group by group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ftrain.types import Hyper, Optimizer, PyTree
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Some of the parameters, the optimizer of only these, and which leaves of the whole optimizer state are theirs.
+    """A group of parameters, their optimizer, and the leaves of the whole optimizer state that belong to them.
 
-    The optimizer takes them as a dict by name. `indices` are theirs among all parameters, `state_indices` those of the
-    leaves of their state among all leaves of the state.
+    The optimizer takes the parameters as a dict by name. `indices` are their indices among all parameters;
+    `state_indices` are the indices of the leaves of their state among all leaves of the state.
     """
 
     optimizer: Optimizer
@@ -43,10 +43,10 @@ class ParamGroup:
 
 @dataclass
 class GroupedUpdate:
-    """One update of all parameters: call `make` once for each group, in any order, then `finish`.
+    """An update of all parameters, group by group: call `update` once for each group, in any order, then `finish`.
 
-    It has the leaves of the parameters and of the optimizer state, and the structures of both, and may write the leaves
-    if they are donated. The groups together have all parameters.
+    `params` and `state` are the leaves of the parameters and of the optimizer state, and `specs` the structures of
+    both. If they are donated, the update may write to them. Each parameter is in one group.
     """
 
     groups: list[ParamGroup]
@@ -59,17 +59,17 @@ class GroupedUpdate:
     def __post_init__(self) -> None:
         self._new_params, self._new_state = list(self.params), list(self.state)
         counts = Counter(index for group in self.groups for index in group.state_indices)
-        # State that several groups read, such as the count of updates, must have its old value for each of them.
+        # Every group must read the old value of a leaf that several groups share, such as the count of updates.
         self._shared = {index for index, count in counts.items() if count > 1}
 
     def state_of(self, group: ParamGroup) -> list[Tensor]:
         """Return the leaves of the state of a group, which its optimizer may write if the state is donated."""
         return [self.state[i].clone() if i in self._shared else self.state[i] for i in group.state_indices]
 
-    def make(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def update(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Update the parameters of one group, and return the leaves of its new state.
 
-        `state` is needed if the leaves of its state were copied from elsewhere. Default: `state_of` the group.
+        `state` are copies of the leaves of its old state. Default: ``state_of(group)``.
         """
         old_state = self.state_of(group) if state is None else state
         old_params = [self.params[index] for index in group.indices]
@@ -81,8 +81,8 @@ class GroupedUpdate:
             self._new_state[index] = self.state[index] if leaf is old and index not in self._shared else leaf
         return new_state
 
-    def keep(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
-        """Replace the leaves of the new state of a group, when `make` got copies of them."""
+    def replace_state(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
+        """Set the leaves of the new state of a group, after an `update` of copies."""
         for index, leaf in zip(group.state_indices, state, strict=True):
             if index not in self._shared:
                 self._new_state[index] = leaf
@@ -97,10 +97,10 @@ class GroupedUpdate:
 
 
 class UpdateSplitter:
-    """Splits updates into groups of parameters, and keeps the groups of the last structure.
+    """Splits the updates of an optimizer into groups of parameters, and caches the groups of the last structure.
 
-    `group` is a function from the leaves of the parameters, undivided, to the indices of the leaves of each group.
-    Errors name `function`. Raises a ComposeError if the optimizer has no `split`.
+    `group` is a function from the leaves of the parameters, as they are before `sharded` divides them, to the indices
+    of the leaves of each group. Raises a ComposeError that names `function` if the optimizer has no `split`.
     """
 
     def __init__(
@@ -119,15 +119,16 @@ class UpdateSplitter:
         self._split = StructureCache(split)
 
     def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
-        """Return an update that has updated no group yet."""
+        """Start the update of all parameters: return it before the update of the first group."""
         (groups, specs), (param_leaves, state_leaves) = self._split(params, opt_state)
         return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper, donate)
 
 
 def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
-    """Return an optimizer that may be part of another one.
+    """Return an optimizer that may be a part of another one.
 
-    Raises a ComposeError if it is none, or is adjustable: a step finds factors in the outermost optimizer only.
+    Raises a ComposeError for anything else, and for an adjustable optimizer: a step reads the factors of the outermost
+    optimizer only.
     """
     if not isinstance(optimizer, Optimizer):
         raise ComposeError(f"{function}: {name} is {optimizer!r}; needs an optimizer of ftrain.optim")
@@ -139,9 +140,9 @@ def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
 def wrap_split(
     optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]
 ) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None:
-    """Return the `split` of an optimizer that wraps each part of `optimizer` in the same way; None without a split."""
+    """Return a function that splits `optimizer` and wraps each of the results; None if it cannot be split."""
     split = optimizer.split
-    return None if split is None else lambda params, parts: [wrap(each) for each in split(params, parts)]
+    return None if split is None else lambda params, parts: [wrap(part) for part in split(params, parts)]
 
 
 def require_splittable(
@@ -159,7 +160,7 @@ def require_splittable(
 def param_groups(
     function: str, optimizer: Optimizer, params: PyTree, opt_state: PyTree, parts: Sequence[Sequence[int]]
 ) -> Iterator[ParamGroup]:
-    """Split the parameters, and with them the state of their optimizer, into groups.
+    """Yield the groups of parameters, each with its part of the optimizer state.
 
     `parts` are the indices of the leaves of `params` in each group. Raises a ComposeError that names `function` if the
     optimizer has no `split`, two leaves have one name, or a group has state that the whole state does not have.
@@ -172,7 +173,7 @@ def param_groups(
     index_of = {name: index for index, name in enumerate(state_names)}
     for part, group_optimizer in zip(parts, split(params, parts), strict=True):
         leaves = {param_names[index]: param_leaves[index] for index in part}
-        # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
+        # Only for the names of its leaves, so that no active mode may capture or count the operations.
         with _torch.without_modes():
             state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
         names = _names_of_state(state, param_names)
@@ -187,21 +188,26 @@ def param_groups(
 
 
 def _names_of_state(opt_state: PyTree, param_names: Sequence[str]) -> list[str]:
-    """Return the names of the leaves of a state, the same if the parameters are one tensor or a dict with only it."""
+    """Return the names of the leaves of a state.
+
+    If the parameters are one tensor, its name is empty. In a group it is in a dict, under this name, and the names in
+    the state of the group then have an empty part, which is removed.
+    """
     names = tree.leaf_names(opt_state)
-    # The name of a tensor that is the whole tree is empty, so that in a dict its state has a name with an empty part.
-    return [".".join(filter(None, name.split("."))) for name in names] if list(param_names) == [""] else names
+    if list(param_names) != [""]:
+        return names
+    return [".".join(filter(None, name.split("."))) for name in names]
 
 
-def require_unique(function: str, what: str, names: Sequence[str]) -> None:
-    """Check that names differ. Raises a ComposeError that names `function` and `what` is called so."""
+def require_unique(function: str, owners: str, names: Sequence[str]) -> None:
+    """Raises a ComposeError that names `function` if two of the `owners`, such as "parameters", have the same name."""
     if len(set(names)) < len(names):
         name = next(name for name, count in Counter(names).items() if count > 1)
-        raise ComposeError(f"{function}: two {what} are called {name}; rename one: groups are by name")
+        raise ComposeError(f"{function}: two {owners} are called {name}; rename one: groups are by name")
 
 
-def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group leaves in their order: each group has at most `most` bytes, or is a single leaf.
+def by_size(leaves: Sequence[Tensor], max_bytes: int) -> list[list[int]]:
+    """Return the indices of leaves in groups, in their order: a group has at most `max_bytes`, or is a single leaf.
 
     >>> import torch
     >>> by_size([torch.zeros(n) for n in (1, 1, 5, 1)], 8)
@@ -210,7 +216,7 @@ def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:
     groups: list[list[int]] = []
     size = 0
     for index, leaf in enumerate(leaves):
-        if not groups or size + leaf.nbytes > most:
+        if not groups or size + leaf.nbytes > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(index)

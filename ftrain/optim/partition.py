@@ -1,4 +1,4 @@
-"""Different optimizers, or the same with other constants, for different parameters."""
+"""Use different optimizers, or one with different options, for different parameters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LabelFn: TypeAlias = Callable[[str, Tensor], str]
 
 
 def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[str, Mask]) -> Optimizer:
-    """Give every parameter to the optimizer of its label.
+    """Return an optimizer that updates each parameter with the optimizer of its label.
 
-    The state is ``{label: state of that optimizer}``, in which parameters have their names;
-    schedules are called ``label/name``.
+    The state is ``{label: state of that optimizer}``. An optimizer gets its parameters as a dict by name. Schedules are
+    called ``label/name``.
 
     Args:
         optimizers: label -> optimizer.
         label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, where
-            one label may be left out: it takes the rest.
+            one label may be left out: it takes the remaining parameters.
 
     Raises:
         ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost; at `init`: two
@@ -70,63 +70,76 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         (spec, names, parts), columns = labelled(params, grads)
-        leaves, gradients = (dict(zip(names, column, strict=True)) for column in columns)
-        new, state = _update(parts, gradients, opt_state, leaves, hyper, donate=donate)
-        return tree.unflatten(spec, [new[name] for name in names]), state
+        params_by_name, grads_by_name = (dict(zip(names, column, strict=True)) for column in columns)
+        new_params, new_state = _update(parts, grads_by_name, opt_state, params_by_name, hyper, donate=donate)
+        return tree.unflatten(spec, [new_params[name] for name in names]), new_state
 
     def split(params: PyTree, groups: Sequence[Sequence[int]]) -> list[Optimizer]:
         (_, names, parts), (leaves,) = labelled(params)
-        named = dict(zip(names, leaves, strict=True))
-        split = [part.split(named, [[names[index] for index in group] for group in groups]) for part in parts]
-        chosen = [[each[number] for each in split if number in each] for number in range(len(groups))]
-        return [_of_parts(whole, each) for each in chosen]
+        params_by_name = dict(zip(names, leaves, strict=True))
+        names_of_groups = [[names[index] for index in group] for group in groups]
+        split_parts = [part.split(params_by_name, names_of_groups) for part in parts]
+        return [
+            _join(whole, [part_of_group[number] for part_of_group in split_parts if number in part_of_group])
+            for number in range(len(groups))
+        ]
 
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
     by_element = all(optimizer.by_element for optimizer in optimizers.values())
-    options = {f"{label}/{name}": value for label, each in optimizers.items() for name, value in each.options.items()}
+    options = {
+        f"{label}{SEPARATOR}{name}": value
+        for label, optimizer in optimizers.items()
+        for name, value in optimizer.options.items()
+    }
     whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng, by_element=by_element, options=options)
-    able = all(optimizer.split is not None for optimizer in optimizers.values())
-    return replace(whole, split=split if able else None)
+    can_split = all(optimizer.split is not None for optimizer in optimizers.values())
+    return replace(whole, split=split if can_split else None)
 
 
 class _Part(NamedTuple):
-    """Some leaves of one label, and their optimizer; `rank` is the index of the label among all."""
+    """Leaves of one label, by name, and their optimizer; `label_index` is that of the label among all."""
 
     label: str
-    rank: int
+    label_index: int
     names: list[str]
     optimizer: Optimizer
 
-    def of(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the leaves of this part."""
         return {name: leaves[name] for name in self.names}
 
     def hyper(self, hyper: Hyper) -> dict[str, Any]:
         """Return the scheduled values and the key for the optimizer of the label."""
         values = {name: hyper[f"{self.label}{SEPARATOR}{name}"] for name in self.optimizer.schedules}
-        return {**values, RNG: random.fold_in(hyper[RNG], self.rank)} if self.optimizer.needs_rng else values
+        return {**values, RNG: random.fold_in(hyper[RNG], self.label_index)} if self.optimizer.needs_rng else values
 
     def split(self, leaves: Mapping[str, Tensor], groups: list[list[str]]) -> dict[int, _Part]:
-        """Return number of the group -> its leaves of this label, for the groups that have such leaves."""
-        leaves = self.of(leaves)
+        """Return number of the group -> the leaves of this label in it, for the groups that have any."""
+        leaves = self.select(leaves)
         index_of = {name: index for index, name in enumerate(tree.leaf_names(leaves))}
-        names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
-        names = {number: group for number, group in names.items() if group}
-        indices = [[index_of[name] for name in group] for group in names.values()]
+        names_of: dict[int, list[str]] = {}
+        for number, group in enumerate(groups):
+            names = [name for name in group if name in leaves]
+            if names:
+                names_of[number] = names
+        indices = [[index_of[name] for name in names] for names in names_of.values()]
         optimizers = require_splittable("partition", self.optimizer)(leaves, indices)
-        split = zip(names.items(), optimizers, strict=True)
-        return {number: self._replace(names=group, optimizer=optimizer) for (number, group), optimizer in split}
+        return {
+            number: self._replace(names=names, optimizer=optimizer)
+            for (number, names), optimizer in zip(names_of.items(), optimizers, strict=True)
+        }
 
 
-def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
-    """Return the optimizer of some leaves, from the parts for each of their labels."""
+def _join(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
+    """Return the optimizer of the leaves of these parts, with the texts and schedules of the whole partition."""
     by_element = all(part.optimizer.by_element for part in parts)
     init, update = partial(_init, parts), partial(_update, parts)
     return replace(whole, init=init, update=update, split=None, by_element=by_element)
 
 
 def _init(parts: Sequence[_Part], params: PyTree) -> PyTree:
-    return {part.label: part.optimizer.init(part.of(params)) for part in parts}
+    return {part.label: part.optimizer.init(part.select(params)) for part in parts}
 
 
 def _update(
@@ -135,14 +148,18 @@ def _update(
     new_params: dict[str, Tensor] = {}
     new_state = {}
     for part in parts:
-        trees = part.of(grads), opt_state[part.label], part.of(params), part.hyper(hyper)
-        leaves, new_state[part.label] = part.optimizer.update(*trees, donate=donate)
-        new_params.update(leaves)
+        part_params, new_state[part.label] = part.optimizer.update(
+            part.select(grads), opt_state[part.label], part.select(params), part.hyper(hyper), donate=donate
+        )
+        new_params.update(part_params)
     return new_params, new_state
 
 
 def _by_masks(masks: Mapping[str, Mask], known: list[str]) -> tuple[dict[str, Select], LabelFn]:
-    """Return the masks as functions, and the label of a parameter; one label may have no mask, and takes the rest."""
+    """Return the masks as functions, and a function that returns the label of a parameter.
+
+    One label of `known` may have no mask: it takes the remaining parameters.
+    """
     if not isinstance(masks, Mapping):
         raise OptionError(f"partition: label_fn is {masks!r}; needs (name, leaf) -> label, or label -> patterns")
     unknown = [label for label in masks if label not in known]
@@ -183,9 +200,9 @@ def _labelled(
             known = near(str(label), list(names_of))
             raise OptionError(f"partition: label_fn gave {name} the label {label!r}; the optimizers are {known}")
         names_of[label].append(name)
-    unused = [label for label, labelled in names_of.items() if not labelled]
+    unused = [label for label, label_names in names_of.items() if not label_names]
     if unused and names:
-        others = ", ".join(label for label in names_of if label not in unused)
-        raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; all have {others}")
+        used = ", ".join(label for label in names_of if label not in unused)
+        raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; all have {used}")
     parts = [_Part(label, i, names_of[label], optimizer) for i, (label, optimizer) in enumerate(optimizers.items())]
     return spec, names, parts

@@ -45,30 +45,34 @@ def radam(
     """
     b1, b2, eps = require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
     require_switches("radam", decoupled_weight_decay=decoupled_weight_decay)
-    limit = 2 / (1 - b2) - 1
+    rho_limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        first, second = debias(b1, count), debias(b2, count)
-        length = limit - 2 * count * power(b2, count) / second
-        rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
-        adaptive = first / (rectifier * second).sqrt()
-        # torch.where and not a product: the root may be NaN where it is not used.
-        rectified = length > 5
-        root = torch.where(rectified, adaptive, 0.0)
-        return rate, root, torch.where(rectified, eps * adaptive, first)
+        mu_correction, nu_correction = debias(b1, count), debias(b2, count)
+        rho = rho_limit - 2 * count * power(b2, count) / nu_correction
+        rectifier = (rho - 4) * (rho - 2) * rho_limit / ((rho_limit - 4) * (rho_limit - 2) * rho)
+        root_factor = mu_correction / (rectifier * nu_correction).sqrt()
+        # torch.where and not a product: the square root is NaN if the rectifier is negative.
+        is_rectified = rho > 5
+        return (
+            rate,
+            torch.where(is_rectified, root_factor, 0.0),
+            torch.where(is_rectified, eps * root_factor, mu_correction),
+        )
 
-    def rule(part: Part, rate: Number, root: Number, least: Number) -> None:
+    def rule(part: Part, rate: Number, root_factor: Number, summand: Number) -> None:
+        # The denominator is root_factor * sqrt(nu) + summand; the factor is 0 in steps that are not rectified.
         g = part.descent(maximize=maximize, l2=not decoupled_weight_decay)
         mu = part.state["mu"].lerp_(g, 1 - b1)
         nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
         # Free the decayed gradient before the denominator is allocated.
         del g
-        if isinstance(root, Tensor):
-            descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
-        elif root:
-            descend_quotient(part.leaf, mu, nu.sqrt().add_(least / root), rate / root)
+        if isinstance(root_factor, Tensor):
+            descend_quotient(part.leaf, mu, nu.sqrt().mul_(root_factor).add_(summand), rate)
+        elif root_factor:
+            descend_quotient(part.leaf, mu, nu.sqrt().add_(summand / root_factor), rate / root_factor)
         else:
-            descend(part.leaf, mu, rate / least)
+            descend(part.leaf, mu, rate / summand)
 
     return leafwise(
         "radam",

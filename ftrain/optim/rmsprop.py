@@ -42,23 +42,23 @@ def rmsprop(
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize)
-        spread = part.state["nu"].mul_(alpha).addcmul_(g, g, value=1 - alpha)
+        nu = part.state["nu"].mul_(alpha).addcmul_(g, g, value=1 - alpha)
         if centered:
             mu = part.state["mu"].lerp_(g, 1 - alpha)
-            root = spread.addcmul(mu, mu, value=-1).sqrt_().add_(eps)
+            denominator = nu.addcmul(mu, mu, value=-1).sqrt_().add_(eps)
         else:
-            root = spread.sqrt().add_(eps)
+            denominator = nu.sqrt().add_(eps)
         if momentum:
-            descend(part.leaf, part.state["momentum"].mul_(momentum).addcdiv_(g, root), rate)
+            descend(part.leaf, part.state["momentum"].mul_(momentum).addcdiv_(g, denominator), rate)
         else:
-            descend_quotient(part.leaf, g, root, rate)
+            descend_quotient(part.leaf, g, denominator, rate)
 
-    used = {"nu": True, "mu": centered, "momentum": momentum}
+    moments = ["nu", *(["mu"] if centered else []), *(["momentum"] if momentum else [])]
     return leafwise(
         "rmsprop",
         lr,
         rule,
-        state={name: torch.zeros_like for name, is_used in used.items() if is_used},
+        state=dict.fromkeys(moments, torch.zeros_like),
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,

@@ -1,8 +1,8 @@
 """Stochastic rounding from float32 to bfloat16: up or down at random, so that the mean is the value itself.
 
-The noise is a keyed hash of an element's index, not the Philox of `ftrain.random`: 16 bits of noise are needed for
-every element in every step, and cost 0.9 ns in eager mode, 4 ns with Philox. It is integer arithmetic, with
-the same bits on every device, eager or compiled.
+The noise is a keyed hash of the index of an element, because every element needs 16 bits of noise in every step: a hash
+takes 0.9 ns in eager mode, and the Philox generator of `ftrain.random` 4 ns. It is integer arithmetic, with the same
+bits on every device, eager or compiled.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ _LOW, _UPPER = 0xFFFF, -0x10000
 
 
 def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
-    """Draw 16 random bits for each of `size` elements: int32 in 0 .. 65535, of shape (size,).
+    """Return 16 random bits for each of `size` elements: int32 in 0 .. 65535, of shape (size,).
 
-    The bits of an element depend only on the key and on its index; `start` is that of the first one. If `eager`, two
-    elements are drawn from each hash, which takes half the time; a compiler could not fuse that.
+    The bits of an element depend only on the key and on its index; `start` is the index of the first element. A hash
+    has the bits of two elements. If `eager`, both are taken from one hash, which takes half the time; a compiler could
+    not fuse that.
     """
     offset, secret = key.to(torch.int32).unbind()
-    begin, odd = start >> 1, start & 1
-    offset = offset + ((begin + (1 << 31)) % (1 << 32) - (1 << 31))
+    first_hash, odd = divmod(start, 2)
+    # Wrapped to the range of int32, to which torch does not convert larger numbers.
+    offset = offset + ((first_hash + (1 << 31)) % (1 << 32) - (1 << 31))
     if eager:
         hashes = _hash(torch.arange((size + odd + 1) // 2, dtype=torch.int32, device=key.device), offset, secret)
         return hashes.view(torch.uint16)[odd : odd + size].to(torch.int32)
@@ -33,7 +35,7 @@ def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
 
 
 def _hash(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
-    """Overwrite integers with their hashes."""
+    """Return the hashes of integers, which overwrite them; `offset` and `secret` are the two halves of a key."""
     x.add_(offset)
     # A shift of signed integers repeats the sign bit, which the masks remove.
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST).bitwise_xor_(secret)
@@ -42,10 +44,10 @@ def _hash(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 up or down to bfloat16 values, the nearer one with a higher probability; NaN and infinities stay.
+    """Return float32 values rounded up or down to bfloat16 values, with probabilities that make the mean the value.
 
-    `bits` are `noise` of the same shape. Overwrites `values`.
+    NaN and infinities stay. `bits` are `noise` of the same shape. Overwrites `values`.
     """
-    # Adding noise to the bits of other NaNs could overflow into their signs.
+    # Replaces every NaN by the default one: noise added to the bits of another could overflow into its sign.
     values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
     return values.view(torch.int32).add(bits).bitwise_and_(_UPPER).view(torch.float32)

@@ -48,36 +48,37 @@ def schedule_free_adamw(
     b1 = require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
     b2, eps = require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
 
-    exact = torch.zeros((), dtype=torch.float64, device=tree.HOST)
+    zero = torch.zeros((), dtype=torch.float64, device=tree.HOST)
 
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         peak = shared["peak"].clamp_(min=rate)
         weight = peak * peak
         weights = shared["weights"].add_(weight)
         shared["b1"].fill_(b1)
-        share = torch.where(weights > 0, weight / weights, 0.0)
+        c = torch.where(weights > 0, weight / weights, 0.0)
         # The correction of the second moment goes to the rates, so that the denominator is sqrt(nu) + constant.
-        root = debias(b2, count).sqrt()
-        size = rate * root
-        return size, size * (1 - b1 * (1 - share)), share, eps * root, -weight_decay / root
+        nu_correction = debias(b2, count).sqrt()
+        z_rate = rate * nu_correction
+        y_rate = z_rate * (1 - b1 * (1 - c))
+        return z_rate, y_rate, c, eps * nu_correction, -weight_decay / nu_correction
 
-    def rule(part: Part, size: Number, step: Number, share: Number, least: Number, decay: Number) -> None:
+    def rule(part: Part, z_rate: Number, y_rate: Number, c: Number, scaled_eps: Number, decay_rate: Number) -> None:
         y, z, g = part.leaf, part.state["z"], part.grad
         nu = part.state["nu"].mul_(b2).addcmul_(g, g, value=1 - b2)
-        u = g.div(nu.sqrt().add_(least))
+        u = g.div(nu.sqrt().add_(scaled_eps))
         if part.weight_decay:
-            descend(u, y, decay)
-        # y after the step from the old y, z and u, without x.
-        y = y.add_(z.sub(y).mul_(share)) if isinstance(share, Tensor) else y.lerp_(z, share)
-        descend(y, u, step)
-        descend(z, u, size)
+            descend(u, y, decay_rate)
+        # The new y is computed from the old y, z and u, without x: y <- (1 - c) y + c z - y_rate u.
+        y = y.add_(z.sub(y).mul_(c)) if isinstance(c, Tensor) else y.lerp_(z, c)
+        descend(y, u, y_rate)
+        descend(z, u, z_rate)
 
     return leafwise(
         "schedule_free_adamw",
         lr,
         rule,
         state={"z": torch.clone, "nu": torch.zeros_like},
-        shared={"weights": exact, "peak": exact, "b1": exact + b1},
+        shared={"weights": zero, "peak": zero, "b1": zero + b1},
         constants=constants,
         by_element=True,
         weight_decay=weight_decay,
@@ -108,13 +109,14 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
             "schedule_free_params: the optimizer state is not that of schedule_free_adamw; if this is within another "
             "optimizer, give its part: opt_state[label] of a partition, opt_state['state'] of an adjustable one"
         )
-    share, z_of = opt_state["b1"], dict(zip(tree.leaf_names(opt_state["z"]), tree.leaves(opt_state["z"]), strict=True))
+    b1, z = opt_state["b1"], opt_state["z"]
+    z_by_name = dict(zip(tree.leaf_names(z), tree.leaves(z), strict=True))
     known = {*tree.leaf_names(params)}
-    if others := [name for name in z_of if name not in known]:
+    if others := [name for name in z_by_name if name not in known]:
         raise StructureError(f"schedule_free_params: the state has {listed(others)}, which the parameters do not have")
 
     def average(name: str, y: Tensor) -> Tensor:
-        z = z_of.get(name)
-        return y if z is None else z + (y - z) / share.to(y.device, y.dtype)
+        z = z_by_name.get(name)
+        return y if z is None else z + (y - z) / b1.to(y.device, y.dtype)
 
     return tree.map_named(average, params)

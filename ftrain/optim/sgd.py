@@ -58,10 +58,10 @@ def sgd(
     def constants(rate: Number, count: Tensor, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 - dampening * (count > 1).to(count.dtype)
 
-    def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
+    def rule(part: Part, rate: Number, grad_factor: Number = 1.0) -> None:
         g = part.descent(maximize=maximize)
         if momentum:
-            m = part.state["momentum"].mul_(momentum).add_(g.mul(share) if damped else g)
+            m = part.state["momentum"].mul_(momentum).add_(g.mul(grad_factor) if damped else g)
             g = g.add(m, alpha=momentum) if nesterov else m
         descend(part.leaf, g, rate)
 
@@ -79,7 +79,7 @@ def sgd(
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,
         # torch's fused kernel for the CPU is wrong for 16-bit parameters (torch 2.13).
-        half=False,
+        fused_in_16_bits=False,
         storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
         by_element=True,
         weight_decay=weight_decay,

@@ -1,7 +1,7 @@
 """Parameters and moments that are stored in fewer bits than they are computed in.
 
-A formula gets them in float32 (float64 if a parameter is), joined into vectors, and what it has written is rounded to
-the stored dtype. In eager mode vectors have a limited size, so there is never a float32 copy of the whole state; in
+A formula gets them in float32 (float64 if a parameter is), joined into vectors. The values that it writes are rounded
+to the stored dtype. In eager mode vectors have a limited size, so there is never a float32 copy of the whole state. In
 graphs each leaf is one vector, and the compiler fuses the conversion with the formula.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError, require_switches
-from ftrain.optim.column import Part, Some
+from ftrain.optim.column import Part, Tensors
 from ftrain.optim.formats import Floats, Format, window
 from ftrain.optim.grouping import Plan
 from ftrain.optim.rounding import noise, rounded
@@ -31,8 +30,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Storage:
     """How an optimizer stores its parameters and moments.
 
-    `formats` are those of the moments, by name. If `stochastic`, values that are stored in bfloat16 are rounded up or
-    down at random. `shown` are the options to print.
+    `formats` are the formats of the moments, by name. If `stochastic`, values stored in bfloat16 are rounded up or
+    down at random. `shown` are the texts of its options in the text of the optimizer.
     """
 
     formats: Mapping[str, Format]
@@ -55,7 +54,7 @@ class Storage:
         return not self.stochastic and all(isinstance(form, Floats) for form in self.formats.values())
 
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
-        """Return the trees of the state, given the initial value of each moment for a leaf."""
+        """Return the trees of the state. `state` are functions ``leaf -> initial value`` by name of the moment."""
         leaves, spec = tree.flatten(params)
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for key, form in self.formats.items():
@@ -70,28 +69,31 @@ class Storage:
         columns: list[list[Tensor]],
         key: Tensor | None,
         *,
-        wrap: Callable[[list[Tensor]], Some],
+        wrap: Callable[[list[Tensor]], Tensors],
         weight_decay: float,
         eager: bool,
     ) -> Iterator[Part]:
-        """Yield one part after another to compute on, and store its new values when the next one is requested.
+        """Yield parts in the dtype to compute in, and store the new values of each when the next one is requested.
 
-        Of `columns`, which are the gradients, the parameters and the leaves of each of `names`, all but the first are
-        written; gradients must have the strides of the parameters. `key` is that of stochastic rounding. In eager mode,
-        join small leaves and cut long ones. Within a part, the elements of each leaf are a vector of their own: kernels
-        may round the last ones of a vector differently.
+        `columns` are the gradients, the parameters and the leaves of each of `names`. All but the gradients are written
+        to. Gradients must have the strides of the parameters. `key` is the key of stochastic rounding. In eager mode,
+        small leaves are joined and long ones cut. Within a part each leaf is a vector, because kernels may round the
+        last elements of a vector differently.
         """
         formats: list[Format] = [Floats(), Floats(), *self.formats.values()]
-        trees = iter(columns)
-        stored = [(form, [next(trees) for _ in form.suffixes]) for form in formats]
+        remaining = iter(columns)
+        stored = [(form, [next(remaining) for _ in form.suffixes]) for form in formats]
         for layout in plan.vectors if eager else plan.leaf_vectors:
             dtype = torch.promote_types(columns[1][layout.windows[0][0]].dtype, torch.float32)
             sizes = [stop - start for _, start, stop in layout.windows]
             windows = [
-                [window(tuple(map(itemgetter(index), each)), form.block, *cut) for index, *cut in layout.windows]
-                for form, each in stored
+                [
+                    window(tuple(column[index] for column in form_columns), form.block, start, stop)
+                    for index, start, stop in layout.windows
+                ]
+                for form, form_columns in stored
             ]
-            vectors = [form.read(each, dtype) for form, each in zip(formats, windows, strict=True)]
+            vectors = [form.read(form_windows, dtype) for form, form_windows in zip(formats, windows, strict=True)]
             grad, leaf, *state = [wrap(list(vector.split_with_sizes(sizes))) for vector in vectors]
             decay = weight_decay if layout.decay else 0.0
             yield Part(leaf, grad, dict(zip(self.formats, state, strict=True)), decay, vectors[1])
@@ -108,7 +110,7 @@ def _rounded(key: Tensor, offset: int, eager: bool, values: Tensor) -> Tensor:
 def low_precision(
     function: str, state_dtype: Literal["bf16", "fp32"] | None, stochastic_rounding: bool | None, moments: Sequence[str]
 ) -> Storage | None:
-    """Return how moments are stored; None if in the dtypes of the parameters, without stochastic rounding.
+    """Return how to store moments; None for the dtypes of the parameters without stochastic rounding.
 
     Raises an OptionError for another `state_dtype`.
     """

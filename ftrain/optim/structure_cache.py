@@ -1,4 +1,4 @@
-"""Compute a value from trees once, and again when their structure or the shapes of their tensors change."""
+"""Cache a value that is computed from the structure of trees and the shapes of their tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class _Cached(NamedTuple, Generic[T]):
 
 
 class StructureCache(Generic[T]):
-    """Keeps the value of the last trees, because the next ones usually have the same structure.
+    """Caches ``compute(specs, columns)``, where `specs` and `columns` are the structure and the leaves of each tree.
 
-    It is ``compute(specs, columns)``, of the structure and the leaves of each tree, and may depend on the shapes,
-    strides, dtypes and devices of the leaves, and on the ranks over which these are divided (`ftrain.tree.sharding`).
+    The value may depend on the shapes, strides, dtypes and devices of the leaves, and on how they are divided over
+    ranks (`ftrain.tree.sharding`). Only the value of the last trees is kept: the next ones usually are like them.
     """
 
     def __init__(self, compute: Callable[[Sequence[optree.PyTreeSpec], list[list[Tensor]]], T]) -> None:

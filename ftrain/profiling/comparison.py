@@ -1,4 +1,4 @@
-"""A step and its state, with which variants of the step are compared: each runs on its own copy of the state."""
+"""Run variants of a step, each on its own copy of the state, to compare them with the step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Original:
         return mark_donatable(self._adapt(copied, variant, copied.params))
 
     def _adapt(self, state: TrainState, variant: Step, params: PyTree) -> TrainState:
-        """Return a state with the parts of a variant, of which new ones are made for these parameters."""
+        """Return the state for a variant. What `state` lacks is initialised for `params`."""
         is_same_optimizer = variant.optimizer is self.step.optimizer
         slots = {
             wrapper.name: state.slots[wrapper.name] if wrapper.name in state.slots else wrapper.slot.init(params)
@@ -50,13 +50,13 @@ class Original:
         return replace(state, opt_state=opt_state, slots=slots)
 
     def racer(self, variant: Step, batch: PyTree, needs: int = 0) -> Racer:
-        """Return a racer for a variant whose peak of memory is `needs` bytes."""
+        """Return a racer for a variant that needs these bytes at its peak; 0 if that is not known."""
         return Racer(variant, partial(self.state_for, variant), batch, self.device, needs)
 
     def measured_peak(self, variant: Step, batch: PyTree, at_rest: int) -> int | None:
-        """Run a variant whose state and batch take `at_rest` bytes, wait for the device, and return those at the peak.
+        """Return the measured peak of memory in bytes of a variant whose state and batch take `at_rest` bytes.
 
-        None if a copy of the state does not fit beside the original.
+        Runs the variant and waits for the device. Returns None if a copy of the state does not fit beside the original.
         """
         try:
             beyond_start, _ = measure(variant, self.state_for(variant), batch)

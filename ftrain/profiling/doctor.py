@@ -32,9 +32,9 @@ WIDTH = 14
 def report(names: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of the report; the measurements take a few seconds per device.
 
-    `names` are those of devices, whose packages are imported; by default all devices that are available without
-    importing a vendor's package. Raises a DeviceError for a device that is not available; the message lists those that
-    are, or says what to install.
+    `names` are the devices to report, whose packages are imported. Default: all devices that are available without
+    importing a vendor's package. Raises a DeviceError for a device that is not available; the message lists the
+    available ones, or says what to install.
     """
     chosen = [backends.get(name) for name in names]
     yield from _versions()
@@ -66,7 +66,7 @@ def _status(record: Backend) -> str:
         return _try(lambda record: record.describe(), record)
     if not record.package:
         return f"{record.platform}: none on this machine"
-    # Of the first part only: `find_spec` imports the parents of a package.
+    # Only the first part of the name: `find_spec` imports the parents of a package.
     if importlib.util.find_spec(record.package.split(".")[0]) is None:
         return f"{record.platform}: {record.package} is not installed"
     return f"{record.platform}: {record.package} is installed; python -m ftrain doctor {record.name}"
@@ -89,7 +89,7 @@ def _memory(record: Backend) -> str:
 
 
 def _dtypes(record: Backend) -> str:
-    """Return the dtypes of autocast, and whether each is native or emulated, and so slower than float32."""
+    """Return the dtypes of autocast, each with "native", or "emulated" if it is slower than float32."""
     native = record.native_dtypes
     texts = (
         f"{dtype_name(dtype)} ({'native' if dtype in native else 'emulated'})" for dtype in record.autocast_dtypes()
@@ -98,8 +98,9 @@ def _dtypes(record: Backend) -> str:
 
 
 def _attention(record: Backend) -> str:
-    """Return the kernels of `scaled_dot_product_attention` that run forward and backward in the narrow dtype."""
-    dtype, kernels = next(iter(record.autocast_dtypes()), torch.float32), []
+    """Return the kernels of `scaled_dot_product_attention` that run forward and backward in an autocast dtype."""
+    dtype = next(iter(record.autocast_dtypes()), torch.float32)
+    kernels = []
     for name, kernel in SDPBackend.__members__.items():
         query = torch.zeros(1, 2, 64, 64, device=record.device, dtype=dtype, requires_grad=True)
         try:
@@ -127,7 +128,7 @@ def _matmul(record: Backend, dtype: torch.dtype) -> str:
 
 
 def _copies(record: Backend) -> str:
-    """Return the rate of a copy on the device, reads and writes counted, and of a copy from the host."""
+    """Return the rate of a copy on the device, which counts reads and writes, and of a copy from the host."""
     on_host, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4, device=record.device)
     on_device = on_host.to(record.device)
     text = f"{2 * rates.copy_rate(on_device, target) / 1e9:,.1f} GB/s"

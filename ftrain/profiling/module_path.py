@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
-class Running:
-    """Follows the submodules of a module as they run; the module is None for a loss without one."""
+class RunningModule:
+    """Tracks which submodule of a module is running; the module is None for a loss without one."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
         self._stack: list[str] = []
-        self.is_followed = False
+        self.is_tracking = False
 
     @property
     def name(self) -> str:
@@ -24,12 +24,12 @@ class Running:
         return self._stack[-1] if self._stack else ""
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Context of one call of the module, in which its submodules are followed."""
-        # Without those that another call was stopped in: `remat` ends a recomputation without leaving its modules.
+    def tracked(self) -> Iterator[None]:
+        """Context of one call of the module, in which its submodules are tracked."""
+        # `remat` stops a recomputation before its modules return, so their names may still be on the stack.
         self._stack.clear()
-        self.is_followed = True
-        # Torch calls them in all threads, such as one that evaluates another module.
+        self.is_tracking = True
+        # Torch calls the hooks in every thread, also in one that runs another module.
         thread = threading.get_ident()
 
         def enter(part: nn.Module, args: object) -> None:
@@ -45,6 +45,6 @@ class Running:
         try:
             yield
         finally:
-            self.is_followed = False
+            self.is_tracking = False
             entered.remove()
             left.remove()

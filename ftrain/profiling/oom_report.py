@@ -1,4 +1,4 @@
-"""The report for a step that runs out of memory: what uses the memory, and what would use less."""
+"""Report for a step that ran out of memory what uses the memory, and which changes would use less."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WORTHWHILE = 0.995
 """A variant is listed if its peak is below this share of the peak of the step."""
 
 
-def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
-    """Return lines that say what uses the memory of a step, and what would use less."""
+def memory_report(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
+    """Return the lines of the report: what uses the memory of a step, and which changes would use less."""
     lines, peak = [], 0
     for name, variant in _variants(step):
-        # That memory ran out matters more than any error in a prediction.
+        # The report is part of an error, which no error of a prediction may replace.
         with suppress(Exception):
             outline = None if state is None else Original(step, state).outline(variant)
             predicted = anatomy(variant, outline, batch, measure=False)
@@ -41,6 +41,7 @@ def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
 
 
 def _variants(step: Step) -> Iterator[tuple[str, Step]]:
+    """Yield the step itself, and then steps with one or two changes that save memory, by their names."""
     yield "", step
     wrappers = {"ft.donated()": donated(), "ft.remat()": remat(), 'ft.with_amp("bf16")': with_amp("bf16")}
     for names in (*((name,) for name in wrappers), tuple(wrappers)[1:]):

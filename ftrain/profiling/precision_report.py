@@ -17,10 +17,11 @@ MOST_SHOWN = 20
 
 
 class PrecisionRow(NamedTuple):
-    """What a part of a model lost to a narrow dtype: shares of elements in [0, 1], as `ftrain.with_amp` defines them.
+    """The shares of elements, in [0, 1], of a part of a model that overflowed or underflowed in a narrow dtype.
 
-    They are of the outputs of a module or block, and of the gradient of these; 0 without a gradient. `first` is the
-    first step with an overflow, forward or backward; None without one, or if steps are not known.
+    `ftrain.with_amp` defines them. `overflow` and `underflow` are shares of the outputs of a module or block, the
+    others of the gradient of these outputs; 0 without a gradient. `first` is the first step with an overflow, forward
+    or backward; None without one, or if the numbers of steps are not known.
     """
 
     part: str
@@ -35,8 +36,8 @@ class PrecisionRow(NamedTuple):
 class PrecisionReport:
     """The result of `precision_report`; `print` shows it as a table.
 
-    Its rows are every watched part. First the parts in which an overflow begins, by step and share; then the parts that
-    contain them, or whose gradient overflowed; then the others, by the share that underflowed.
+    It has a row for each watched part: first the innermost parts with an overflow, by step and share; then the parts
+    that contain them, or whose gradient overflowed; then the others, by the share that underflowed.
     """
 
     rows: tuple[PrecisionRow, ...]
@@ -69,10 +70,11 @@ def precision_report(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
     Waits for the device if the metrics are on one.
 
     Args:
-        metrics: metrics of one step, or the history of `ftrain.fit` or any of its records. Shares are means over steps.
+        metrics: the metrics of one step, or the history of `ftrain.fit`, or some of its records. Shares are means over
+        steps.
 
     Raises:
-        OptionError: if it is neither, or the steps were not watched.
+        OptionError: `metrics` is neither, or the steps were not watched.
 
     >>> print(precision_report([{"step": 7, "overflow/blocks.0": 0.25, "underflow/blocks.1": 0.5}]))
     part      overflow  underflow  grad overflow  grad underflow  first step
@@ -101,8 +103,8 @@ def precision_report(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
         part: {kind: sum(values) / len(values) for kind, values in kinds.items()} for part, kinds in shares.items()
     }
     rows = [PrecisionRow(part, **kinds, first=first.get(part)) for part, kinds in means.items()]
-    broken = [row.part for row in rows if row.overflow]
-    return PrecisionReport(tuple(sorted(rows, key=lambda row: _urgency(row, broken))))
+    overflowing = [row.part for row in rows if row.overflow]
+    return PrecisionReport(tuple(sorted(rows, key=lambda row: _sort_key(row, overflowing))))
 
 
 def _shares(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
@@ -114,10 +116,15 @@ def _shares(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
             yield kind, part, 0.0 if math.isnan(share) else share
 
 
-def _urgency(row: PrecisionRow, broken: Sequence[str]) -> tuple[Any, ...]:
-    begins = row.overflow and not any(_contains(row.part, other) for other in broken)
-    tier = 0 if begins else 1 if row.overflow or row.grad_overflow else 2
-    share = row.overflow if begins else max(row.overflow, row.grad_overflow) or max(row.underflow, row.grad_underflow)
+def _sort_key(row: PrecisionRow, overflowing: Sequence[str]) -> tuple[Any, ...]:
+    """Return the key that sorts rows as `PrecisionReport` says; `overflowing` are the parts with an overflow."""
+    is_innermost = row.overflow and not any(_contains(row.part, other) for other in overflowing)
+    if is_innermost:
+        tier, share = 0, row.overflow
+    elif row.overflow or row.grad_overflow:
+        tier, share = 1, max(row.overflow, row.grad_overflow)
+    else:
+        tier, share = 2, max(row.underflow, row.grad_underflow)
     step = math.inf if row.first is None or tier == 2 else row.first
     depth = 0 if row.part == MODEL else row.part.count(".") + 1
     return tier, step, -share, -depth, row.part

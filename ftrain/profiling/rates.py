@@ -12,32 +12,33 @@ from ftrain.tree import HOST
 
 SMALLEST_EDGE, LARGEST_EDGE = 256, 8192
 LONG_ENOUGH = 0.005
-"""Seconds that a square matmul must take for its rate to count, unless it has the largest edge."""
+"""Seconds that a matmul must take for an exact rate; only the largest may take less."""
 
 LAUNCHES = 200
 REPEATS = 5
 
 
 def fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of a few runs in seconds, without the first, which may load a library."""
+    """Return the seconds of the fastest of a few runs, without the first, which may load a library."""
     seconds(work, device)
     return min(seconds(work, device) for _ in range(REPEATS))
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations per second of a large square matmul of random numbers.
+    """Return the floating-point operations per second of a large square matmul.
 
-    Equal numbers take less power, and GPUs multiply them faster than any others. No global generator is used.
+    Of random numbers, because GPUs need less power for equal numbers, and multiply them faster. They are drawn from a
+    generator of its own, so torch's global state does not change.
     """
     generator = torch.Generator().manual_seed(0)
     tile = torch.randn(SMALLEST_EDGE, SMALLEST_EDGE, generator=generator, device=HOST).to(device, dtype)
     edge = SMALLEST_EDGE
     while True:
-        # Repeated, since so many numbers take seconds to draw.
+        # A tile is repeated, because drawing a whole matrix takes seconds.
         matrix = tile.repeat(edge // SMALLEST_EDGE, edge // SMALLEST_EDGE)
-        took = fastest(partial(torch.mm, matrix, matrix), device)
-        if took >= LONG_ENOUGH or edge >= LARGEST_EDGE:
-            return 2 * edge**3 / took
+        duration = fastest(partial(torch.mm, matrix, matrix), device)
+        if duration >= LONG_ENOUGH or edge >= LARGEST_EDGE:
+            return 2 * edge**3 / duration
         edge *= 2
 
 

@@ -1,4 +1,4 @@
-"""The same step with another wrapper or optimizer, and the same batch with more or fewer examples."""
+"""Variants of a step, with another wrapper or optimizer, and of a batch, with more or fewer examples."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def require_step(function: str, step: Any, state: Any, *, may_lack_state: bool =
 
 
 def require_one_rank(function: str, step: Step) -> None:
-    """Raises a ComposeError for a step on several ranks: they would hang if timing ran it unequally often."""
-    if (ranks := ranks_of(step.wrappers)) > 1:
+    """Raises a ComposeError for a step on several ranks: if one ran it more often than another, all would hang."""
+    ranks = ranks_of(step.wrappers)
+    if ranks > 1:
         raise ComposeError(
             f"{function}: the step runs on {ranks} ranks and cannot be timed there; pass it without ft.sharded on one "
             f"rank, or predict with ft.anatomy(step, state, batch) or ft.tune(..., mesh=(1, {ranks}), memory=...)"
@@ -52,7 +53,7 @@ def require_one_rank(function: str, step: Step) -> None:
 
 
 def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
-    """Return a step with one more wrapper, which replaces the one of the same name.
+    """Return a step with one more wrapper, in place of the wrapper of the same name if there is one.
 
     Raises a ComposeError if the step has the same wrapper already, or one that cannot be combined with it.
     """
@@ -69,7 +70,7 @@ def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
 
 
 def replaces_optimizer(wrapper: Wrapper) -> bool:
-    """Whether a wrapper has replaced the optimizer of its step, so that removing the wrapper does not undo it."""
+    """Whether a wrapper has replaced the optimizer of its step, so that a step without it keeps the new optimizer."""
     return wrapper.update is not None and wrapper.update.optimizer is not None
 
 
@@ -81,13 +82,17 @@ def remove_wrapper(step: Step, name: str) -> Step:
 def microbatches_of(step: Step) -> int:
     """Return the number of microbatches over which a step accumulates its gradient.
 
-    Raises a ComposeError if a wrapper changes the gradient of each of them, so that another number is another update.
+    Raises a ComposeError if a wrapper changes the gradient of each microbatch, so that another number of microbatches
+    would be another update.
     """
-    readers = [(w.text, w.grad) for w in step.wrappers if w.grad and w.grad.reads_gradients]
-    for text, grad in readers:
-        if grad.microbatches is not None and grad is not readers[0][1]:
+    readers = [
+        (wrapper.text, wrapper.grad) for wrapper in step.wrappers if wrapper.grad and wrapper.grad.reads_gradients
+    ]
+    for text, grad in readers[1:]:
+        if grad.microbatches is not None:
+            innermost, _ = readers[0]
             raise ComposeError(
-                f"{readers[0][0]} applies to each microbatch of {text}; another number of them is another update"
+                f"{innermost} applies to each microbatch of {text}; another number of them is another update"
             )
     return step.microbatches
 
@@ -95,7 +100,7 @@ def microbatches_of(step: Step) -> int:
 def with_microbatches(step: Step, microbatches: int, batch: PyTree) -> Step:
     """Return a step that computes the same update in this number of equal microbatches.
 
-    Raises a BatchError if the number does not divide the batch; and as `microbatches_of`.
+    Raises a BatchError if the number does not divide the batch, and the error of `microbatches_of`.
     """
     if microbatches == microbatches_of(step):
         return step
@@ -122,7 +127,8 @@ def length_of(batch: PyTree) -> int:
 
 def nbytes(values: PyTree) -> int:
     """Return the bytes of the tensors of a tree."""
-    return sum(_nbytes(each) for leaf in tree.leaves(values) if tree.is_tensor(leaf) for each in plain_tensors(leaf))
+    tensors = [leaf for leaf in tree.leaves(values) if tree.is_tensor(leaf)]
+    return sum(_nbytes(plain) for tensor in tensors for plain in plain_tensors(tensor))
 
 
 def _nbytes(leaf: torch.Tensor) -> int:
@@ -131,9 +137,9 @@ def _nbytes(leaf: torch.Tensor) -> int:
 
 
 def smaller_optimizers(step: Step) -> dict[str, Step]:
-    """Return steps like one of Adam or AdamW, with optimizers that have a smaller state, by the text of their calls.
+    """Return variants of a step with Adam or AdamW, with optimizers of a smaller state, by the text of their calls.
 
-    They have the learning rate of the step and their default options, which do not change their memory. Raises a
+    The optimizers have the learning rate of the step and default options, which do not change their memory. Raises a
     ComposeError if the step has another optimizer.
     """
     if step.optimizer.name not in ("adam", "adamw") or any(map(replaces_optimizer, step.wrappers)):

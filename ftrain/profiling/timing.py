@@ -1,4 +1,4 @@
-"""Measure how long steps take, in turns, so that a drift of the machine affects all of them equally."""
+"""Measure the time of steps in turns, so that changes in the speed of the machine affect all of them equally."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURN = 0.1
 """Seconds of a turn, unless one step takes longer."""
 
 WARM_UP = 3
-"""Steps that run before a state is timed: libraries load, and graphs are captured and recorded for its tensors."""
+"""Steps that run on a state before it is timed: they load libraries, and capture and record graphs."""
 
 MOST_BATCHES, ENOUGH_SECONDS = 32, 0.5
 """A pass over data ends after this many batches, or this many seconds of steps."""
@@ -52,17 +52,21 @@ def interval(values: Sequence[float]) -> Interval:
     >>> interval([5.0, 1.0, 2.0, 4.0, 3.0, 9.0, 8.0, 7.0, 6.0])
     Interval(low=2.0, median=5.0, high=8.0)
     """
-    ordered, missed, left_out = sorted(values), 0.0, 0
-    while (missed := missed + math.comb(len(ordered), left_out) / 2 ** len(ordered)) <= MISSED:
+    ordered = sorted(values)
+    count = len(ordered)
+    # The probability that at most `left_out` of the values are below the true median.
+    missed, left_out = 1 / 2**count, 0
+    while missed <= MISSED:
         left_out += 1
+        missed += math.comb(count, left_out) / 2**count
     left_out = max(left_out - 1, 0)
     return Interval(ordered[left_out], statistics.median(ordered), ordered[-1 - left_out])
 
 
 class Racer:
-    """A step that is timed on one batch and its own state, which `begin` makes in its first turn.
+    """A step that is timed on one batch and its own state, which `begin` returns in the first turn.
 
-    At its peak the step `needs` these bytes; 0 if they are not known.
+    `needs` are the bytes of the step at its peak; 0 if they are not known.
     """
 
     def __init__(
@@ -74,12 +78,14 @@ class Racer:
 
     @property
     def fits(self) -> bool:
-        """Whether it has its state, or there is memory for it beside the states of the others."""
-        free = None if self._state is not None else backends.of(self.device).free()
+        """Whether it has its state already, or there is free memory for the step."""
+        if self._state is not None:
+            return True
+        free = backends.of(self.device).free()
         return free is None or self._needs <= free
 
     def turn(self) -> float:
-        """Run steps for the time of a turn, and return the seconds of one step."""
+        """Run steps for about `TURN` seconds, and return the seconds of one step."""
         if self._state is None:
             self._state = self._begin()
             self._run(WARM_UP)
@@ -114,7 +120,8 @@ def race(
 ) -> dict[K, list[float] | Exception]:
     """Return for each racer the seconds of a step in each round, or the error that ended it.
 
-    A first round is not counted. Every other round runs in reverse order, so that no racer always follows the same one.
+    The first round does not count. Every second round runs in reverse order, so that no racer always follows the same
+    one.
     If a racer does not fit beside the states of the others, or runs out of memory, the others release their states, and
     make new ones in their next turns. Raises an error of a racer unless ``is_result(key, error)``.
     """
@@ -139,7 +146,7 @@ def race(
 
 
 def _turn(racers: Mapping[K, Racer], key: K) -> float:
-    # Predicted first: a host that runs out of memory raises no error, its kernel kills the process.
+    # Compare with the free memory first: if a host runs out of memory, its kernel kills the process without an error.
     if racers[key].fits:
         try:
             return racers[key].turn()
@@ -147,7 +154,7 @@ def _turn(racers: Mapping[K, Racer], key: K) -> float:
             if not is_out_of_memory(error):
                 raise
             _close(racers)
-            # Afterwards, so that the memory of the closed ones leaves the cache of the allocator too.
+            # After `_close`, so that this also empties the allocator's cache of their memory.
             release(error, racers[key].device)
     else:
         _close(racers)
@@ -162,7 +169,8 @@ def _close(racers: Mapping[K, Racer]) -> None:
 class Loading(NamedTuple):
     """Seconds per batch of a source of data.
 
-    They are to load it and nothing else (`alone`), to train on it when it is on the device already (`ready`), and both.
+    `alone` is the time to load a batch without a step, `ready` the time of a step on a batch that is on the device
+    already, and `together` the time of both.
     """
 
     alone: float
@@ -171,12 +179,12 @@ class Loading(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Share of the time in which the device waits for data: at most the share that loading alone takes."""
+        """The share of the time in which the device waits for data; at most the share that loading alone takes."""
         return min(max(0.0, 1 - self.ready / self.together), self.alone / self.together)
 
 
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
-    """Time a source of data, and a step that trains on it; the position of the data is restored, and torch's generator.
+    """Return the times to load data and to train on it; restores the position of the data, and torch's generator.
 
     Nothing else may use the state. Raises a DataError if the data can be iterated only once, or has fewer than two
     batches.
@@ -186,7 +194,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
             f"hints, ladder: data is {type(data).__name__}; needs batches that can be iterated several times, such as "
             "those of ft.data.loader"
         )
-    # Torch's `DataLoader` draws a seed, and its shuffle another, for each pass.
+    # For each pass, torch's `DataLoader` draws a seed from the generator, and its shuffle another.
     position, restore_generator = sources.position(data), backends.of(tree.HOST).generators()
 
     def batches(count: int) -> Iterator[PyTree]:
@@ -205,7 +213,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
             count = min(MOST_BATCHES, max(2, round(ENOUGH_SECONDS / seconds(partial(run, batch), device))))
             loaded = list(batches(count))
             if len(loaded) > 1:
-                # In turns, as a race: the machine may be busy with something else during one of the passes.
+                # In turns, because the machine may be busy with other work during a part of them.
                 passes = [
                     [_pass(batches(count), id, device), _pass(loaded, run, device), _pass(batches(count), run, device)]
                     for _ in range(PASSES)
@@ -220,7 +228,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
 
 
 def _pass(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
-    """Return the seconds of a pass, without the first batch, before which workers start."""
+    """Return the seconds of a pass after its first batch, before which workers start."""
     rest = iter(batches)
     work(next(rest))
     return seconds(lambda: [work(batch) for batch in rest], device)

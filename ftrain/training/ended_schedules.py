@@ -1,4 +1,4 @@
-"""Log that the schedules of a run end long before its last step, so that it trains on with a rate of 0."""
+"""Log a warning if the schedules of a run end long before its last step, so that it continues with a rate of 0."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrain.errors import log_on_first_rank
-from ftrain.optim.schedules.call import describe, is_told_by_text
+from ftrain.optim.schedules.call import describe, text_defines_values
 from ftrain.step.step import Step
 
 MIN_STEPS = 10
-"""So many last steps, and a tenth of the run, may have a rate of 0: totals are often rounded down."""
+"""This many steps at the end of a run, or a tenth of it, may have a rate of 0: totals are often rounded down."""
 
 SAMPLES = 32
 """The number of steps at which a schedule is read in each part of the run."""
 
 
 def log_ended_schedules(step: Any, first: int, total: int | None) -> None:
-    """Log if all learning rates are 0 at the end of a run, which has made `first` of its `total` steps.
+    """Log a warning if all learning rates are 0 at the end of a run, which has made `first` of its `total` steps.
 
-    A schedule that is a function, or has one in it, is not read ahead: it need not have a value for each step.
+    A schedule with a function of a user is not called for later steps: it need not have a value for each of them.
     """
     rates = step.optimizer.schedules if isinstance(step, Step) else {}
     rates = {name: rate for name, rate in rates.items() if name.endswith("lr")}
-    if not rates or not total or first >= total or not all(map(is_told_by_text, rates.values())):
+    if not rates or not total or first >= total or not all(map(text_defines_values, rates.values())):
         return
     tail = total - max(MIN_STEPS, total // 10)
     ends = [_first_zero(rate, max(first, tail), total) for rate in rates.values()]
     if None in ends:
         return
-    end = max(each for each in ends if each is not None)
+    end = max(end for end in ends if end is not None)
     if tail <= end < first:  # The run was interrupted in its last steps.
         return
     log_on_first_rank(
@@ -41,7 +41,7 @@ def log_ended_schedules(step: Any, first: int, total: int | None) -> None:
 
 
 def _first_zero(rate: Callable[[int], float], begin: int, total: int) -> int | None:
-    """Return from where on a rate is 0, if it is above 0 before `begin` and 0 after it; else None."""
+    """Return the step from which on a rate is 0, if that is at most `begin`; None if it is not 0 later, or always 0."""
     if any(rate(step) for step in _samples(begin, total)):
         return None
     last = max((step for step in _samples(0, begin) if rate(step)), default=None)
@@ -53,5 +53,6 @@ def _first_zero(rate: Callable[[int], float], begin: int, total: int) -> int | N
 def _samples(begin: int, end: int) -> list[int]:
     """Return some numbers from `begin` up to `end`, without it: equally spaced ones, and others close to `begin`."""
     last = end - 1 - begin
-    equal, close = (last * index // SAMPLES for index in range(SAMPLES + 1)), (2**power for power in range(64))
-    return [begin + each for each in sorted({*equal, *close}) if each <= last]
+    equal = [last * index // SAMPLES for index in range(SAMPLES + 1)]
+    close = [2**power for power in range(64)]
+    return [begin + offset for offset in sorted({*equal, *close}) if offset <= last]

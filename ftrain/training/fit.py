@@ -1,4 +1,4 @@
-"""`fit`: train a step over data, with metrics, logs, evaluations, checkpoints and everything else around it."""
+"""`fit`: train a step over data, with metrics, logs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fit(
     on_oom: Literal["raise", "split"] = "raise",
     on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
 ) -> FitResult[S]:
-    """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
+    """Run `step` over `data`, with records, progress, evaluations and checkpoints; return ``(state, history)``.
 
     Metrics stay on the device and are read together every `log_every` steps; nothing else waits for the device.
     Ctrl-C ends the run after the current step, or before one that is still being compiled, and returns the newest
@@ -153,7 +153,7 @@ def fit(
         with (
             checkpoints or nullcontext(),
             show(progress and agreement.is_first) as display,
-            # A rank that abandons a step leaves the others in it.
+            # On several ranks no step is abandoned: the other ranks would wait in it.
             interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
         ):
             compares_batches = isinstance(step, Step) and step.loss.ranks is not None and step.loss.ranks.whole_batches
@@ -161,18 +161,18 @@ def fit(
             donating = step.donating if isinstance(step, Step) and donate else step
             point = saves.load(state, donate=donating is not step)
             run = Run(donating, data, options, point, checkpoints=saves, display=display, votes=votes)
-            # The run alone holds a state from here on, so that the memory of the first one can be freed.
+            # Only the run may refer to a state now, so that the memory of the first one can be freed.
             del state, point
             _train(run)
     run.history.stopped = run.stopped or ("data" if steps is None or run.step < steps else "steps")
     if number := votes.agreed_signal():
         run.history.stopped = "interrupt"
-        _end_by(number, checkpoints, run, prints=agreement.is_first)
+        _end_on_signal(number, checkpoints, run, prints=agreement.is_first)
     return run.result
 
 
 def _train(run: Run) -> None:
-    """Make the steps of a run, and what belongs before, between and after them."""
+    """Make the steps of a run, with the work before, between and after them."""
     try:
         run.start()
         records = run.steps()
@@ -188,8 +188,8 @@ def _train(run: Run) -> None:
         raise
 
 
-def _end_by(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *, prints: bool) -> None:
-    """Print where the run has ended, and end the process if it is saved; else the program goes on."""
+def _end_on_signal(number: signal.Signals, checkpoints: Checkpoints | None, run: Run, *, prints: bool) -> None:
+    """Print where the run has ended, and with checkpoints raise `Interrupted`, which ends the process."""
     where = f" after step {run.step}; returns what was trained"
     if checkpoints is not None and prints:
         steps = checkpoints.steps()

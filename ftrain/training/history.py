@@ -1,4 +1,4 @@
-"""The records of a run."""
+"""The history of a run: its records, as a list and as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class History(list[dict[str, Any]]):
     """
 
     stopped: str = ""
-    """Why the run ended: ``"steps"``, ``"data"``, ``"interrupt"``, or what `stop` said."""
+    """Why the run ended: ``"steps"``, ``"data"``, ``"interrupt"``, or the reason that `stop` returned."""
 
     def __repr__(self) -> str:
         """Return a table of the first and the last records, short however many there are."""
@@ -53,7 +53,7 @@ class History(list[dict[str, Any]]):
 def column(function: str, name: str, history: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the values of a metric, one for each record that has it.
 
-    Raises an OptionError in the name of `function` when there are records, and none has it.
+    Raises an OptionError that names `function` if there are records, but none has it.
     """
     values = [record[name] for record in history if name in record]
     if not values and len(history):
@@ -77,16 +77,17 @@ def record_of(history: History, step: int) -> dict[str, Any]:
 
 
 def unpack(packed: PyTree) -> History:
-    """Return the records of a checkpoint of an earlier format, which has a table for records with the same names.
+    """Return the records of a checkpoint of an earlier format.
 
-    It is ``{"tables": [{name: column}], "order": the number of the table of each record}``.
+    It has a table for the records with the same names, and the index of the table of each record:
+    ``{"tables": [{name: column}], "order": indices}``.
     """
     tables = [
         [dict(zip(table, row, strict=True)) for row in zip(*map(_values, table.values()), strict=True)]
         for table in packed["tables"]
     ]
-    rows = [iter(table) for table in tables]
-    return History([next(rows[number]) for number in _values(packed["order"])])
+    remaining = [iter(table) for table in tables]
+    return History([next(remaining[index]) for index in _values(packed["order"])])
 
 
 def _values(column: Any) -> list[Any]:

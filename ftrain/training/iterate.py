@@ -1,4 +1,4 @@
-"""The loop over batches, and its position in the data."""
+"""`iterate`: the loop of a run over batches, and the position of the run in its data."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Position(NamedTuple):
     batch: int = 0
     """Batches taken in the current pass."""
     data: Mapping[str, Any] | None = None
-    """The position that the data itself reports; None when it reports none."""
+    """The position that the data itself reports; None if it reports none."""
 
 
 class StepRecord(NamedTuple):
-    """What `iterate` yields after each step."""
+    """A step that was made, as `iterate` yields it."""
 
     step: int
     """Steps done, as the state counts them."""
     state: Any
-    """The state after the step; consumed by the next one when the step donates."""
+    """The state after the step; the next step consumes it if it donates."""
     metrics: Metrics
-    """The metrics that the step returned: tensors on the device, which nothing has waited for."""
+    """The metrics that the step returned: tensors, which the device may still be computing."""
     batch: PyTree
-    """The batch, on the device; as it came, if each rank copies its rows of it to its device."""
+    """The batch on the device; on the host if each rank copies only its rows to its device."""
     epoch: int = 0
     """Passes over the data that were completed."""
     batches: int = 0
@@ -68,10 +68,10 @@ def iterate(
     epochs: int | None = None,
     position: Position | None = None,
 ) -> Generator[StepRecord, Any, int | None]:
-    """Run a step over data and yield after each step: the loop of `fit`, to write your own around it.
+    """Run a step over data and yield a `StepRecord` after each step: the loop of `fit`, for loops of your own.
 
-    ``send(state)`` replaces the state, which consumes the one before if the step donates, and returns the record with
-    it. When the loop is left within a pass, data that reports its position continues from there the next time.
+    ``send(state)`` replaces the state, and returns the record with the new one; if the step donates, the old state is
+    consumed. After a loop that ended within a pass, data that reports its position continues from there.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -83,13 +83,13 @@ def iterate(
         position: the position to continue from, as returned by `position_of`. Default: the beginning.
 
     Returns:
-        The number of completed passes over the data when the loop ends because there are no more; None after `steps`.
+        The number of completed passes over the data if the loop has made all of them; None if it ended after `steps`.
 
     Raises:
-        ComposeError: when `step` cannot be called, is a class or a module, is swapped with the state, or returns
-            anything but a pair.
-        OptionError: for numbers that are not positive, or several epochs of an iterator.
-        DataError: when there is no batch, or the data ends before `steps` is reached.
+        ComposeError: `step` cannot be called, is a class or a module, is swapped with the state, or does not return a
+            pair.
+        OptionError: `steps` or `epochs` is not positive, or there are several epochs of an iterator.
+        DataError: there is no batch, or the data ends before `steps` is reached.
     """
     require_callable("iterate", step, state, "iterate(step, state, data)")
     _require_limits(data, steps, epochs)
@@ -99,7 +99,8 @@ def iterate(
     epoch, index, batches = _first_pass(data, position)
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
     ranks = getattr(getattr(step, "loss", None), "ranks", None)
-    takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
+    # Then each rank copies only its rows of a batch to its device.
+    takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         count_before_pass = count
         for host_batch in batches:
@@ -113,7 +114,7 @@ def iterate(
                 raise ComposeError(
                     f"iterate: the step returned {type(result).__name__}; needs a pair (state, metrics)"
                 ) from error
-            # Otherwise this state stays in memory when another one is sent.
+            # Without this, the state would stay in memory after `send` has replaced it.
             del result
             count, index = count + 1, index + 1
             record = StepRecord(count, state, metrics, batch, epoch, index)
@@ -127,7 +128,7 @@ def iterate(
             if steps is not None and count >= steps:
                 _keep_position(data)
                 return None
-        # An empty pass does not count as an epoch, except the rest of a pass when a run resumes at its end.
+        # A pass without batches does not count as an epoch, except if the run has resumed at the end of this pass.
         empty_passes = empty_passes + 1 if count == count_before_pass else 0
         if not empty_passes or (resumed and index):
             epoch += 1
@@ -138,18 +139,18 @@ def iterate(
 
 
 def _keep_position(data: Iterable[PyTree]) -> None:
-    """Make data that reports its position continue from it the next time, instead of starting its pass again."""
+    """Set data that reports its position to this position, from which it would otherwise not continue."""
     position = sources.position(data)
     if position is not None:
         sources.seek(data, position)
 
 
 def _replace_state(old: Any, new: Any) -> Any:
-    """Return `new`, in memory that nothing else uses if `old` had such memory; `old` is then consumed."""
+    """Return the state `new`. If `old` may be donated, it is consumed, and the result may be donated too."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_donatable(old)) or new is old:
         return new
     shared = {id(leaf) for leaf in tree.leaves(old)}
-    # Other leaves are copied: the caller may still use them.
+    # Leaves that `old` does not have are copied: the caller may still use them.
     replaced = mark_donatable(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
     consume(old)
     return replaced
@@ -161,7 +162,7 @@ def position_of(record: StepRecord, data: Iterable[PyTree]) -> Position:
 
 
 def _first_pass(data: Iterable[PyTree], position: Position | None) -> tuple[int, int, Iterable[PyTree]]:
-    """Return the numbers of the first pass and of its first batch, and the batches that are left in it."""
+    """Return the index of the first pass, the index of its first batch, and its remaining batches."""
     if position is None:
         return 0, 0, data
     batches = _rest_of_pass(data, position)
@@ -187,13 +188,13 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
             "pass; it continues with the next pass. Pass the same data for the same run"
         )
     elif (position.epoch or position.batch) and not isinstance(data, Sequence):
-        has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
-        again = f", so {position.batch} batches are read again and skipped" if position.batch else ""
-        # Data that shuffles goes on from pass to pass, and made anew it begins with the order of its first pass.
-        same = "all passes have the same order, not if it shuffles" if position.epoch else "the order is the same"
+        reason = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
+        skipped = f", so {position.batch} batches are read again and skipped" if position.batch else ""
+        # A new object of data that shuffles starts with the order of its first pass, whatever the epoch is.
+        condition = "all passes have the same order, not if it shuffles" if position.epoch else "the order is the same"
         warn(
-            f"fit: {type(data).__name__} {has}{again}; the run is the same only if {same} (ftrain.data.loader saves "
-            "its position)"
+            f"fit: {type(data).__name__} {reason}{skipped}; the run is the same only if {condition} "
+            "(ftrain.data.loader saves its position)"
         )
     if isinstance(data, Sequence):
         return (data[index] for index in range(position.batch, len(data)))
@@ -207,10 +208,10 @@ def num_batches_of(data: Iterable[PyTree]) -> int | None:
 
 def _length(data: Any) -> int | None:
     """Return the number of batches in a pass over data; None if it is not known."""
-    # Torch warns of a length of an iterable dataset, which is a guess.
+    # The length of an iterable dataset is a guess, of which torch warns.
     if isinstance(getattr(data, "dataset", None), IterableDataset):
         return None
-    with suppress(TypeError, NotImplementedError, FtrainError):  # Of a sampler or a loader without a length.
+    with suppress(TypeError, NotImplementedError, FtrainError):  # The data has no length.
         return len(data)
     return None
 
@@ -224,7 +225,7 @@ def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTre
 
 
 def device_of_state(state: Any) -> torch.device:
-    """Return the device of the tensors of any state, other than the host if there is one."""
+    """Return the device of the tensors of a state of any class; the host only if all of them are there."""
     return device_off_host(leaf for leaf in tree.leaves(state) if isinstance(leaf, Tensor))
 
 

@@ -14,28 +14,28 @@ from ftrain.training.metrics import read_metrics
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-"""It may have a method ``rewind(step, count)``, called when a run resumes: this removes the records of later steps, and
-of this step all but the first ``count``."""
+"""``record -> None``. If it has a method ``rewind(step, count)``, this is called when a run resumes. It must remove the
+records of later steps, and of this step all but the first ``count``."""
 
 
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is created if it is missing. Tensors, which it waits for, become numbers, NaN and infinities null, and
-    other values that JSON lacks their text. Each line is written at once: when a run is killed, only its last one can
-    be incomplete, and the next record begins a new line. A run that resumes from a checkpoint removes its lines of
-    later steps, which it makes again; those of earlier runs in the file stay.
+    The folder is created if it is missing. Tensors become numbers, which waits for the device. NaN and infinities
+    become null, and other values that JSON lacks become text. Each line is written at once: if a run is killed, only
+    its last line can be incomplete, and the next record starts a new line. A run that resumes from a checkpoint removes
+    its lines of later steps, which it makes again; lines of earlier runs in the file stay.
 
     Raises:
-        OptionError: when `path` is no path.
-        FtrainError: by the logger, when the file cannot be written, as on a full disk.
+        OptionError: `path` is not a path.
+        FtrainError: by the logger, if the file cannot be written, as on a full disk.
     """
     path = as_path("jsonl", "path", path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _Lines(path)
+    return _JsonLines(path)
 
 
-class _Lines:
+class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -43,13 +43,13 @@ class _Lines:
         return f"jsonl({str(self._path)!r})"
 
     def __call__(self, record: Record) -> None:
-        (numbers,) = read_metrics([record])  # In a loop of one's own, metrics are tensors.
-        line = json.dumps(_finite(numbers), allow_nan=False, default=str)
+        (numbers,) = read_metrics([record])  # `fit` passes numbers, other loops may pass tensors.
+        line = json.dumps(_to_json(numbers), allow_nan=False, default=str)
         try:
-            start = "" if _ends_whole(self._path) else "\n"
+            start = "" if _ends_with_whole_line(self._path) else "\n"
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{start}{line}\n")
-        except OSError as error:  # That of a full disk does not name the file.
+        except OSError as error:  # The error of a full disk does not name the file.
             raise FtrainError(
                 f"jsonl: {str(self._path)!a} could not be written: {error}; make room, or choose another path"
             ) from error
@@ -57,7 +57,8 @@ class _Lines:
     def rewind(self, step: int, count: int) -> None:
         """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line.
 
-        Of the last run in the file: steps begin again where another run has appended its lines.
+        Only lines of the last run in the file are removed. It starts at the last line whose step is smaller than the
+        one before.
         """
         if not self._path.is_file():
             return
@@ -65,20 +66,22 @@ class _Lines:
         steps = [_step(line) for line in lines]
         start, previous = 0, -math.inf
         for index, number in enumerate(steps):
-            start = index if number < previous else start
-            previous = number if number < math.inf else previous
-        end, of_step = len(lines), 0
+            if number < previous:
+                start = index
+            if number < math.inf:
+                previous = number
+        end, lines_of_step = len(lines), 0
         for index in range(start, len(lines)):
-            of_step += steps[index] == step
-            if step < steps[index] < math.inf or of_step > count or not lines[index].endswith(b"\n"):
-                end = index
+            lines_of_step += steps[index] == step
+            if step < steps[index] < math.inf or lines_of_step > count or not lines[index].endswith(b"\n"):
+                end = index  # Steps of a run only rise, so all lines from here on go.
                 break
-        # The steps of a run only rise. Another file in its place would need room, and lose its mode and the link to it.
+        # In place: a new file would need disk space, and lose the mode and the links of this one.
         os.truncate(self._path, sum(map(len, lines[:end])))
 
 
-def _ends_whole(path: Path) -> bool:
-    """Return whether a file is missing, empty or no regular file, or ends with a whole line."""
+def _ends_with_whole_line(path: Path) -> bool:
+    """Whether a file ends with a whole line; also if it is empty, missing or not a regular file."""
     if not path.is_file() or not path.stat().st_size:
         return True
     with path.open("rb") as file:
@@ -87,16 +90,17 @@ def _ends_whole(path: Path) -> bool:
 
 
 def _step(line: bytes) -> float:
-    """Return the step of a line; infinity if the line is no record."""
+    """Return the step of a line; infinity if the line is not a record."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def _finite(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinities, and with names of dicts as text."""
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
+        return {str(name): _to_json(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

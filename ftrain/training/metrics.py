@@ -1,4 +1,4 @@
-"""Metrics: they stay on the device until the metrics of several steps are read together."""
+"""Read the metrics of several steps from the device together, so that a run rarely waits for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepMetrics(NamedTuple):
 def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
     """Return one record for each step; waits for the device.
 
-    Raises a ComposeError when the metrics of a step are no dict, and a LossError when one is called ``step`` or
+    Raises a ComposeError if the metrics of a step are not a dict, and a LossError if one is called ``step`` or
     ``seconds``.
     """
     for step, _, metrics in steps:
@@ -42,19 +42,16 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
                 'values by name: return state, {"loss": loss}'
             )
     records = []
-    for (step, seconds, _), metrics in zip(steps, read_metrics([each.metrics for each in steps]), strict=True):
-        when = {"step": step, "seconds": round(seconds, 4)}
-        if not when.keys().isdisjoint(metrics):
-            report(metrics, "fit", **when)
-        records.append({**when, **metrics})
+    for (step, seconds, _), metrics in zip(steps, read_metrics([row.metrics for row in steps]), strict=True):
+        added = {"step": step, "seconds": round(seconds, 4)}
+        if not added.keys().isdisjoint(metrics):
+            report(metrics, "fit", **added)  # Raises the LossError.
+        records.append({**added, **metrics})
     return records
 
 
 def require_same_rates(step: Any, steps: Sequence[StepMetrics], records: Sequence[Mapping[str, Any]]) -> None:
-    """Check that this rank made its steps with the scheduled values that the records of the first rank have.
-
-    Raises an OptionError that names the value. The ranks would otherwise train with different rates.
-    """
+    """Raises an OptionError if a scheduled value of a step on this rank differs from the record of the first rank."""
     for (number, _, metrics), record in zip(steps, records, strict=True):
         for name in step.optimizer.schedules if isinstance(step, Step) else ():
             if metrics[name] != record[name]:
@@ -65,9 +62,10 @@ def require_same_rates(step: Any, steps: Sequence[StepMetrics], records: Sequenc
 
 
 def read_evaluation(returned: Any) -> dict[str, Any]:
-    """Return what an evaluation returned as numbers, with ``eval_`` before names that do not begin so.
+    """Return the result of an evaluation as numbers, with the prefix ``eval_`` for names that do not have it.
 
-    Raises an OptionError when it is not a dict of numbers by name, or two of the names become the same.
+    Waits for the device. Raises an OptionError if it is not a dict of numbers by name, or two of the names become the
+    same.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         description = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
@@ -85,28 +83,28 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
 
 
 def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the metrics of several steps to the host, waiting for the device once for each dtype and shape.
+    """Return the metrics of several steps as numbers; waits for the device once for each dtype and shape.
 
-    Numbers, or nested lists of them, take the place of tensors of any shape, of `Mean`, and of what is of numpy, also
-    within dicts, lists and tuples; these become dicts and lists.
+    A tensor, a `Mean` or a numpy value becomes a number, or a nested list of numbers. Dicts, lists and tuples may
+    contain them, and become dicts and lists.
     """
-    read = [*map(dict, rows)]
+    results = [dict(row) for row in rows]
     groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]] = {}
-    for row in read:
-        _collect(row, row.items(), groups)
+    for result in results:
+        _collect(result, result.items(), groups)
     for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
         for (container, key, _), value in zip(tensors, values, strict=True):
             container[key] = float(value) if isinstance(value, bool) else value
-    return read
+    return results
 
 
 def _collect(
     container: Any, items: Iterable[tuple[Any, Any]], groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]]
 ) -> None:
-    """Add the tensors of a dict or list to those of their dtype, device and shape, with the places of their numbers.
+    """Add the tensors of a dict or list to the groups by dtype, device and shape, with the place for their numbers.
 
-    What is of numpy becomes numbers at once: it is on the host, and nothing waits for the device.
+    Numpy values become numbers at once: they are on the host, so nothing waits for the device.
     """
     for key, metric in items:
         value = metric.value if isinstance(metric, Mean) else metric

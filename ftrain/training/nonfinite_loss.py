@@ -13,9 +13,9 @@ WARN, RAISE, IGNORE = "warn", "raise", "ignore"
 
 
 class NonFiniteLossCheck:
-    """Searches records for the first loss that is not finite, and does what `fit` documents of ``on_nonfinite``.
+    """Checks records for losses that are not finite, and warns or raises an error as ``fit(on_nonfinite=action)`` says.
 
-    The first rank warns and pins the checkpoint. Raises an OptionError for another `action`.
+    The first rank warns and pins the checkpoint. Raises an OptionError for an unknown `action`.
     """
 
     def __init__(self, action: str, checkpoints: Checkpoints | None, *, is_first: bool) -> None:
@@ -29,18 +29,18 @@ class NonFiniteLossCheck:
         params_are_finite: Callable[[], bool],
         history: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead.
+        """Warn about the first loss in `records` that is not finite; with ``"raise"``, raises a NonFiniteError instead.
 
-        A NaN that has changed no parameter is no error: its batch has nothing to average, such as one without labels.
-        In `history`, which ends with the records, a run that continues may have such losses already.
+        A NaN is no error if all parameters are finite: the batch had nothing to average, such as one without labels.
+        `history` ends with the records; if the run continues another, it may have earlier losses that are not finite.
         """
         if self._action == IGNORE:
             return
         record = next((record for record in records if _is_nonfinite(record)), None)
         if record is None:
             return
-        infinite = [each for each in records if _is_nonfinite(each) and not math.isnan(each["loss"])]
-        if not infinite and params_are_finite():
+        has_infinite_loss = any(_is_nonfinite(record) and not math.isnan(record["loss"]) for record in records)
+        if not has_infinite_loss and params_are_finite():
             if self._is_first and not self._has_warned:
                 self._has_warned = True
                 warn(
@@ -48,23 +48,25 @@ class NonFiniteLossCheck:
                     "has nothing to average, as if no label counts"
                 )
             return
-        record = _first_of_its_kind(history, record)
-        good = self._newest_good_step(record["step"])
+        record = _first_in_row(history, record)
+        good_step = self._newest_good_step(record["step"])
         text = (
             f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters after it are probably not "
             "finite; lower the learning rate, clip the gradient with ft.clip(1.0), or skip such steps with "
             "ft.skip_nonfinite()"
         )
         if self._action == RAISE:
-            raise NonFiniteError(text + (f". The newest checkpoint before it is that of step {good}" if good else ""))
+            raise NonFiniteError(
+                text + (f". The newest checkpoint before it is that of step {good_step}" if good_step else "")
+            )
         self._action = IGNORE
         if not self._is_first:
             return
-        if self._checkpoints is not None and good:
-            self._checkpoints.pin(good)
+        if self._checkpoints is not None and good_step:
+            self._checkpoints.pin(good_step)
             text += (
-                f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed; to go on "
-                "from it, delete the later ones and run again"
+                f". The checkpoint of step {good_step}, the newest before it, is pinned: it will not be removed; to go "
+                "on from it, delete the later ones and run again"
             )
         warn(f"{text}. on_nonfinite='raise' stops the run instead")
 
@@ -73,12 +75,12 @@ class NonFiniteLossCheck:
             return None
         self._checkpoints.wait()
         earlier = [saved for saved in self._checkpoints.steps() if saved < step]
-        # The gradient of the last step with a finite loss may not have been finite.
+        # Not the step right before it if possible: its loss was finite, but its gradient may not have been.
         return max([saved for saved in earlier if saved < step - 1] or earlier, default=None)
 
 
-def _first_of_its_kind(history: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the first of the steps without a finite loss that lead to a record."""
+def _first_in_row(history: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first record of the steps in a row, up to `record`, whose losses are not finite."""
     for earlier in reversed(history):
         if "loss" in earlier and earlier["step"] < record["step"]:
             if not _is_nonfinite(earlier):
@@ -88,6 +90,6 @@ def _first_of_its_kind(history: Sequence[Mapping[str, Any]], record: Mapping[str
 
 
 def _is_nonfinite(record: Mapping[str, Any]) -> bool:
-    """Return whether the loss of a step is not finite, and no wrapper has skipped the step."""
+    """Whether the loss of a step is not finite, and no wrapper has skipped the step."""
     loss = record.get("loss")
     return isinstance(loss, float) and not math.isfinite(loss) and not record.get("skipped")

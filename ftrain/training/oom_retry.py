@@ -1,4 +1,4 @@
-"""Retry a step that ran out of memory: the same update, with the gradient computed in smaller pieces of the batch."""
+"""Retry a step that ran out of memory, with its gradient computed in smaller pieces of the batch: the same update."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ftrain.transforms.compile.cache import cache_key
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_donatable, replace
 
 SPLIT_METRIC = "split"
-"""The metric with the number of pieces, in the record of the first step that has so many."""
+"""Name of the metric with the number of pieces, which the first step in this number of pieces has."""
 
 
 class StateOverwrittenError(DeviceError):
-    """Memory ran out in a step that may have begun to overwrite its state, whose memory can be used again."""
+    """Memory ran out in a step that may have begun to overwrite its state; `state` is for its memory to be reused."""
 
     def __init__(self, state: TrainState) -> None:
         super().__init__("fit: memory ran out when the step had begun to overwrite its state")
@@ -40,18 +40,17 @@ class StateOverwrittenError(DeviceError):
 
 
 class OomRetry:
-    """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
+    """A step that is retried in twice as many pieces when memory runs out, and keeps that number of pieces.
 
-    The innermost gradient is split, so that the update is the same whatever wrappers there are: with
-    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before. Ranks
-    split a step together.
+    The innermost gradient function is split, so that the update is the same for any wrappers: with ``accumulate(4)``
+    each of the four microbatches is split, and ``clip`` clips the same gradient as before. Ranks split a step together.
 
-    When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
-    be refused (fp16, `skip_nonfinite`) but not by the kernels of the optimizer: such an update overwrites nothing. A
-    compiled step may fail anywhere: its state is copied to the host before the first step with each structure of
-    batches.
+    The state of a step that failed is intact in three cases: it was not donated; the gradient was not complete; or the
+    update may be refused (fp16, `skip_nonfinite`) by other means than the kernels of the optimizer, and so is not
+    written in place. A compiled step may fail anywhere. So its state is copied to the host before the first step with
+    each structure of batches.
 
-    `say` prints a line, and `interrupted` returns whether a signal has come, after which nothing is tried again.
+    `say` prints a line. `interrupted` returns whether a signal has come; then no step is retried.
     """
 
     def __init__(
@@ -72,45 +71,45 @@ class OomRetry:
         self._split_into(pieces)
 
     def restart(self, pieces: int) -> None:
-        """Continue from a checkpoint whose history has this number of pieces; the number now is kept if larger."""
+        """Continue from a checkpoint whose history has this number of pieces; a larger current number is kept."""
         self._recorded = pieces
         self._split_into(max(pieces, self._pieces))
 
     def _split_into(self, pieces: int) -> None:
         self._pieces = pieces
-        self._fitting: set[Hashable] = set()
-        self._step = split_step(self._original, pieces, self._recording)
+        self._fitting_structures: set[Hashable] = set()
+        self._step = split_step(self._original, pieces, self._record_writes)
 
-    def _recording(self, grad: GradFn) -> GradFn:
+    def _record_writes(self, grad: GradFn) -> GradFn:
         is_agreed = self._agreement.is_alone or self._compiled
-        return self._writes.record(grad if is_agreed else _on_all_ranks(grad, self._agreement, self._stand_in))
+        return self._writes.record(grad if is_agreed else _require_all_ranks(grad, self._agreement, self._stand_in))
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Run the step, in more pieces if memory runs out.
 
         Raises:
-            StateOverwrittenError: when memory ran out and the state is lost.
-            DeviceError: when not even one example at a time fits; the message has the anatomy of the step.
-            Abandoned: when a signal has come, instead of trying again.
+            StateOverwrittenError: memory ran out and the state is lost.
+            DeviceError: not even one example at a time fits; the message has the anatomy of the step.
+            Abandoned: memory ran out after a signal.
         """
         donates = self._original.donate and isinstance(state, TrainState) and is_donatable(state)
         while True:
             structure = cache_key(batch) if donates and self._compiled else None
             copy, self._writes.begun = None, False
             try:
-                if structure is not None and structure not in self._fitting:
+                if structure is not None and structure not in self._fitting_structures:
                     copy = _copy_to_host(state)
                 self._writes.begun = self._compiled
                 new_state, metrics = self._run(state, batch)
             except Exception as error:
                 if not (is_out_of_memory(error) or isinstance(error, OutOfMemoryOnRankError)):
-                    self._note_pieces(error, batch)
+                    self._add_note_of_pieces(error, batch)
                     raise
                 out_of_memory = error
             else:
-                self._fitting.add(structure)
+                self._fitting_structures.add(structure)
                 return new_state, self._with_pieces(metrics, new_state, batch)
-            lost = donates and self._writes.begun and copy is None
+            is_lost = donates and self._writes.begun and copy is None
             if copy is not None and self._writes.begun:
                 _restore(state, copy)
             can_retry = self._pieces < most_pieces(batch)
@@ -119,18 +118,18 @@ class OomRetry:
             # This also frees the code that was compiled for fewer pieces.
             release(out_of_memory, device_of_state(state))
             if not can_retry:
-                # All of profiling, which few runs need.
-                from ftrain.profiling.oom_report import shortage
+                # Imported here, because it imports all of profiling, which few runs need.
+                from ftrain.profiling.oom_report import memory_report
 
-                explain = shortage if self._agreement.is_alone else None
-                raise _too_large(self._original, state, batch, explain, lost=lost) from out_of_memory
-            if lost:
+                explain = memory_report if self._agreement.is_alone else None
+                raise _out_of_memory_error(self._original, state, batch, explain, lost=is_lost) from out_of_memory
+            if is_lost:
                 raise StateOverwrittenError(state) from out_of_memory
             if self._interrupted():
                 raise Abandoned
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Run the step. If memory runs out on one of many ranks, the step fails on all."""
+        """Run the step. If memory runs out on one of several ranks, the step fails on all of them."""
         step = self._step
         if self._agreement.is_alone:
             return step(state, batch)
@@ -160,8 +159,8 @@ class OomRetry:
                     "ft.sharded, ft.remat() or shorter examples"
                 ) from error
 
-    def _note_pieces(self, error: Exception, batch: PyTree) -> None:
-        """Add a note to an error that the batch was split, which may be the cause."""
+    def _add_note_of_pieces(self, error: Exception, batch: PyTree) -> None:
+        """Add to an error the note that the batch was split, which may be the cause."""
         if self._pieces > 1:
             lengths = sorted({tree.batch_length(piece) or 1 for piece in split_batch(batch, self._pieces)})
             error.add_note(
@@ -171,8 +170,8 @@ class OomRetry:
             )
 
     def _with_pieces(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
-        """Add the number of pieces to the metrics of the first step that has so many, and print it."""
-        # A resumed run would take another metric of that name for the number of pieces: `report` raises for it.
+        """Return the metrics, with the number of pieces if this is the first step in so many, and print it then."""
+        # `report` raises an error for a metric of the loss of that name: a resumed run would take it for the pieces.
         if self._pieces == self._recorded and SPLIT_METRIC not in metrics:
             return metrics
         with_pieces = report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
@@ -191,14 +190,15 @@ def recorded_pieces(history: History) -> int:
 
 
 def split_step(step: Step, pieces: int, recording: Callable[[GradFn], GradFn] | None = None) -> Step:
-    """Return a step that computes its gradient in pieces: the same update, as `accumulate` says.
+    """Return a step that computes its gradient in pieces of the batch: the same update, under the law of `accumulate`.
 
-    With equal pieces the result is bitwise that of ``accumulate(pieces)``. A batch with fewer examples is split into
-    single ones. `recording` wraps the gradient, to record when the step begins to overwrite its state.
+    With equal pieces the result has the bits of ``accumulate(pieces)``. A batch with fewer examples than pieces is
+    split into single examples. `recording` wraps the gradient function, to record when the step begins to overwrite its
+    state.
     """
     wrappers = step.wrappers
     if pieces > 1:
-        # Ranks take their rows of each piece, so they must know how many there are.
+        # Ranks that take rows of a batch take their rows of each piece, so they must know the number of pieces.
         takes_rows = any(wrapper.step is not None and wrapper.step.on_ranks is not None for wrapper in wrappers)
         split = OnGrad(
             lambda grad: _split(grad, pieces),
@@ -212,9 +212,9 @@ def split_step(step: Step, pieces: int, recording: Callable[[GradFn], GradFn] | 
 
 
 class _StateWrites:
-    """Records whether a step may have begun to overwrite its state: not before its gradient is computed.
+    """Records in `begun` whether a step may have begun to overwrite its state, which it does after its gradient.
 
-    An eager step with `keeps_old` writes its new state elsewhere, because the update may be refused.
+    An eager step with `keeps_old` does not overwrite it: its update may be refused, so it writes a new state.
     """
 
     begun = False
@@ -232,14 +232,14 @@ class _StateWrites:
         return recording
 
 
-def _on_all_ranks(grad: GradFn, agreement: Agreement, stand_in: GradientStandIn) -> GradFn:
-    """Return a gradient that fails unless all ranks have one: none begins to overwrite its state before."""
+def _require_all_ranks(grad: GradFn, agreement: Agreement, stand_in: GradientStandIn) -> GradFn:
+    """Return a gradient function that fails on all ranks if memory runs out on one, before any overwrites its state."""
 
     def agreed(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         stand_in.begin()
-        is_without = stand_in.is_active
-        gradients = grad(state, without_examples(batch) if is_without else batch, rng)
-        if agreement.largest(int(is_without)):
+        is_stand_in = stand_in.is_active
+        gradients = grad(state, without_examples(batch) if is_stand_in else batch, rng)
+        if agreement.largest(int(is_stand_in)):
             raise OutOfMemoryOnRankError("fit: memory ran out on a rank")
         return gradients
 
@@ -254,7 +254,7 @@ def _split(grad: GradFn, pieces: int) -> GradFn:
         with with_example_lists(example_lists(batch)):
             gradients = accumulate_grads(grad, state, microbatches, rng)
         loss = gradients.loss
-        if loss.plain:  # Equal pieces. An `accumulate` around this weighs microbatches by their examples.
+        if loss.plain:  # The pieces are equal. An `accumulate` around this weighs a microbatch by its examples.
             length = tree.batch_length(microbatches[0]) or 1
             loss = Mean(loss.total * length, loss.weight * length)
         return replace(gradients, loss=loss)
@@ -273,7 +273,7 @@ def _restore(state: TrainState, copy: list[Any]) -> None:
             leaf.copy_(value)
 
 
-def _too_large(
+def _out_of_memory_error(
     step: Step, state: TrainState, batch: PyTree, explain: Callable[..., list[str]] | None, *, lost: bool
 ) -> DeviceError:
     """Return the error of a step that runs out of memory even with one example at a time."""

@@ -1,4 +1,4 @@
-"""The arguments of `fit`, and the checks of them."""
+"""The arguments of `fit`, and their checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ftrain.transforms.averages import SWA
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fit` that begin with `steps` in its signature."""
+    """The arguments of `fit` from `steps` on, without `progress`."""
 
     steps: int | None
     epochs: int | None
@@ -57,14 +57,14 @@ class Options:
         return step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
 
     def comparable(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks that train together, by name."""
-        plain = "resume", "on_nonfinite", "donate", "steps", "epochs", "evaluate_every", "log_every", "on_oom"
+        """Return the arguments that must be the same on all ranks, by name; of a function, whether there is one."""
+        compared = "resume", "on_nonfinite", "donate", "steps", "epochs", "evaluate_every", "log_every", "on_oom"
         functions = {name: getattr(self, name) for name in ("evaluate", "stop", "adapt")}
-        # Machines may see one directory under different paths: `Checkpoints` compares the directory itself.
-        policy = {name: getattr(self.checkpoints, name, None) for name in ("every", "keep", "best", "mode")}
+        # Not its path, which may differ between machines for one directory: `Checkpoints` compares the directory.
+        checkpoint_options = {name: getattr(self.checkpoints, name, None) for name in ("every", "keep", "best", "mode")}
         return {
-            "checkpoints": self.checkpoints and policy,
-            **{name: getattr(self, name) for name in plain},
+            "checkpoints": self.checkpoints and checkpoint_options,
+            **{name: getattr(self, name) for name in compared},
             **{name: function if function is None else "a function" for name, function in functions.items()},
             "throughput": [*self.throughput],
         }
@@ -107,20 +107,20 @@ class Options:
             )
 
     def _require_functions(self) -> None:
-        needed = {
+        signatures = {
             "evaluate": "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)",
             "stop": "history -> reason, such as ft.patience('eval_loss')",
             "adapt": "(state, history) -> state, such as ft.plateau('eval_loss', rule)",
         }
-        for name, form in needed.items():
+        for name, signature in signatures.items():
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
+                raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {signature}")
         if isinstance(self.evaluate, EvalStep):
-            raise OptionError(f"fit: evaluate is an eval_step, of one batch; needs a function {needed['evaluate']}")
+            raise OptionError(f"fit: evaluate is an eval_step, of one batch; needs a function {signatures['evaluate']}")
         if self.evaluate_every is not None and self.evaluate is None:
             raise OptionError(
-                f"fit: evaluate_every={self.evaluate_every} needs evaluate=, a function {needed['evaluate']}"
+                f"fit: evaluate_every={self.evaluate_every} needs evaluate=, a function {signatures['evaluate']}"
             )
         if self.evaluate is not None and self.evaluate_every is None:
             for name in ("stop", "adapt"):
@@ -131,10 +131,10 @@ class Options:
                     )
 
     def log_limits(self, step: Any, done_steps: int, done_epochs: int, total: int | None) -> None:
-        """Log that no step follows, if a run has made as many steps or passes as these arguments say.
+        """Log a warning if no step follows, because the run has made all its steps or passes already.
 
-        If it is known how many steps there are in total: also that some have a rate of 0, unless `stop` ends the run,
-        or that `swa` does not average before the end.
+        If the `total` number of steps is known, also log if the last ones have a rate of 0, unless `stop` may end the
+        run before, and if the run ends before the first average of `swa`.
         """
         if self.stop is None:
             log_ended_schedules(step, done_steps, total)
@@ -149,7 +149,7 @@ class Options:
                 )
 
     def warn_of_surprises(self, step: Any) -> None:
-        """Warn when each of several ranks makes a run of its own, or evaluated steps are not saved."""
+        """Warn if each of several ranks makes a run of its own, or if the best evaluation may not be saved."""
         _warn_if_one_of_many(step)
         checkpoints, every = self.checkpoints, self.evaluate_every
         best = "" if checkpoints is None else checkpoints.best or ""
@@ -162,13 +162,18 @@ class Options:
 
 
 def _log_if_never_averaged(step: Any, total: int | None) -> None:
-    """Log that a run ends before the first average of `swa`, whose numbers count updates and not passes."""
-    options = next((w.options for w in step.wrappers if w.name == SWA), None) if isinstance(step, Step) else None
-    if options and total and total < options["start"] + options["every"]:
+    """Log a warning if a run ends before the first average of `swa`, whose arguments count updates and not passes."""
+    if not isinstance(step, Step) or not total:
+        return
+    options = next((wrapper.options for wrapper in step.wrappers if wrapper.name == SWA), None)
+    if not options:
+        return
+    start, every = options["start"], options["every"]
+    if total < start + every:
         log_on_first_rank(
             "fit: swa(%d, %d) averages first after %d updates, and the run ends at step %d: ft.averaged(state) will be "
             "the parameters of the last step",
-            *(options["start"], options["every"], options["start"] + options["every"], total),
+            *(start, every, start + every, total),
         )
 
 

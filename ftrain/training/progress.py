@@ -1,4 +1,4 @@
-"""The progress of `fit`: how fast it trains, and a bar in a terminal or a line now and then in a log file."""
+"""Show the progress of `fit`: metrics and rates, as a bar in a terminal or as lines in a log file."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ HIDDEN_METRICS = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "lo
 MAX_METRICS = 3
 SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_BARS = 30.0, 0.1
 DUMB = "dumb", "unknown"
-"""Values of ``TERM`` for a terminal without a cursor that moves, where `rich` shows a bar only at its end."""
+"""Values of ``TERM`` for terminals that cannot move the cursor. There `rich` shows a bar only at its end."""
 GIB = 2**30
 
 
 def total_steps(steps: int | None, epochs: int | None, data: Any, step: int, epoch: int, batches: int) -> int | None:
-    """Return the number of the last step of a run, if it is known.
+    """Return the number of the last step of a run; None if it is not known.
 
-    Of the run, `step` steps and `epoch` epochs are done, and `batches` steps of the next epoch.
+    The run has made `step` steps and `epoch` epochs, and `batches` steps of the next epoch.
     """
     if epochs is None and steps is not None:
         return steps
     try:
-        left = max((epochs or 1) - epoch, 0) * len(data) - batches
-    except (TypeError, FtrainError):
+        remaining = max((epochs or 1) - epoch, 0) * len(data) - batches
+    except (TypeError, FtrainError):  # The data has no length.
         return steps
-    return step + max(left, 0) if steps is None else min(steps, step + max(left, 0))
+    last = step + max(remaining, 0)
+    return last if steps is None else min(steps, last)
 
 
 class Throughput:
-    """Counts steps and items, and turns them into rates; times are those of `time.perf_counter`.
+    """Counts steps and items, and computes their rates; times are those of `time.perf_counter`.
 
-    With `keeps_errors` an error of a function is raised by `require_counted`, at which all ranks learn of it.
+    With `keeps_errors`, `add` does not raise the error of a function: `require_counted` does, where ranks share errors.
     """
 
     def __init__(self, start: float, counts: Mapping[str, Count], *, keeps_errors: bool = False) -> None:
         self._start, self._counts, self._keeps_errors = start, counts, keeps_errors
         self._steps, self._items = 0, dict.fromkeys(counts, 0.0)
-        self._of_rank = dict.fromkeys(counts, 0.0)
+        self._items_of_rank = dict.fromkeys(counts, 0.0)
         self._error: Exception | None = None
 
     def add(self, batch: PyTree) -> None:
         """Count one step and the items of its batch, for the rates after the next `total`.
 
-        Raises an OptionError when a function returned something else than a number.
+        Raises an OptionError if a function does not return a number.
         """
         self._steps += 1
         try:
@@ -68,7 +69,7 @@ class Throughput:
         for name, count in self._counts.items():
             items: Any = count(batch)
             try:
-                self._of_rank[name] += items
+                self._items_of_rank[name] += items
             except TypeError:
                 raise OptionError(f"fit: throughput[{name!r}] returned {items!r}; needs a number") from None
 
@@ -79,17 +80,17 @@ class Throughput:
             raise error
 
     def total(self, sums: Callable[[list[float]], list[float]]) -> None:
-        """Add the counts of this rank to those of the run; `sums` adds numbers up over ranks."""
-        for name, count in zip(self._counts, sums([*self._of_rank.values()]), strict=True):
+        """Add the counts of this rank since the last call to those of the run; `sums` adds numbers up over ranks."""
+        for name, count in zip(self._counts, sums([*self._items_of_rank.values()]), strict=True):
             self._items[name] += count
-            self._of_rank[name] = 0.0
+            self._items_of_rank[name] = 0.0
 
     def exclude(self, seconds: float) -> None:
-        """Do not count time that was not spent on training."""
+        """Leave out seconds that were not spent on training."""
         self._start += seconds
 
     def rates(self, now: float) -> tuple[dict[str, float], float]:
-        """Return the items per second by name and the seconds per step, and start counting again."""
+        """Return the items per second by name and the seconds per step since the last call."""
         elapsed = max(now - self._start, 1e-9)
         per_second = {name: items / elapsed for name, items in self._items.items()}
         per_step = elapsed / max(self._steps, 1)
@@ -106,12 +107,12 @@ def show(enabled: bool) -> Display:
 
 
 def _is_terminal(stream: Any) -> bool:
-    # It is None in a program without a console, may be closed, and may be an object with no more than write and flush.
+    # A program without a console has None as its stream; others may be closed, or have only `write` and `flush`.
     return not getattr(stream, "closed", False) and bool(getattr(stream, "isatty", lambda: False)())
 
 
 class Display:
-    """Prints a line after each tenth of the steps, and at least every half a minute."""
+    """Prints a line after each tenth of the steps, and at least every half minute."""
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -124,7 +125,7 @@ class Display:
         pass
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Return whether to call `update`, whose text may take longer to make than a step."""
+        """Whether to call `update`. To make its text may take longer than a step."""
         if not self._enabled:
             return False
         every = max(1, (total or sys.maxsize) // 10)
@@ -133,7 +134,7 @@ class Display:
         )
 
     def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
-        """Show a text about a step of the whole run, of `total` steps if that is known, so long after its start."""
+        """Show a text about a step, `seconds` after the start of the run, which has `total` steps if that is known."""
         self._shown_step, self._shown_seconds = step, seconds
         self.say(f"step {step}{f'/{total}' if total else ''}  {text}")
 
@@ -151,11 +152,11 @@ class Bar(Display):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # Square brackets and colons in the names of metrics are no markup. In a narrow terminal the bar is shortened,
-        # and then the text from its end, so the number of steps is the last to go.
+        # No markup, because names of metrics may contain brackets and colons. A narrow terminal shortens first the bar
+        # and then the end of the text, so the number of steps stays visible.
         columns = BarColumn(bar_width=24), TextColumn("{task.fields[status]}", markup=False)
         console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-        # What the program prints goes above the bar, unless its output goes to a file: there it stays.
+        # `rich` prints the output of the program above the bar, unless that goes to a file.
         self._progress = Progress(*columns, console=console, redirect_stdout=_is_terminal(sys.stdout))
         self._task = self._progress.add_task("", total=None, status="starting")
         self._shown_seconds = -SECONDS_BETWEEN_BARS
@@ -169,7 +170,7 @@ class Bar(Display):
             self._progress.stop()
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Return whether a tenth of a second has passed, or this is the last step."""
+        """Whether a tenth of a second has passed, or this is the last step."""
         return seconds - self._shown_seconds >= SECONDS_BETWEEN_BARS or step == total
 
     def update(self, step: int, total: int | None, seconds: float, text: str) -> None:
@@ -196,7 +197,7 @@ def describe(metrics: Mapping[str, Any], rates: Mapping[str, float], seconds_lef
     ]
     counts = ((name, f"{rate:,.0f}" if rate >= 1 else f"{rate:.2g}") for name, rate in rates.items())
     parts = [*shown[:MAX_METRICS], *(f"{count} {name}/s" for name, count in counts)]
-    # With steps=sys.maxsize the time left is more than a timedelta can be.
+    # With steps=sys.maxsize the remaining time exceeds the range of timedelta.
     if seconds_left is not None and seconds_left < timedelta.max.total_seconds():
         parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return "  ".join([*parts, f"{memory / GIB:.1f} GiB"])

@@ -1,4 +1,4 @@
-"""Checkpoint and resume bookkeeping: what `fit` saves besides the state, and how a run continues from it."""
+"""The checkpoints of `fit`: the records of a run that are saved beside its state, and how a run continues from them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ftrain.training.iterate import Position, device_of_state, num_batches_of
 from ftrain.training.pipeline_changes import pipeline_texts, warn_of_changes
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
-PLACE = "epoch", "window", "batch"
-"""The numbers in a position of `ftrain.data.Loader`, which are 0 at the beginning."""
+POSITION_KEYS = "epoch", "window", "batch"
+"""The entries of a position of `ftrain.data.Loader` that are 0 at the beginning of the data."""
 
 
 class LastSteps(NamedTuple):
-    """The last step after which each of these was done; -1 for never. Checkpoints hold it under these names."""
+    """The last step after which each kind of work was done; -1 for never. Checkpoints use these names."""
 
     checked: int
     """`Step.check` was called."""
     last_evaluation: int = -1
     settled: int = -1
-    """Everything that is due after reading metrics was done: evaluate, stop, adapt."""
+    """All work after reading metrics was done: evaluate, stop, adapt."""
 
 
 class ResumePoint(NamedTuple):
-    """The point at which a run begins or continues."""
+    """A point at which a run begins, continues, or is saved."""
 
     state: Any
     step: int
@@ -47,15 +47,15 @@ class ResumePoint(NamedTuple):
     last: LastSteps
     history: History
     position: Position | None = None
-    """The position in the data of a run that was loaded; None for a run that begins."""
+    """The position in the data; None for a run that begins."""
     logged: tuple[int, int] | None = None
-    """``(step, count)``: loggers keep the records up to the first `count` of that step; None to keep all."""
+    """``(step, count)``: loggers remove later records than the first `count` of that step; None to remove none."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: loads the newest one, and saves more. The first rank warns and writes the history.
+    """Loads and saves the checkpoints of one run. The first rank warns and writes the history.
 
-    Raises an OptionError for a `resume` that `fit` does not know, or ``"must"`` without checkpoints.
+    Raises an OptionError for a `resume` that `fit` does not know, or for ``"must"`` without checkpoints.
     """
 
     def __init__(
@@ -73,27 +73,28 @@ class RunCheckpoints:
         self._saved: tuple[int, int, int] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step."""
+        """Whether to save after this step."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
     def require_one(self) -> None:
-        """Check on the first rank that there is a checkpoint. Raises a CheckpointError if not."""
+        """On the first rank, raises a CheckpointError if there is no checkpoint."""
         if self._checkpoints is not None and self._is_first and not self._checkpoints.steps():
             raise CheckpointError(f"fit: there is no checkpoint in {self._checkpoints.directory}, and resume='must'")
 
     def load(self, state: Any, *, donate: bool) -> ResumePoint:
-        """Return the point at which the run begins, with this state, or continues; raises as `fit` does.
+        """Return the point at which the run begins with `state`, or continues from a checkpoint; raises as `fit` does.
 
-        With `donate`, load into the memory of the state, which is consumed, if nothing else uses that memory.
+        With `donate`, a checkpoint is loaded into the memory of `state`, if that is the only owner of its tensors. The
+        state is then consumed.
         """
         step = int(getattr(state, "step", 0))
-        begin = ResumePoint(state, step, LastSteps(step), History())
+        start = ResumePoint(state, step, LastSteps(step), History())
         self._began = Position(step, data=sources.position(self._data))._asdict()
         if self._checkpoints is None:
             self._warn_if_data_has_begun(step)
-            return begin
-        # Raise the errors of the first save before any step.
-        run = {"record": begin.last._asdict(), "position": self._began, "began": self._began}
+            return start
+        # What cannot be saved is an error now, and not at the first save, after many steps.
+        run = {"record": start.last._asdict(), "position": self._began, "began": self._began}
         require_savable({"state": state, "run": run}, self._checkpoints.texts)
         directory = self._checkpoints.directory
         if self._resume == "never" and (steps := self._checkpoints.steps()):
@@ -122,46 +123,50 @@ class RunCheckpoints:
             return point
         self._warn_if_data_has_begun(step)
         # A run that was killed before its first save may have logged steps, which are made again.
-        return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
+        return start._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else start
 
     def _warn_if_data_has_begun(self, step: int) -> None:
-        """Warn if data that keeps its position would not give a new run its first batches."""
+        """Warn if a run begins with data that is not at its beginning."""
         position = (self._began["data"] or {}) if step == 0 and self._is_first else {}
-        if any(position.get(name) for name in PLACE):
-            place = ", ".join(f"{name} {position[name]}" for name in PLACE if name in position)
+        if any(position.get(name) for name in POSITION_KEYS):
+            place = ", ".join(f"{name} {position[name]}" for name in POSITION_KEYS if name in position)
             warn(
                 f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make a new "
                 "loader for each run, so that equal runs get equal batches"
             )
 
     def _warn_of_other_data(self, checkpoint: LoadedCheckpoint) -> None:
-        """Warn if a pass over data that keeps no position has another number of batches than when it was saved."""
-        saved, now = checkpoint.run["record"].get("batches"), self._num_batches
+        """Warn if data that keeps no position has another number of batches than when the checkpoint was saved."""
+        saved, current = checkpoint.run["record"].get("batches"), self._num_batches
         batches_done = checkpoint.run["position"]["batch"]
-        # `iterate` warns of data that is too short to continue from.
-        if saved and now and saved != now >= batches_done:
+        # `iterate` warns if there are fewer batches than the run has read.
+        if saved and current and saved != current and current >= batches_done:
             warn(
-                f"fit: the data has {now} batches, and had {saved} when {checkpoint.path} was saved: the run goes on "
-                f"after the first {batches_done} of this pass. If others were only added at the end, nothing is lost "
-                "or repeated; else pass the data of the run, or another directory for a new one"
+                f"fit: the data has {current} batches, and had {saved} when {checkpoint.path} was saved: the run "
+                f"goes on after the first {batches_done} of this pass. If others were only added at the end, nothing "
+                "is lost or repeated; else pass the data of the run, or another directory for a new one"
             )
 
     def _newest(self, checkpoints: Checkpoints, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
-        """Return the newest checkpoint; gradients that the ranks of another mesh had not sent are divided again."""
+        """Return the newest checkpoint; None if there is none.
+
+        The unsent compressed gradients of a checkpoint of other ranks are divided over the ranks of `state`.
+        """
         if not (isinstance(state, TrainState) and _is_of_other_ranks(checkpoints, state)):
             return checkpoints.latest({"state": state}, on_host=on_host, accept=_require_history)
         loaded = checkpoints.latest(accept=_require_history)
         if loaded is None:
             return None
         if self._is_first and SLOT in loaded.parts["state"].slots:
-            fate = "is divided equally over those of this run" if SLOT in state.slots else "is dropped"
-            warn(f"fit: {loaded.path} is of other ranks; what these had not sent yet {fate}")
+            outcome = "is divided equally over those of this run" if SLOT in state.slots else "is dropped"
+            warn(f"fit: {loaded.path} is of other ranks; what these had not sent yet {outcome}")
         return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
-        """Return the newest saved point after step number `step` has begun to overwrite its state, and failed.
+        """Return the newest saved point, after step number `step` has failed while it overwrote its state.
 
-        The memory of `state` is used again. Raises a DeviceError without a checkpoint, or data to iterate again.
+        It is loaded into the memory of `state`. Raises a DeviceError if there is no checkpoint, or the data can be
+        iterated only once.
         """
         checkpoint = None
         passes_once = isinstance(self._data, Iterator) and sources.position(self._data) is None
@@ -187,7 +192,7 @@ class RunCheckpoints:
         if self._journal is not None:
             self._journal.continue_after(mark_of(checkpoint.manifest))
         self._began = checkpoint.run["began"]
-        self._saved = _done_at(step, last)
+        self._saved = _save_key(step, last)
         loaded = checkpoint.parts["state"]
         return ResumePoint(
             _refill(state, loaded) if refill else loaded,
@@ -204,14 +209,14 @@ class RunCheckpoints:
             self._checkpoints.wait()
 
     def needs(self, step: int, last: LastSteps) -> bool:
-        """Return whether the state of a step is not saved, or was evaluated or adapted after it was saved."""
-        return self._checkpoints is not None and self._saved != _done_at(step, last)
+        """Whether the state of a step is not saved, or was evaluated or adapted after it was saved."""
+        return self._checkpoints is not None and self._saved != _save_key(step, last)
 
     def save(self, point: ResumePoint, *, wait: bool) -> None:
-        """Save a point; with `wait`, return when it is on the disk."""
+        """Save a point; with `wait`, return only when it is on the disk."""
         if self._checkpoints is None or point.position is None:
             return
-        # A save that is still being written appends to the journal too.
+        # An earlier save, if it is still being written, must append to the journal first.
         self._checkpoints.wait()
         history, append = None, None
         if self._journal is not None:
@@ -226,11 +231,11 @@ class RunCheckpoints:
             wait=wait,
             first=append,
         )
-        self._saved = _done_at(point.step, point.last)
+        self._saved = _save_key(point.step, point.last)
 
 
-def _done_at(step: int, last: LastSteps) -> tuple[int, int, int]:
-    """Return what of the work after a step is part of a checkpoint, to compare."""
+def _save_key(step: int, last: LastSteps) -> tuple[int, int, int]:
+    """Return the step, and the work after it that changes what is saved: two saves with equal keys are the same."""
     return step, last.last_evaluation, last.settled
 
 
@@ -246,16 +251,17 @@ def _require_history(checkpoint: LoadedCheckpoint) -> None:
 
 
 def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
-    """Return whether the newest checkpoint has unsent compressed gradients of other shapes than a state."""
+    """Whether the newest checkpoint has unsent compressed gradients of other shapes than a state."""
     steps = checkpoints.steps()
     if not steps:
         return False
     try:
         manifest = read_manifest(checkpoints.path(steps[-1]))
-    except CheckpointError:  # `latest` reports it.
+    except CheckpointError:  # `latest` raises it.
         return False
-    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path()
-    return _unsent_shapes(saved) != _unsent_shapes(wanted)
+    saved = items_by_path(manifest.tree, manifest.tensors)
+    needed = flatten({"state": state}).items_by_path()
+    return _unsent_shapes(saved) != _unsent_shapes(needed)
 
 
 def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
@@ -264,21 +270,21 @@ def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...]
 
 
 def _refill(state: TrainState, loaded: TrainState) -> TrainState:
-    """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
+    """Return `loaded` in the memory of `state`, which is consumed: the device may have no memory for both."""
 
-    def copied(leaf: Any, value: Any) -> Any:
+    def copy_into(leaf: Any, value: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return value
-        # The choice of a kernel may depend on strides, and so may the bits of its result.
+        # With other strides torch might choose another kernel, whose results have other bits.
         return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
-    refilled = mark_donatable(tree.map(copied, state, loaded))
+    refilled = mark_donatable(tree.map(copy_into, state, loaded))
     consume(state)
     return refilled
 
 
 def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
-    """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
+    """Warn if a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
     saved = checkpoint.environment
     differences = [
         f"{name}: {saved.get(name)}, now {value}"
@@ -293,9 +299,9 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
 
 
 def _warn_of_unused_state(checkpoint: LoadedCheckpoint, state: Any, step: int, *, may_begin: bool) -> None:
-    """Warn if the state that the caller passed is another run's than the checkpoint that is loaded in its place.
+    """Warn if the state that the caller passed is not of the run whose checkpoint is loaded in its place.
 
-    The seed tells so only if the run might also have begun with that state.
+    Seeds are compared only if the run might also have begun with that state.
     """
     saved = checkpoint.parts["state"]
     has_other_seed = may_begin and isinstance(state, TrainState) and not torch.equal(state.rng, saved.rng)

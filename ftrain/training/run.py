@@ -43,9 +43,9 @@ class FitResult(NamedTuple, Generic[S]):
 
 
 class Run:
-    """A run of `fit`: its state, its records, and what happens around its steps.
+    """A run of `fit`: its state, its records, and the work before, between and after its steps.
 
-    The first rank logs, and all record the same. An error on one rank between steps ends the run on all.
+    The first rank calls the loggers; all ranks have equal records. An error of one rank between steps ends all ranks.
     """
 
     _newest: StepRecord
@@ -55,9 +55,9 @@ class Run:
     history: History
     """The records of the run."""
     stopped = ""
-    """The reason that `stop` gave to end the run; "" while there is none."""
+    """The reason that `stop` has returned; "" while there is none."""
     is_ending = False
-    """Whether no step is to follow."""
+    """Whether the run makes no further step."""
     _between_steps = False
 
     def __init__(
@@ -71,17 +71,17 @@ class Run:
         display: Display,
         votes: StepVotes,
     ) -> None:
-        agreement = votes.agreement
         self._step, self._data, self._options = step, data, options
-        self._checkpoints, self._display = checkpoints, display
-        self._votes, self._agreement = votes, agreement
+        self._checkpoints, self._display, self._votes = checkpoints, display, votes
+        agreement = self._agreement = votes.agreement
         self._check_loss = NonFiniteLossCheck(options.on_nonfinite, options.checkpoints, is_first=agreement.is_first)
         self._loggers = options.loggers if agreement.is_first else ()
         self._throughput = Throughput(time.perf_counter(), options.throughput, keeps_errors=not agreement.is_alone)
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = None if options.checkpoints is None else options.checkpoints.best
-        self._splits = "accumulate" if isinstance(step, Step) and step.microbatches > 1 else "sharded" if ranks else ""
+        accumulates = isinstance(step, Step) and step.microbatches > 1
+        self._splitter = "accumulate" if accumulates else "sharded" if ranks else ""
         self._tracks_position = options.checkpoints is not None and getattr(step, "is_compiled", False)
         if options.checkpoints is not None and point.position is not None:
             display.say(f"fit: continues from {options.checkpoints.path(point.step)}")
@@ -108,13 +108,13 @@ class Run:
         if (reads or evaluated) and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
         elif may_stop:
-            self.stopped = self._why_to_stop() if self.history else ""
+            self.stopped = self._stop_reason() if self.history else ""
         self._between_steps = False
 
     def steps(self) -> Records:
         """Make steps, and yield after each; none if `start` has stopped the run.
 
-        A step that lost its state as memory ran out is followed by those after the newest checkpoint.
+        After a step that ran out of memory and lost its state, the run continues from the newest checkpoint.
         """
         if self.stopped:
             return
@@ -146,9 +146,9 @@ class Run:
                 return
 
     def after_step(self, record: StepRecord, records: Records) -> None:
-        """Record a step, and evaluate, adapt, save and show progress if it is time to.
+        """Record a step, and evaluate, adapt, save and show progress if these are due.
 
-        The state that `adapt` returns is sent to `records`, what `steps` returned.
+        The state that `adapt` returns is sent to `records`, the generator that `steps` returned.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
         self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
@@ -164,12 +164,12 @@ class Run:
         if record.step % self._options.log_every == 0:
             self._warn_if_not_additive()
         if self._tracks_position:
-            # The compilation of a later step may be abandoned, when its batch was already taken from the data.
+            # A signal may end the compilation of a later step, whose batch is then already taken from the data.
             self._position = position_of(record, self._data)
         self.is_ending = self._votes.after_step(record.batch, record.step) or bool(self.stopped)
 
     def finish(self) -> None:
-        """Read the remaining metrics, evaluate and save, unless that was done after the last step."""
+        """Read the remaining metrics, and evaluate and save if that was not done after the last step."""
         data_ended = not self.is_ending and self.step != self._options.steps
         self._votes.at_end(self._newest.batch, place=END_OF_DATA if data_ended else END_OF_RUN)
         self._between_steps = True
@@ -191,7 +191,7 @@ class Run:
         attach_result(error, self.result)
         shared = self._agreement.shares(error)
         if shared and not self._agreement.is_alone:
-            # Leaving the context of checkpoints with an error would not wait for the other ranks.
+            # On an error, the context of the checkpoints would not wait for the other ranks.
             with suppress(Exception):
                 self._checkpoints.wait()
         if not shared and not isinstance(error, RankError):
@@ -200,20 +200,20 @@ class Run:
             except RankError as named:
                 attach_result(named, self.result)
                 raise
-        # Nothing more is agreed on: either the other ranks do the same, or they are at another point of the run.
+        # No more votes: either the other ranks do the same without them, or they are at another point of the run.
         self._agreement = Agreement(1)
         if isinstance(error, RankError) and not backends.of(device_of_state(self._newest.state)).immediate:
-            return  # Kernels that are queued on the device may wait for that rank forever.
+            return  # Queued kernels may wait for that rank forever.
         try:
             self._read_metrics(check=False)
         except ConsumedError:
             return
         except Exception as other:
             add_note(error, f"fit: not all metrics could be recorded: {other!r}")
-        # A step that fails may have overwritten a part of its state, and data that fails has lost its position.
+        # After an error of a step its state may be partly overwritten, and after one of the data its position is lost.
         if not isinstance(error, Exception) or not self._between_steps or not shared:
             return
-        # A state that is not finite would replace a finite one, and after a failed save another one would fail too.
+        # A state that is not finite must not replace a finite one, and after a failed save another would fail too.
         if isinstance(error, NonFiniteError | CheckpointError):
             return
         try:
@@ -232,7 +232,7 @@ class Run:
         self._unread: list[StepMetrics] = []
         options = self._options
         self._total = total_steps(options.steps, options.epochs, self._data, point.step, epoch, batches)
-        # Seconds are counted on from the last record.
+        # Seconds continue from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
             for logger in self._loggers:
@@ -264,7 +264,7 @@ class Run:
         finally:
             seconds = time.perf_counter() - self._start_time
             if records and self._display.due(self.step, self._total, seconds):
-                self._display.update(self.step, self._total, seconds, self._described(records[-1]))
+                self._display.update(self.step, self._total, seconds, self._describe_progress(records[-1]))
             if check:
                 self._check_loss(records, self._params_are_finite, self.history)
                 if isinstance(self._step, Step):
@@ -281,15 +281,16 @@ class Run:
         self.history.extend(records)
         _call_loggers(self._loggers, records)
 
-    def _described(self, metrics: Mapping[str, Any]) -> str:
+    def _describe_progress(self, metrics: Mapping[str, Any]) -> str:
         rates, seconds_per_step = self._throughput.rates(time.perf_counter())
         remaining = seconds_per_step * (self._total - self.step) if self._total is not None else None
         return describe(metrics, rates, remaining, backends.of(device_of_state(self._newest.state)).memory().peak)
 
     def _warn_if_not_additive(self) -> None:
-        """Check, once in a run that splits its batches, whether this changes their losses."""
-        if self._splits and self._newest.batch is not None:
-            function, self._splits, newest = self._splits, "", self._newest
+        """Warn, once in a run that splits its batches, if that changes their losses."""
+        function, newest = self._splitter, self._newest
+        if function and newest.batch is not None:
+            self._splitter = ""
             is_first = self._agreement.is_first
             warn_if_not_additive(function, self._step.loss, newest.state, newest.batch, is_first=is_first)
 
@@ -300,7 +301,7 @@ class Run:
         if evaluates and not evaluated:
             self._evaluate()
         if evaluates or evaluated or not options.evaluate:
-            self.stopped = self._why_to_stop()
+            self.stopped = self._stop_reason()
             self._adapt(records)
             self._require_best()
         self._last = self._last._replace(settled=step)
@@ -317,20 +318,20 @@ class Run:
         self._display.say(describe_evaluation(self.step, values))
         self._throughput.exclude(time.perf_counter() - start)
 
-    def _why_to_stop(self) -> str:
+    def _stop_reason(self) -> str:
         stop = self._options.stop
-        return self._agreement.decide("stop", lambda: _reason(stop(self.history))) if stop else ""
+        return self._agreement.decide("stop", lambda: _require_reason(stop(self.history))) if stop else ""
 
     def _adapt(self, records: Records | None) -> None:
         adapt = self._options.adapt
         if adapt is None:
             return
-        state = self._agreement.together("adapt", lambda: _adapted(adapt, self._newest.state, self.history))
+        state = self._agreement.together("adapt", lambda: _adapt_state(adapt, self._newest.state, self.history))
         if state is not self._newest.state:
             self._newest = self._newest._replace(state=state) if records is None else records.send(state)
 
     def _require_best(self) -> None:
-        """Check, once, that the metric that chooses the best checkpoint is recorded."""
+        """On the first call, raises an OptionError if the metric of the best checkpoint is not recorded as a number."""
         best, self._best = self._best, None
         if best is None or type(record_of(self.history, self.step).get(best)) in (bool, int, float):
             return
@@ -342,12 +343,11 @@ class Run:
         checkpoints, step = self._checkpoints, self.step
         if not self._can_save or not checkpoints.needs(step, self._last):
             return
-        # The data may be at another position: after loading, or when the compilation of a step was abandoned.
+        # Not always the position of the data: it may be another after loading, or an abandoned compilation.
         position = self._position
         if position is None or position.step != step:
             position = position_of(self._newest, self._data)
-        point = ResumePoint(self._newest.state, step, self._last, self.history, position)
-        checkpoints.save(point, wait=wait)
+        checkpoints.save(ResumePoint(self._newest.state, step, self._last, self.history, position), wait=wait)
 
     @property
     def _is_leaving(self) -> bool:
@@ -355,7 +355,7 @@ class Run:
         return self._options.checkpoints is not None and self._votes.agreed_signal() is not None
 
 
-def _reason(returned: Any) -> Any:
+def _require_reason(returned: Any) -> Any:
     if callable(returned):
         raise OptionError(
             'fit: stop returned a function; needs a reason to stop, or "" to go on. If stop is ft.patience itself, '
@@ -364,7 +364,7 @@ def _reason(returned: Any) -> Any:
     return returned
 
 
-def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
+def _adapt_state(adapt: Adapt, state: Any, history: History) -> Any:
     adapted = adapt(state, history)
     if not isinstance(adapted, type(state)):
         raise ComposeError(
@@ -380,7 +380,7 @@ def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
         record: Record = {}
         try:
             for record in records:
-                loggers[0](dict(record))  # A copy: what it takes out with `pop` stays in the history.
+                loggers[0](dict(record))  # A copy, so that a logger that changes it does not change the history.
         except Exception as error:
             steps = f"{record['step']} to {records[-1]['step']}"
             add_note(
@@ -392,7 +392,7 @@ def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
 
 
 def attach_result(error: BaseException, result: FitResult[Any]) -> None:
-    """Set the ``result`` of an error, unless it has another one that is not of `fit`."""
+    """Set the ``result`` of an error, unless it has a ``result`` of another class."""
     if not isinstance(getattr(error, "result", None), FitResult | None):
         return
     # Not setattr, which frozen dataclasses refuse.

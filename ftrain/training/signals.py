@@ -9,19 +9,19 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE_BASE = 128
-"""Shells add this to the number of the signal that has ended a process, for its exit code."""
+"""The exit code of a process that a signal has ended is this plus the number of the signal, as shells report it."""
 
 
 class Abandoned(BaseException):
-    """A step was abandoned because of a signal, before it had changed anything: to compile it may take minutes."""
+    """A signal came while a step was being compiled, which may take minutes. The step has changed nothing."""
 
 
 class interruptible:  # noqa: N801
     """Context that records a signal instead of acting on it; a second signal acts as outside of the context.
 
-    It gives a function that returns the signal received, or None. Signals that are ignored stay ignored, as Ctrl-C is
-    in a background job of a shell. Does nothing outside the main thread. If ``can_abandon(interpreter frame)`` is true
-    when a signal comes, this raises `Abandoned` in that frame.
+    ``with`` returns a function that returns the received signal, or None. Signals that are ignored stay ignored, as
+    Ctrl-C is in a background job of a shell. The context does nothing outside the main thread. If
+    ``can_abandon(interpreter frame)`` is true when a signal comes, this raises `Abandoned` in that frame.
     """
 
     # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.

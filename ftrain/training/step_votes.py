@@ -1,4 +1,4 @@
-"""Send signals and checksums of batches to the other ranks after every step, without waiting."""
+"""Agree with the other ranks on signals, and compare batches with them, after every step and without waiting."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ftrain.step.across_ranks import DIFFERENT_BATCHES, why_not_together
 from ftrain.types import PyTree
 
 SAMPLED = 256
-"""About how many elements of each tensor of a batch are compared, spread over all of it."""
+"""About the number of elements of each tensor of a batch that are compared, spread over the tensor."""
 
 END_OF_RUN, END_OF_DATA = "at the end of the run", "at the end of its data, of which each rank needs as many batches"
-"""Where a rank is that waits for the others to end too."""
+"""Names of the points of a run at which a rank waits until the others end too."""
 
 
 class StepVotes:
-    """The signal after which all ranks end the run, at the same step; and a check that they have the same batches.
+    """Votes after each step, by which all ranks end the run after the same step, and compare their batches.
 
-    The votes after a step are read after the next one, so that ranks rarely wait for each other. If `compares_batches`,
-    all ranks must have the same batches: the shapes and dtypes of each are compared, and every `log_every` steps some
-    elements, which waits for the device. `received` returns the signal that this rank has received.
+    The votes of a step are read after the next one, so that ranks rarely wait for each other. If `compares_batches`,
+    all ranks must have the same batches: shapes and dtypes are compared after every step, and some elements every
+    `log_every` steps, which waits for the device. `received` returns the signal that this rank has received, or None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepVotes:
     def after_step(self, batch: PyTree, step: int) -> bool:
         """Vote, and return whether the run ends: on several ranks one step after the signal.
 
-        Raises a BatchError on every rank when their batches of the previous step differ.
+        Raises a BatchError on every rank if their batches of the previous step differ.
         """
         if self.agreement.is_alone:
             return self._received() is not None
@@ -62,13 +62,13 @@ class StepVotes:
         return self._agreed != 0
 
     def at_end(self, batch: PyTree = None, *, place: str) -> None:
-        """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None.
+        """Wait for the other ranks, and agree on a signal; compare some elements of the last `batch` if it is not None.
 
-        The `place` says where this rank is to those that wait for it. Raises a DataError if the data has ended, and
-        another rank has more of it.
+        Errors on other ranks that wait for this one name the `place`. Raises a DataError if the data of this rank has
+        ended, and another rank has more.
         """
         self.agreement.note_place(place)
-        # Before the vote: it would be one more that the others do not take part in, and this rank would wait for them.
+        # Before the vote, in which a rank with more data would not take part, so that this rank would wait for it.
         if place == END_OF_DATA and not self.agreement.is_alone and (why := why_not_together("fit")):
             raise DataError(
                 f"fit: the data of this rank has ended, and {why}; every rank needs the same number of batches, as "
@@ -87,20 +87,20 @@ class StepVotes:
         self._read(self.agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
 
     def _read(self, largest: list[int]) -> None:
-        """Read the largest number of all ranks for each number of a vote; [] if there was no vote."""
+        """Handle the maxima over the ranks of the numbers of a vote; [] if there was no vote."""
         if not largest:
             return
         number, shapes, minus_shapes, values, minus_values = largest
         self._agreed = max(self._agreed, number)
         if shapes != -minus_shapes or values != -minus_values:
-            what = "values" if shapes == -minus_shapes else "shapes or dtypes"
+            difference = "values" if shapes == -minus_shapes else "shapes or dtypes"
             raise BatchError(
                 f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
-                f"{self._shapes[1]}; that of another rank has other {what}"
+                f"{self._shapes[1]}; that of another rank has other {difference}"
             )
 
     def _shapes_of(self, batch: PyTree) -> tuple[int, str]:
-        """Return a checksum of the shapes and dtypes of a batch, and these as text."""
+        """Return a checksum of the shapes and dtypes of a batch, and their text."""
         shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         if shapes not in self._seen:
             text = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())

@@ -62,7 +62,7 @@ def _make_update(optimizer: Optimizer) -> UpdateFn:
             grads[index] = grad
             if len(grads) == len(group.indices):
                 del waiting[id(group)]
-                grouped.make(group, [grads[place] for place in group.indices])
+                grouped.update(group, [grads[place] for place in group.indices])
                 if donate:
                     # Fused kernels do not count their writes, which the checks of later reads rely on.
                     increment_version([leaves[place] for place in group.indices])

@@ -55,7 +55,7 @@ def run(optimizer, cut, dtype, *, donate, steps=3):
         update = apart.begin(params, state, hyper, donate=donate)
         leaves = tree.leaves(grads)
         for group in update.groups:
-            update.make(group, [leaves[place] for place in group.indices])
+            update.update(group, [leaves[place] for place in group.indices])
         new = update.finish()
         if not donate:
             assert_equal((params, state), before)
@@ -96,7 +96,7 @@ def test_strides_of_axes_of_one_element(name):
             params, optimizer.init(params), {"lr": 0.1, RNG: ft.random.key(0)}, donate=False
         )
         for group in update.groups:
-            update.make(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.indices])
+            update.update(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.indices])
         actual.append(update.finish())
     assert_equal(actual[0], actual[1])
 
@@ -114,7 +114,7 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
                 here, state, {"lr": 0.1}, donate=False
             )
             for group in update.groups:
-                update.make(group, [tree.leaves(grads)[place] for place in group.indices])
+                update.update(group, [tree.leaves(grads)[place] for place in group.indices])
             actual.append(update.finish())
         else:
             actual.append(optimizer.update(grads, state, here, {"lr": 0.1}))
@@ -146,7 +146,7 @@ def test_names_and_masks_are_those_of_the_whole_tree():
         params, optimizer.init(params), {"lr": 1.0}, donate=False
     )
     for group in update.groups:
-        update.make(group, [torch.zeros(2)])
+        update.update(group, [torch.zeros(2)])
     new, _ = update.finish()
     assert seen == {"blocks.0.bias", "blocks.0.weight", "w"}
     assert new["blocks"][0]["weight"].tolist() == [0.5, 0.5]

@@ -116,11 +116,11 @@ def test_project_keeps_what_is_orthogonal_and_copes_with_zero_rows():
     grads = {"w": torch.arange(12.0, dtype=F64).reshape(3, 4), "b": torch.ones(4, dtype=F64)}
     optimizer = optim.chain(optim.project(), optim.sgd(1.0))
     moved, _ = optimizer.update(grads, optimizer.init(params), params, {"lr": 1.0})
-    taken = params["w"] - moved["w"]
-    assert_close((taken * params["w"]).sum(1), torch.zeros(3, dtype=F64))
-    assert_close(taken[1], grads["w"][1])
+    update = params["w"] - moved["w"]
+    assert_close((update * params["w"]).sum(1), torch.zeros(3, dtype=F64))
+    assert_close(update[1], grads["w"][1])
     row = params["w"][0] / params["w"][0].norm()
-    assert_close(taken[0], grads["w"][0] - (grads["w"][0] @ row) * row)
+    assert_close(update[0], grads["w"][0] - (grads["w"][0] @ row) * row)
     assert_close(params["b"] - moved["b"], grads["b"])
 
 
@@ -160,11 +160,11 @@ def test_noise_follows_its_schedule_the_key_and_a_compiler():
     def noisy(seed, *wrappers):
         schedule = lambda k: 0.0 if k == 0 else 0.1 / k  # noqa: E731
         step = ft.compose(ft.train_step(quadratic, optim.chain(optim.noise(schedule), optim.sgd(0.1))), *wrappers)
-        state, actual = step.init(make_params(), seed=seed), []
+        state, params_after_steps = step.init(make_params(), seed=seed), []
         for batch in batches(3):
             state, _ = step(state, batch)
-            actual.append(state.params)
-        return actual
+            params_after_steps.append(state.params)
+        return params_after_steps
 
     plain = train(optim.sgd(0.1), 1).params
     assert_close(noisy(0)[0], plain)

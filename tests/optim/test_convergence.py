@@ -115,10 +115,10 @@ def rest(name, problem, dtype, rate):
     state = step.init(tree.clone(params) if learns else tree.cast(params, dtype))
     for batch in batches:
         state, _ = step(state, batch)
-    actual = state.params
+    final_params = state.params
     if name == "schedule_free":
-        actual = optim.schedule_free_params(actual, state.opt_state)
-    return float(loss(actual, batches[0]) / loss(params, batches[0]))
+        final_params = optim.schedule_free_params(final_params, state.opt_state)
+    return float(loss(final_params, batches[0]) / loss(params, batches[0]))
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ few = settings(max_examples=8)
 
 
 def rates(optimizer, *, tensors=False):
-    actual = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
-    actual = {name: torch.tensor(rate, dtype=F64) for name, rate in actual.items()} if tensors else actual
-    return {**actual, "rng": ft.random.key(0)} if optimizer.needs_rng else actual
+    values = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
+    values = {name: torch.tensor(rate, dtype=F64) for name, rate in values.items()} if tensors else values
+    return {**values, "rng": ft.random.key(0)} if optimizer.needs_rng else values
 
 
 def bits(values):
@@ -99,9 +99,9 @@ def test_update_is_pure_and_donation_reuses(family, problem):
     assert bits((params, opt_state, grads)) == before
     assert tree.signature(new) == tree.signature((params, opt_state))
 
-    own = tree.clone((params, opt_state))
-    places = [leaf.data_ptr() for leaf in tree.leaves(own)]
-    donated = optimizer.update(grads, own[1], own[0], rates(optimizer), donate=True)
+    copies = tree.clone((params, opt_state))
+    places = [leaf.data_ptr() for leaf in tree.leaves(copies)]
+    donated = optimizer.update(grads, copies[1], copies[0], rates(optimizer), donate=True)
     assert bits(donated) == bits(new)
     assert [leaf.data_ptr() for leaf in tree.leaves(donated)] == places
     assert bits(grads) == before[-len(grads) :]
@@ -243,9 +243,9 @@ def test_layouts_may_differ(family, part, layout, donate):
     draw = torch.Generator().manual_seed(0)
     params, grads = ({"w": torch.randn(3, 4, generator=draw, dtype=F64)} for _ in range(2))
     opt_state = optimizer.update(grads, optimizer.init(params), params, rates(optimizer))[1]
-    given = {"grads": grads, "opt_state": opt_state, "params": params}
-    wanted = optimizer.update(**given, hyper=rates(optimizer))
-    other = tree.clone(given)
+    arguments = {"grads": grads, "opt_state": opt_state, "params": params}
+    wanted = optimizer.update(**arguments, hyper=rates(optimizer))
+    other = tree.clone(arguments)
     other[part] = tree.map(lambda leaf: layout(leaf) if leaf.ndim else leaf, other[part])
     assert not any(leaf.is_contiguous() for leaf in tree.leaves(other[part]) if leaf.squeeze().ndim > 1)
     actual = optimizer.update(**other, hyper=rates(optimizer), donate=donate)
@@ -636,6 +636,6 @@ print(*(f"{leaf.dtype} {leaf.device}" for leaf in ft.tree.leaves(state) if leaf.
 def test_counts_do_not_take_the_defaults_of_the_program():
     """A count in bfloat16 would stop at 256, without a word; on a GPU, every step would wait for it."""
     shown = subprocess.run([sys.executable, "-c", UNDER_OTHER_DEFAULTS], capture_output=True, text=True, check=True)
-    actual = shown.stdout.splitlines()
-    assert len(actual) == 1 + 2 + 1 + 4 + 3
-    assert set(actual) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 1 + 2 + 1 + 4 + 3
+    assert set(lines) == {"torch.float32 cpu", "torch.float64 cpu", "torch.int64 cpu"}

@@ -146,13 +146,13 @@ def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
     optimizer, leaves = train_theirs(lambda each: module.Adafactor(each, lr=None, **options))
     assert_same(params, leaves)
     for name, leaf in leaves.items():
-        own = optimizer.state[leaf]
+        peer_state = optimizer.state[leaf]
         row, column = state["row"][name], state["column"][name]
         if leaf.ndim > 1:
-            torch.testing.assert_close(row.squeeze(-1), own["exp_avg_sq_row"], **TIGHT)
-            torch.testing.assert_close(column.squeeze(-2), own["exp_avg_sq_col"], **TIGHT)
+            torch.testing.assert_close(row.squeeze(-1), peer_state["exp_avg_sq_row"], **TIGHT)
+            torch.testing.assert_close(column.squeeze(-2), peer_state["exp_avg_sq_col"], **TIGHT)
         else:
-            torch.testing.assert_close(row, own["exp_avg_sq"], **TIGHT)
+            torch.testing.assert_close(row, peer_state["exp_avg_sq"], **TIGHT)
 
 
 @pytest.mark.parametrize("size", [0.2, 50.0])
@@ -182,7 +182,7 @@ SCRIPT = textwrap.dedent(
 
     jax.config.update("jax_enable_x64", True)
     start, grads, rate, jobs = pickle.load(sys.stdin.buffer)
-    found = []
+    results = []
     for path, options in jobs:
         optimizer = functools.reduce(getattr, path.split("."), optax)(rate, **options)
         params = jax.tree.map(jax.numpy.asarray, start)
@@ -190,29 +190,29 @@ SCRIPT = textwrap.dedent(
         for grad in grads:
             moved, state = update(grad, state, params)
             params = optax.apply_updates(params, moved)
-        found.append(jax.tree.map(lambda leaf: jax.device_get(leaf), params))
-    sys.stdout.buffer.write(pickle.dumps(found))
+        results.append(jax.tree.map(lambda leaf: jax.device_get(leaf), params))
+    sys.stdout.buffer.write(pickle.dumps(results))
     """
 )
 
 
 @pytest.fixture(scope="module")
 def from_optax():
-    """What optax makes of each case, by name and number of the case."""
-    # Found and not imported here: see above.
+    """Return the parameters after the steps of optax, by optimizer and number of the case."""
+    # Not imported in this process: see above.
     if not all(map(find_spec, ("jax", "optax"))):
         pytest.skip("optax is not installed, and it is the reference of this test")
     jobs = [(path, options) for path, _ in OPTAX.values() for options in CASES]
-    given = tree.map(torch.Tensor.numpy, (make_params(), [make_grads(step) for step in range(STEPS)]))
-    done = subprocess.run(
+    params_and_grads = tree.map(torch.Tensor.numpy, (make_params(), [make_grads(step) for step in range(STEPS)]))
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        input=pickle.dumps((*given, LR, jobs)),
+        input=pickle.dumps((*params_and_grads, LR, jobs)),
         capture_output=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    actual = iter(pickle.loads(done.stdout))
-    return {(name, case): next(actual) for name in OPTAX for case in range(len(CASES))}
+    assert process.returncode == 0, process.stderr.decode()[-2000:]
+    results = iter(pickle.loads(process.stdout))
+    return {(name, case): next(results) for name in OPTAX for case in range(len(CASES))}
 
 
 # `test_adaptive.py` has all three written out, and JAX takes long to start.

@@ -1,4 +1,4 @@
-"""Turns that are as short as they can be, and no collection before them: what they say is not asked here."""
+"""Short turns, and no garbage collection before them: these tests do not depend on the times."""
 
 import types
 

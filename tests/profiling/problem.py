@@ -1,4 +1,4 @@
-"""A small model of blocks, whose activations are larger than its state, and times that are not measured."""
+"""A small model of blocks, whose activations are larger than its state; and races with given times."""
 
 import torch
 from torch import nn
@@ -36,13 +36,13 @@ def batch(length=64, width=16):
     return {name: torch.randn(length, width, generator=draw) for name in ("x", "y")}
 
 
-def kept(state, given):
-    """A copy of both, to compare them with later."""
-    return tree.clone((state, given))
+def kept(state, inputs):
+    """Return a copy of both, to compare them with later."""
+    return tree.clone((state, inputs))
 
 
-def assert_untouched(state, given, before):
-    for a, b in zip(tree.leaves((state, given)), tree.leaves(before), strict=True):
+def assert_untouched(state, inputs, before):
+    for a, b in zip(tree.leaves((state, inputs)), tree.leaves(before), strict=True):
         assert torch.equal(a, b)
 
 
@@ -50,9 +50,9 @@ KNOWN = {}
 
 
 def remembered(anatomy):
-    """Predictions are made once: they depend on the step and on shapes alone."""
+    """Return `anatomy` with a cache for predictions, which depend only on the step and on shapes."""
 
-    def known(step, state, batch, *, measure=True):
+    def cached(step, state, batch, *, measure=True):
         if measure:
             return anatomy(step, state, batch)
         shapes = [tree.signature((part.params, part.opt_state)) for part in (state,) if part is not None]
@@ -62,20 +62,20 @@ def remembered(anatomy):
             KNOWN[key] = anatomy(step, state, batch, measure=False)
         return KNOWN[key]
 
-    return known
+    return cached
 
 
 def scripted(times):
-    """A race whose times are given: name -> seconds, lists of them, or an error; one second for others."""
+    """Return a race with given times: name -> seconds, a list of seconds, or an error; one second for other names."""
 
     def race(racers, rounds, *, is_result):
-        actual = {}
+        results = {}
         for key, racer in racers.items():
             name = getattr(key, "name", key)  # The ladder races techniques.
-            took = times(name, racer) if callable(times) else times.get(name, 1.0)
-            if isinstance(took, Exception) and not is_result(key, took):
-                raise took
-            actual[key] = took if isinstance(took, list | Exception) else [float(took)] * rounds
-        return actual
+            result = times(name, racer) if callable(times) else times.get(name, 1.0)
+            if isinstance(result, Exception) and not is_result(key, result):
+                raise result
+            results[key] = result if isinstance(result, list | Exception) else [float(result)] * rounds
+        return results
 
     return race

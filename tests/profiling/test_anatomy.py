@@ -23,7 +23,7 @@ from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
 from ftrain.optim import grouping
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.module_path import Running
+from ftrain.profiling.module_path import RunningModule
 from ftrain.profiling.step_variants import nbytes
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, GROUPS, MOVEMENT, NORMALISATION, group_of
@@ -169,17 +169,17 @@ def test_the_predicted_peak_is_the_measured_one(model, wrapper):
     step, batch = build(model, wrapper)
     state = step.init()
     kept = tree.clone(state)
-    actual = ft.anatomy(step, state, batch)
-    assert actual.peak == sum(actual.at_peak.values())
-    assert actual.measured_ratio == actual.measured / actual.peak
+    anatomy = ft.anatomy(step, state, batch)
+    assert anatomy.peak == sum(anatomy.at_peak.values())
+    assert anatomy.measured_ratio == anatomy.measured / anatomy.peak
     for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
         assert torch.equal(a, b)
     if model == "convnet":
         # What kernels of convolutions allocate for their own use differs from one CPU to another.
-        assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
-        assert actual.measured > 0.995 * actual.peak
+        assert anatomy.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
+        assert anatomy.measured > 0.995 * anatomy.peak
     else:
-        assert actual.measured_ratio == pytest.approx(1, abs=0.05), actual
+        assert anatomy.measured_ratio == pytest.approx(1, abs=0.05), anatomy
 
 
 class Residual(nn.Module):
@@ -221,10 +221,10 @@ def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
     loss = ft.from_module(make(), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *WRAPPERS[wrapper])
     state, batch = step.init(), {"x": torch.randn(shape)}
-    actual = ft.anatomy(step, state, batch)
-    assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), actual
-    assert actual.measured > 0.995 * actual.peak
-    assert actual.overhead == actual.measured - actual.peak
+    anatomy = ft.anatomy(step, state, batch)
+    assert anatomy.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), anatomy
+    assert anatomy.measured > 0.995 * anatomy.peak
+    assert anatomy.overhead == anatomy.measured - anatomy.peak
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "remat", *exhaustive(["fp16", "bf16", "accumulate"])])
@@ -235,9 +235,9 @@ def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
     wrappers = [ft.remat(blocks=["1.0", "1.1", "1.2"])] if wrapper == "remat" else WRAPPERS[wrapper]
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
     state, batch = step.init(), {"x": torch.randn(8, 3, 32, 32), "y": torch.randint(10, (8,))}
-    actual = ft.anatomy(step, state, batch)
-    assert actual.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), actual
-    assert actual.measured > 0.995 * actual.peak
+    anatomy = ft.anatomy(step, state, batch)
+    assert anatomy.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), anatomy
+    assert anatomy.measured > 0.995 * anatomy.peak
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -257,11 +257,11 @@ def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrappers, option
         loss, batch = MODELS[model]()
         step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
     step = ft.compiled(**options)(step)
-    actual = ft.anatomy(step, step.init(), batch)
-    assert actual.compiled
-    assert actual.at_rest.total() < actual.measured
-    assert actual.measured <= actual.peak, actual
-    assert actual.measured_ratio == actual.measured / actual.peak
+    anatomy = ft.anatomy(step, step.init(), batch)
+    assert anatomy.compiled
+    assert anatomy.at_rest.total() < anatomy.measured
+    assert anatomy.measured <= anatomy.peak, anatomy
+    assert anatomy.measured_ratio == anatomy.measured / anatomy.peak
 
 
 def test_the_measured_ratio_of_a_compiled_step_by_hand():
@@ -321,27 +321,27 @@ def test_a_constant_that_the_loss_holds_is_not_counted():
     """What is measured beyond the prediction is the state of torch's generator, which a step saves and restores."""
     table = torch.randn(1000, 64)
     step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
-    actual = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
-    assert actual.measured - actual.peak == torch.default_generator.get_state().nbytes < table.nbytes / 10
+    anatomy = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
+    assert anatomy.measured - anatomy.peak == torch.default_generator.get_state().nbytes < table.nbytes / 10
 
 
 def test_a_linear_layer_by_hand():
     model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Tanh(), nn.Linear(200, 50, bias=False))
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.train_step(loss, optim.adamw(1e-3))
-    actual = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
+    anatomy = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
     weights = 100 * 200 + 200 * 50
-    assert actual.params == weights
-    assert actual.bytes_per_parameter == pytest.approx(
+    assert anatomy.params == weights
+    assert anatomy.bytes_per_parameter == pytest.approx(
         {"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3
     )
-    assert actual.at_peak["batch"] == 4 * 32 * 100
+    assert anatomy.at_peak["batch"] == 4 * 32 * 100
     # Of the tanh and of the last layer, what their gradients need; the input of the first one is the batch.
-    assert actual.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
+    assert anatomy.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
     # The first layer needs no gradient of its input.
-    assert actual.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
-    assert actual.measured is None
-    assert actual.overhead is None
+    assert anatomy.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
+    assert anatomy.measured is None
+    assert anatomy.overhead is None
 
 
 def test_the_contractions_are_those_that_torch_counts():
@@ -350,11 +350,11 @@ def test_the_contractions_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         step(state, batch)
     counts = counter.get_flop_counts()["Global"]
-    actual = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
+    anatomy = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
     expected = sum(counts.values())
     # Torch does not count its attention on CPUs: two products, and five on the way back, of 64 x 64 for each head.
     attention = 0 if any("attention" in str(name) for name in counts) else 2 * 7 * 2 * 8 * 64 * 64 * 64
-    assert actual == expected + attention
+    assert anatomy == expected + attention
 
 
 @pytest.mark.parametrize(
@@ -375,18 +375,18 @@ def test_the_groups_of_operations(group, names):
 
 def test_products_that_torch_does_not_count():
     step = ft.train_step(lambda params, batch: (batch @ params["w"]) @ (batch @ params["w"]), optim.sgd(0.1))
-    actual = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
+    anatomy = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
     # Two of a matrix and a vector with their gradients, and one of two vectors, whose gradient is a product by element.
-    assert actual.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
+    assert anatomy.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
 def test_the_products_of_a_recurrent_layer_by_hand():
     layers = nn.LSTM(12, 16, 2, bidirectional=True)
     step = ft.train_step(ft.from_module(layers, lambda model, batch: model(batch)[0].square().mean()), optim.sgd(0.1))
     positions, matrices = 5 * 3, sum(each.numel() for each in layers.parameters() if each.ndim == 2)
-    actual = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
+    anatomy = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
     # One kernel has the gradient of its input too, whether or not it is needed.
-    assert actual.flops[CONTRACTION] == 3 * 2 * positions * matrices
+    assert anatomy.flops[CONTRACTION] == 3 * 2 * positions * matrices
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -402,9 +402,9 @@ def test_the_products_of_experts_in_every_dtype(dtype):
         return F.grouped_mm(hidden, params["second"], offs=ends).square().mean()
 
     step = ft.train_step(loss, optim.sgd(0.1))
-    actual = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
-    assert actual.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
-    assert 0 <= actual.overhead < 6000
+    anatomy = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
+    assert anatomy.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
+    assert 0 <= anatomy.overhead < 6000
 
 
 def test_the_known_bytes_per_parameter():
@@ -424,19 +424,19 @@ def test_the_known_bytes_per_parameter():
 
 
 def test_remat_keeps_the_inputs_of_blocks_alone():
-    plain, some = (ft.anatomy(*init(build("gpt", name)), measure=False) for name in ("plain", "remat"))
+    plain, rematerialised = (ft.anatomy(*init(build("gpt", name)), measure=False) for name in ("plain", "remat"))
     inside = 8 * 64 * 64 * 4
     for number in range(2):
         assert plain.activations[f"blocks.{number}"] > 8 * inside
-    assert some.most["activations"] < plain.most["activations"] / 2
-    assert some.flops["tensor contractions"] > plain.flops["tensor contractions"]
+    assert rematerialised.most["activations"] < plain.most["activations"] / 2
+    assert rematerialised.flops["tensor contractions"] > plain.flops["tensor contractions"]
 
 
 def test_what_runs_after_a_recomputed_block_is_no_part_of_it():
     step, batch = build("gpt", "remat")
     step = ft.accumulate(2)(step)
-    actual = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
-    assert {each.module for each in actual if each.phase == "update"} == {""}
+    anatomy = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
+    assert {each.module for each in anatomy if each.phase == "update"} == {""}
 
 
 class Distilled(nn.Module):
@@ -454,19 +454,19 @@ class Distilled(nn.Module):
 def test_what_a_loss_computes_without_a_gradient_is_no_gradient(wrappers):
     step = ft.train_step(ft.from_module(Distilled(), lambda model, batch: model(batch)), optim.sgd(0.1))
     step = ft.compose(step, *wrappers)
-    actual = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
-    assert actual.bytes_per_parameter["gradients"] == pytest.approx(4, rel=0.01)
+    anatomy = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
+    assert anatomy.bytes_per_parameter["gradients"] == pytest.approx(4, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
 def test_a_sparse_tensor_takes_the_memory_of_its_parts(layout):
-    edges, given = getattr(torch.eye(1000), layout)(), torch.randn(1000, 4)
+    edges, inputs = getattr(torch.eye(1000), layout)(), torch.randn(1000, 4)
     loss = ft.from_module(nn.Linear(4, 4), lambda model, batch: (batch["edges"] @ model(batch["x"])).square().mean())
-    step, batch = ft.train_step(loss, optim.sgd(0.1)), {"edges": edges, "x": given}
-    actual = ft.anatomy(step, step.init(), batch, measure=False)
+    step, batch = ft.train_step(loss, optim.sgd(0.1)), {"edges": edges, "x": inputs}
+    anatomy = ft.anatomy(step, step.init(), batch, measure=False)
     indices = 8 * (2 * 1000 if edges.layout == torch.sparse_coo else 1001 + 1000)
-    assert actual.at_rest["batch"] == nbytes(batch) == given.nbytes + 4 * 1000 + indices
+    assert anatomy.at_rest["batch"] == nbytes(batch) == inputs.nbytes + 4 * 1000 + indices
 
 
 def test_a_nested_tensor_cannot_be_predicted():
@@ -484,12 +484,12 @@ def init(built):
 
 def test_frozen_parameters_have_no_gradient_and_no_state():
     step, batch = build("gpt", "plain", trainable=["head.*"])
-    actual = ft.anatomy(step, step.init(), batch, measure=False)
+    anatomy = ft.anatomy(step, step.init(), batch, measure=False)
     head = 512 * 64 * 4
-    assert actual.most["parameters"] == head
-    assert actual.most["gradients"] == pytest.approx(head, abs=64)
-    assert actual.most["optimizer state"] == pytest.approx(2 * head, abs=64)
-    assert actual.most["frozen parameters"] > head
+    assert anatomy.most["parameters"] == head
+    assert anatomy.most["gradients"] == pytest.approx(head, abs=64)
+    assert anatomy.most["optimizer state"] == pytest.approx(2 * head, abs=64)
+    assert anatomy.most["frozen parameters"] > head
 
 
 def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp_path):
@@ -512,8 +512,8 @@ def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
     size = 100_000
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adamw(1e-3))
     step = ft.compose(step, ft.offload("opt_state", directory=tmp_path))
-    actual = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
-    assert actual.measured_ratio == pytest.approx(1, abs=0.05)
+    anatomy = ft.anatomy(step, step.init({"w": torch.ones(size)}), torch.ones(size))
+    assert anatomy.measured_ratio == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
@@ -521,8 +521,8 @@ def test_fused_updates_take_no_memory_either(optimizer):
     with torch.device("meta"):
         model = nn.Linear(100_000, 1_000_000, bias=False)
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
-    actual = ft.anatomy(ft.train_step(loss, optimizer), None, torch.empty(4, 100_000, device="meta"))
-    assert actual.most["parameters"] == 4 * 10**11
+    anatomy = ft.anatomy(ft.train_step(loss, optimizer), None, torch.empty(4, 100_000, device="meta"))
+    assert anatomy.most["parameters"] == 4 * 10**11
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(donate=True),)], ids=["eager", "compiled"])
@@ -531,11 +531,11 @@ def test_a_model_that_no_machine_holds(wrappers):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
-    actual = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
-    assert actual.params == 10**11
-    assert actual.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
-    assert actual.most["gradients"] == pytest.approx(4e11, rel=1e-6)
-    assert actual.measured is None
+    anatomy = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
+    assert anatomy.params == 10**11
+    assert anatomy.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert anatomy.most["gradients"] == pytest.approx(4e11, rel=1e-6)
+    assert anatomy.measured is None
     assert all(leaf.is_meta for leaf in model.parameters())
 
 
@@ -545,14 +545,14 @@ def test_a_loss_that_draws_and_an_optimizer_that_draws():
 
     step = ft.train_step(loss, optim.chain(optim.noise(0.1), optim.sgd(0.1)))
     state = step.init({"w": torch.randn(1000)})
-    actual = ft.anatomy(step, state, torch.ones(()))
-    assert actual.most["parameters"] == 4000
+    anatomy = ft.anatomy(step, state, torch.ones(()))
+    assert anatomy.most["parameters"] == 4000
 
 
 def test_the_table_and_the_picture(tmp_path):
     step, batch = problem.make(ft.with_amp("bf16"), width=64), problem.batch(1024, 64)
-    actual = ft.anatomy(step, step.init(), batch)
-    text = repr(actual)
+    anatomy = ft.anatomy(step, step.init(), batch)
+    text = repr(anatomy)
     for part in (
         "MiB at the peak, predicted;",
         "measured (",
@@ -565,29 +565,29 @@ def test_the_table_and_the_picture(tmp_path):
         assert part in text
     assert text.count(" ms ") == len(GROUPS)
     assert "The times are of" not in text
-    assert f"measured beyond that {actual.overhead / 2**20:>18,.1f} MiB  what the framework" in text
+    assert f"measured beyond that {anatomy.overhead / 2**20:>18,.1f} MiB  what the framework" in text
     predicted = ft.anatomy(step, step.init(), batch, measure=False)
     assert " ms " not in repr(predicted)
     assert "beyond" not in repr(predicted)
-    told = json.loads(json.dumps(actual.as_dict()))
-    assert (told["peak"], told["measured"]) == (actual.peak, actual.measured)
-    assert told["overhead"] == actual.measured - actual.peak
-    assert sum(told["at_peak"].values()) == actual.peak
-    assert told["seconds"].keys() == told["flops"].keys()
+    numbers = json.loads(json.dumps(anatomy.as_dict()))
+    assert (numbers["peak"], numbers["measured"]) == (anatomy.peak, anatomy.measured)
+    assert numbers["overhead"] == anatomy.measured - anatomy.peak
+    assert sum(numbers["at_peak"].values()) == anatomy.peak
+    assert numbers["seconds"].keys() == numbers["flops"].keys()
     assert predicted.as_dict()["measured"] is predicted.as_dict()["seconds"] is None
     for name in ("a.png", "a.svg"):
-        actual.plot(tmp_path / name)
+        anatomy.plot(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf'; it must end in \.png or \.svg"):
-        actual.plot(tmp_path / "a.pdf")
+        anatomy.plot(tmp_path / "a.pdf")
 
 
 def test_a_picture_without_matplotlib(monkeypatch):
     step, batch = problem.make(), problem.batch(4)
-    actual = ft.anatomy(step, step.init(), batch, measure=False)
+    anatomy = ft.anatomy(step, step.init(), batch, measure=False)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
-        actual.plot()
+        anatomy.plot()
 
 
 def test_what_anatomy_refuses():
@@ -685,11 +685,11 @@ def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_befor
 
     model = nn.Sequential(Waiting())
     model[0].register_forward_hook(lambda *arguments: None)  # With one, torch looks for the hooks of all modules later.
-    thread, running = threading.Thread(target=run), Running(model)
+    thread, running = threading.Thread(target=run), RunningModule(model)
     if starts_before:
         thread.start()
         inside.wait(60)
-    with running.followed():
+    with running.tracked():
         if not starts_before:
             thread.start()
             inside.wait(60)
@@ -825,17 +825,17 @@ def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(i
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *inner, ft.accumulate(4), ft.donated())
-    actual = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
+    anatomy = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
     weights = 4 * 8 * 1024 * 1024
-    assert sets * weights < actual.most["gradients"] + actual.most["temporaries"] < (sets + 0.3) * weights
+    assert sets * weights < anatomy.most["gradients"] + anatomy.most["temporaries"] < (sets + 0.3) * weights
 
 
 def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
     step, batch = build("gpt", "remat")
     piece = tree.map(lambda leaf: leaf[:2], batch)
     one, four = (
-        ft.anatomy(*given, measure=False)
-        for given in ((step, step.init(), piece), (ft.accumulate(4)(step), step.init(), batch))
+        ft.anatomy(*inputs, measure=False)
+        for inputs in ((step, step.init(), piece), (ft.accumulate(4)(step), step.init(), batch))
     )
     assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
 

@@ -41,101 +41,101 @@ FINE = Facts(
 )
 
 
-def found(**changes):
+def hints_of(**changes):
     return [hint.name for hint in run_rules(dataclasses.replace(FINE, **changes))]
 
 
-def told(**changes):
+def hint_text(**changes):
     (hint,) = run_rules(dataclasses.replace(FINE, **changes))
     return str(hint)
 
 
 def test_where_nothing_is_wrong_nothing_is_said():
-    assert found() == []
-    assert found(tried={}, loading=None, matmuls=[], attentions=[]) == []
+    assert hints_of() == []
+    assert hints_of(tried={}, loading=None, matmuls=[], attentions=[]) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("inputs", "text"),
     [
         ({"rows": 1000}, "1,000 rows of up (1,024 would be, +2.4%)"),
         ({"inner": 100}, "100 inputs of up (128 would be, +28.0%)"),
         ({"columns": 50257, "module": "head"}, "50,257 outputs of head (50,304 would be, +0.1%)"),
     ],
 )
-def test_dimensions(given, text):
-    said = told(matmuls=[matmul(**given)])
-    assert said.startswith("dimensions: not multiples of 64: ")
-    assert text in said
+def test_dimensions(inputs, text):
+    hint = hint_text(matmuls=[matmul(**inputs)])
+    assert hint.startswith("dimensions: not multiples of 64: ")
+    assert text in hint
     # Where a device asks for none, and where next to nothing is computed.
-    assert found(matmuls=[matmul(**given)], multiple=lambda dtype: 1) == []
-    assert found(matmuls=[matmul(), matmul(rows=7, inner=8, columns=8)]) == []
+    assert hints_of(matmuls=[matmul(**inputs)], multiple=lambda dtype: 1) == []
+    assert hints_of(matmuls=[matmul(), matmul(rows=7, inner=8, columns=8)]) == []
 
 
 def test_eight_is_enough_where_the_device_says_so():
     odd = matmul(rows=1000, inner=72)
-    assert found(matmuls=[odd]) == ["dimensions"]
-    assert found(matmuls=[odd], multiple=lambda dtype: 8) == []
+    assert hints_of(matmuls=[odd]) == ["dimensions"]
+    assert hints_of(matmuls=[odd], multiple=lambda dtype: 8) == []
 
 
 def test_exact_products_have_no_dimensions_that_matter():
     exact = matmul(rows=1000, dtype=F32, exact=True)
-    assert "dimensions" not in found(matmuls=[exact])
-    assert "dimensions" in found(matmuls=[matmul(rows=1000, dtype=F32)])
+    assert "dimensions" not in hints_of(matmuls=[exact])
+    assert "dimensions" in hints_of(matmuls=[matmul(rows=1000, dtype=F32)])
 
 
 def test_tf32():
     exact = [matmul(dtype=F32, exact=True)]
-    assert found(matmuls=exact) == ["TF32 off"]
-    assert "100% of the matmuls are in float32" in told(matmuls=exact)
-    assert found(matmuls=exact, tf32=False) == []
-    assert found(matmuls=[matmul(dtype=F32)]) == []
-    assert found(matmuls=[*exact, matmul(), matmul()]) == []
-    assert found(matmuls=[matmul(dtype=torch.float64, exact=True)]) == []
+    assert hints_of(matmuls=exact) == ["TF32 off"]
+    assert "100% of the matmuls are in float32" in hint_text(matmuls=exact)
+    assert hints_of(matmuls=exact, tf32=False) == []
+    assert hints_of(matmuls=[matmul(dtype=F32)]) == []
+    assert hints_of(matmuls=[*exact, matmul(), matmul()]) == []
+    assert hints_of(matmuls=[matmul(dtype=torch.float64, exact=True)]) == []
 
 
 def test_a_step_that_is_faster_in_bfloat16():
     faster = {Remedy.BFLOAT16: Interval(1.2, 1.4, 1.5)}
-    assert "the step is 1.40 times as fast in bfloat16. Use ft.with_amp" in told(tried=faster, mixed=False)
-    assert found(tried=faster) == []
-    assert found(tried={Remedy.BFLOAT16: Interval(1.0, 1.4, 1.5)}, mixed=False) == []
-    assert found(mixed=False) == []
+    assert "the step is 1.40 times as fast in bfloat16. Use ft.with_amp" in hint_text(tried=faster, mixed=False)
+    assert hints_of(tried=faster) == []
+    assert hints_of(tried={Remedy.BFLOAT16: Interval(1.0, 1.4, 1.5)}, mixed=False) == []
+    assert hints_of(mixed=False) == []
 
 
 def test_a_mask_that_forces_a_slow_kernel():
     seen = [Attention("a", MIDDLE, {"attn_mask": "bool[8, 1, 64, 64]"}), Attention("b", FASTEST, {})]
-    assert "1 of 2 calls run with a slower kernel because of attn_mask=bool[8, 1, 64, 64]" in told(attentions=seen)
+    assert "1 of 2 calls run with a slower kernel because of attn_mask=bool[8, 1, 64, 64]" in hint_text(attentions=seen)
     seen = [Attention("a", SLOWEST, {"dropout_p": "0.1", "need_weights": "True"})]
-    said = told(attentions=seen)
-    assert "no fused kernel because of dropout_p=0.1, need_weights=True" in said
-    assert "Apply dropout after attention, not within it. Call it with need_weights=False." in said
+    hint = hint_text(attentions=seen)
+    assert "no fused kernel because of dropout_p=0.1, need_weights=True" in hint
+    assert "Apply dropout after attention, not within it. Call it with need_weights=False." in hint
     # Nobody knows how to make it faster.
-    assert found(attentions=[Attention("a", SLOWEST, {})]) == []
+    assert hints_of(attentions=[Attention("a", SLOWEST, {})]) == []
 
 
 def test_launches():
-    assert found(operations=100_000) == ["launches"]
-    assert "100,000 operations take at least 100.0 ms to launch (1.0 µs each), and their matmuls 30.0 ms" in told(
+    assert hints_of(operations=100_000) == ["launches"]
+    assert "100,000 operations take at least 100.0 ms to launch (1.0 µs each), and their matmuls 30.0 ms" in hint_text(
         operations=100_000
     )
-    assert found(operations=100_000, compiled=True) == []
+    assert hints_of(operations=100_000, compiled=True) == []
     # Large operations without matmuls, which take their time once they run.
-    assert found(operations=100_000, flops=0) == ["launches"]
-    assert found(operations=100_000, flops=0, seconds=1.0) == []
-    assert found(operations=100_000, tried={Remedy.COMPILE: Interval(0.9, 0.95, 1.0)}) == []
+    assert hints_of(operations=100_000, flops=0) == ["launches"]
+    assert hints_of(operations=100_000, flops=0, seconds=1.0) == []
+    assert hints_of(operations=100_000, tried={Remedy.COMPILE: Interval(0.9, 0.95, 1.0)}) == []
 
 
 def test_a_batch_that_is_too_small():
-    assert "twice the batch makes 1.60 times the examples per second" in told(
+    assert "twice the batch makes 1.60 times the examples per second" in hint_text(
         tried={Remedy.LARGER_BATCH: Interval(1.5, 1.6, 1.7)}
     )
-    assert found(tried={Remedy.LARGER_BATCH: Interval(1.0, 1.6, 1.7)}) == []
+    assert hints_of(tried={Remedy.LARGER_BATCH: Interval(1.0, 1.6, 1.7)}) == []
 
 
 def test_a_loader_that_starves_the_device():
-    said = told(loading=Loading(alone=0.01, ready=0.03, together=0.04))
-    assert "a batch takes 10.0 ms to load and 30.0 ms to train on; the device waits 25% of the time" in said
-    assert found(loading=Loading(0.001, 0.03, 0.0301)) == []
+    hint = hint_text(loading=Loading(alone=0.01, ready=0.03, together=0.04))
+    assert "a batch takes 10.0 ms to load and 30.0 ms to train on; the device waits 25% of the time" in hint
+    assert hints_of(loading=Loading(0.001, 0.03, 0.0301)) == []
 
 
 # What is seen of a step
@@ -198,12 +198,12 @@ def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
 def test_attention_of_blocks_that_are_computed_again(options):
     """What runs once more to be watched would be missed there."""
 
-    def found(*wrappers):
+    def attentions_of(*wrappers):
         blocks = nn.Sequential(Attend(learned=True), Attend(dropout_p=0.1), Attend())
         return record_calls(*attending(blocks, *wrappers))[1]
 
-    assert found(ft.remat(**options, blocks=[Attend])) == found()
-    assert [each.rank for each in found()] == [SLOWEST, SLOWEST, FASTEST]
+    assert attentions_of(ft.remat(**options, blocks=[Attend])) == attentions_of()
+    assert [each.rank for each in attentions_of()] == [SLOWEST, SLOWEST, FASTEST]
 
 
 def test_attention_of_torch_that_returns_its_weights():
@@ -274,9 +274,9 @@ def test_a_loss_without_a_module_and_with_a_key():
 
 
 def test_facts_of_a_step():
-    step, given = make(ft.with_amp("bf16"), ft.compiled(backend="eager")), batch()
+    step, inputs = make(ft.with_amp("bf16"), ft.compiled(backend="eager")), batch()
     state = step.init()
-    facts = facts_of(step, state, given, 0.5)
+    facts = facts_of(step, state, inputs, 0.5)
     assert (facts.compiled, facts.mixed, facts.tf32, facts.seconds) == (True, True, False, 0.5)
     assert facts.operations > 50
     assert facts.flops > 2 * 64 * 16 * 32 * 6
@@ -297,14 +297,14 @@ def test_hints_of_a_step(monkeypatch):
                 time.sleep(0.01)
                 yield each
 
-    step, given = make(), batch(4)
+    step, inputs = make(), batch(4)
     state = step.init()
-    before = kept(state, given)
-    said = {hint.name: hint for hint in ft.hints(step, state, given, data=Slow([given] * 4))}
-    assert_untouched(state, given, before)
-    assert {"launches", "loader"} <= set(said)
-    assert not {"dimensions", "TF32 off", "attention"} & set(said)
-    assert all(hint.evidence and hint.advice for hint in said.values())
+    before = kept(state, inputs)
+    hints = {hint.name: hint for hint in ft.hints(step, state, inputs, data=Slow([inputs] * 4))}
+    assert_untouched(state, inputs, before)
+    assert {"launches", "loader"} <= set(hints)
+    assert not {"dimensions", "TF32 off", "attention"} & set(hints)
+    assert all(hint.evidence and hint.advice for hint in hints.values())
 
 
 def test_a_model_of_convolutions_is_tried_in_bfloat16_where_that_is_native(monkeypatch):
@@ -316,8 +316,8 @@ def test_a_model_of_convolutions_is_tried_in_bfloat16_where_that_is_native(monke
     for emulated in ((), (BF16,)):
         changed = dataclasses.replace(cpu, emulated_dtypes=lambda emulated=emulated: emulated)
         monkeypatch.setitem(ft.backends.registry._records, "cpu", changed)
-        said = {hint.name for hint in ft.hints(step, step.init(), torch.randn(2, 1, 4, 4))}
-        assert ("float32" in said) == (not emulated)
+        hints = {hint.name for hint in ft.hints(step, step.init(), torch.randn(2, 1, 4, 4))}
+        assert ("float32" in hints) == (not emulated)
 
 
 def test_a_batch_of_which_there_cannot_be_more():
@@ -327,9 +327,9 @@ def test_a_batch_of_which_there_cannot_be_more():
 
 def test_twice_the_batch_does_not_run_where_it_is_predicted_not_to_fit(monkeypatch):
     """A host without memory raises no error: its kernel kills the process."""
-    lengths, step, given = set(), make(), batch(64)
+    lengths, step, inputs = set(), make(), batch(64)
     state = step.init()
-    peak = ft.anatomy(step, state, given, measure=False).peak
+    peak = ft.anatomy(step, state, inputs, measure=False).peak
     noted = ft.Wrapper("noted", grad=ft.OnGrad(lambda grad: lambda state, batch, rng: noting(grad, state, batch, rng)))
 
     def noting(grad, state, batch, rng):
@@ -340,22 +340,22 @@ def test_twice_the_batch_does_not_run_where_it_is_predicted_not_to_fit(monkeypat
         cpu = dataclasses.replace(ft.backends.get("cpu"), free=lambda free=free: free)
         monkeypatch.setitem(ft.backends.registry._records, "cpu", cpu)
         lengths.clear()
-        ft.hints(noted(step), state, given)
+        ft.hints(noted(step), state, inputs)
         assert lengths == ran
 
 
 def test_what_hints_refuse():
-    step, given = make(), batch(4)
+    step, inputs = make(), batch(4)
     with pytest.raises(ComposeError, match="hints: the step is function; needs a Step"):
-        ft.hints(lambda state, batch: (state, {}), step.init(), given)
+        ft.hints(lambda state, batch: (state, {}), step.init(), inputs)
     with pytest.raises(StructureError):
-        ft.hints(step, make(optimizer=ft.optim.sgd(0.1)).init(), given)
+        ft.hints(step, make(optimizer=ft.optim.sgd(0.1)).init(), inputs)
     with pytest.raises(DataError):
-        ft.hints(step, step.init(), given, data=iter([given]))
+        ft.hints(step, step.init(), inputs, data=iter([inputs]))
     spent = step.init()
-    ft.donated()(step)(spent, given)
+    ft.donated()(step)(spent, inputs)
     with pytest.raises(ConsumedError):
-        ft.hints(step, spent, given)
+        ft.hints(step, spent, inputs)
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ PLAIN = [each.name for each in TECHNIQUES if each.name != "compiled()"]
 def timed(monkeypatch):
     """Let a ladder be climbed in times that are told, and by memory as it is predicted, unless told."""
 
-    def climb(step, given, times=None, *, measured=False, **options):
+    def climb(step, inputs, times=None, *, measured=False, **options):
         monkeypatch.setattr(run, "race", scripted(times or {}))
         monkeypatch.setattr(run, "anatomy_for", lambda name, *rest: remembered(ft.anatomy)(*rest, measure=False))
         if not measured:
             monkeypatch.setattr(Original, "measured_peak", lambda self, variant, batch, at_rest: None)
         monkeypatch.setattr(run, "run_rules", lambda facts: [])
         options = {"rounds": 3, **options}
-        return ft.ladder(step, options.pop("state", None) or step.init(), given, **options)
+        return ft.ladder(step, options.pop("state", None) or step.init(), inputs, **options)
 
     return climb
 
@@ -42,13 +42,13 @@ def rows(actual, group):
 
 
 def test_every_technique_is_a_row_and_nothing_is_touched():
-    step, given = make(width=64), batch(256, width=64)
+    step, inputs = make(width=64), batch(256, width=64)
     state = step.init()
-    before = kept(state, given)
-    actual = ft.ladder(step, state, given, techniques=PLAIN, rounds=1, stacked=False)
-    assert_untouched(state, given, before)
-    assert rows(actual, ALONE) == ["as given", *PLAIN]
-    ran = {row.name for row in actual.rows if row.seconds}
+    before = kept(state, inputs)
+    ladder = ft.ladder(step, state, inputs, techniques=PLAIN, rounds=1, stacked=False)
+    assert_untouched(state, inputs, before)
+    assert rows(ladder, ALONE) == ["as given", *PLAIN]
+    ran = {row.name for row in ladder.rows if row.seconds}
     # A CPU is the host itself, and has no TF32 and no cache.
     assert set(PLAIN) - ran == {
         'with_amp("tf32")',
@@ -56,20 +56,20 @@ def test_every_technique_is_a_row_and_nothing_is_touched():
         'offload("opt_state")',
         "empty_cache(every=1)",
     }
-    assert "has no TF32" in actual['with_amp("tf32")'].note
-    base = actual["as given"]
+    assert "has no TF32" in ladder['with_amp("tf32")'].note
+    base = ladder["as given"]
     assert base.speed.median == 1
     for name in ran:
-        row = actual[name]
+        row = ladder[name]
         assert row.seconds.low <= row.seconds.median <= row.seconds.high
         assert abs(row.measured / row.predicted - 1) < 0.2, row
-    assert (actual["batch x2"].examples, actual["batch /2"].examples) == (512, 128)
-    assert actual["batch x2"].peak > base.peak > actual["batch /2"].peak
+    assert (ladder["batch x2"].examples, ladder["batch /2"].examples) == (512, 128)
+    assert ladder["batch x2"].peak > base.peak > ladder["batch /2"].peak
     for name in ("accumulate(2)", "remat()", "adafactor"):
-        assert actual[name].peak < base.peak
+        assert ladder[name].peak < base.peak
     assert base.bytes_per_parameter == pytest.approx(16, rel=0.01)
     for name, each in {'adamw(state_dtype="bf16")': 12, "adamw_8bit": 10.1, "adafactor": 8.2}.items():
-        assert actual[name].bytes_per_parameter == pytest.approx(each, rel=0.02)
+        assert ladder[name].bytes_per_parameter == pytest.approx(each, rel=0.02)
 
 
 NO_TECHNIQUES = {
@@ -105,12 +105,12 @@ def test_every_wrapper_is_a_technique_or_none_for_a_reason(monkeypatch):
 def test_a_hint_is_not_given_for_what_the_ladder_has_found_to_be_no_faster(timed, monkeypatch):
     seen = []
     monkeypatch.setattr(run, "facts_of", lambda *args, **measured: seen.append(measured))
-    own = ft.Technique("own", "mine", lambda case: case, remedy=Remedy.COMPILE)
+    custom = ft.Technique("own", "mine", lambda case: case, remedy=Remedy.COMPILE)
     timed(
         make(),
         batch(),
         {"batch x2": 0.5, 'with_amp("bf16")': 2.0, "mine": 4.0},
-        techniques=["batch x2", 'with_amp("bf16")', own, "remat()"],
+        techniques=["batch x2", 'with_amp("bf16")', custom, "remat()"],
     )
     (measured,) = seen
     tried = {remedy: speed.median for remedy, speed in measured["tried"].items()}
@@ -118,11 +118,11 @@ def test_a_hint_is_not_given_for_what_the_ladder_has_found_to_be_no_faster(timed
 
 
 def test_a_compiled_row():
-    step, given = make(), batch(4)
-    actual = ft.ladder(
+    step, inputs = make(), batch(4)
+    ladder = ft.ladder(
         step,
         step.init(),
-        given,
+        inputs,
         techniques=[
             ft.Technique(
                 "torch.compile", "eagerly", lambda case: Case(ft.compiled(backend="eager")(case.step), case.batch)
@@ -130,27 +130,27 @@ def test_a_compiled_row():
         ],
         rounds=1,
     )
-    assert actual["eagerly"].seconds
-    assert actual["eagerly"].measured > 0
+    assert ladder["eagerly"].seconds
+    assert ladder["eagerly"].measured > 0
 
 
 def test_speeds_are_examples_a_second_in_the_same_round(timed):
     times = {"as given": [1.0, 2.0, 4.0], "batch x2": [1.0, 2.0, 2.0], "remat()": [2.0, 4.0, 8.0]}
-    actual = timed(
+    ladder = timed(
         make(), batch(), times, techniques=["batch x2", "remat()"], throughput={"numbers": lambda b: b["x"].numel()}
     )
-    assert actual["batch x2"].speed == (2.0, 2.0, 4.0)
-    assert actual["remat()"].speed == (0.5, 0.5, 0.5)
-    assert actual["batch x2"].rate == 128 / 2.0
-    assert actual["batch x2"].rates == {"numbers": 128 * 16 / 2.0}
-    assert "numbers/s" in repr(actual)
+    assert ladder["batch x2"].speed == (2.0, 2.0, 4.0)
+    assert ladder["remat()"].speed == (0.5, 0.5, 0.5)
+    assert ladder["batch x2"].rate == 128 / 2.0
+    assert ladder["batch x2"].rates == {"numbers": 128 * 16 / 2.0}
+    assert "numbers/s" in repr(ladder)
 
 
 def test_a_count_is_a_number_for_json_or_refused_before_anything_is_measured(timed):
-    actual = timed(
+    ladder = timed(
         make(), batch(), {}, techniques=[], throughput={"ones": lambda batch: (batch["x"] == batch["x"]).sum()}
     )
-    assert json.loads(json.dumps(actual.as_dict()))["rows"][0]["rates"] == {"ones": 64 * 16}
+    assert json.loads(json.dumps(ladder.as_dict()))["rows"][0]["rates"] == {"ones": 64 * 16}
     with pytest.raises(OptionError, match=r"^ladder: throughput\['tokens'\] returned None; needs a number"):
         ft.ladder(make(), make().init(), batch(), throughput={"tokens": lambda batch: None})
 
@@ -165,16 +165,16 @@ def test_what_is_faster_beyond_doubt_is_stacked_the_best_of_each_method(timed):
         "adafactor": [0.5, 0.5, 1.1],
     }
     names = ["batch size", "mixed precision", "optimizer choice", "donation"]
-    actual = timed(make(), batch(), times, techniques=names)
-    assert rows(actual, FASTER) == ['with_amp("fp16")', "+ donated()"]
+    ladder = timed(make(), batch(), times, techniques=names)
+    assert rows(ladder, FASTER) == ['with_amp("fp16")', "+ donated()"]
 
 
 def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
     names = ["batch size", "gradient accumulation", "gradient checkpointing", "optimizer choice"]
-    actual = timed(make(width=32), batch(128, width=32), techniques=names)
-    assert rows(actual, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
-    peaks = [row.peak for row in actual.rows if row.group == SMALLER]
-    assert actual["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
+    ladder = timed(make(width=32), batch(128, width=32), techniques=names)
+    assert rows(ladder, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
+    peaks = [row.peak for row in ladder.rows if row.group == SMALLER]
+    assert ladder["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
     few = ["accumulate(2)", "remat()"]
     assert rows(timed(make(), batch(), techniques=few, stacked=False), SMALLER) == []
     # One alone is no stack.
@@ -184,21 +184,21 @@ def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
 def test_a_technique_that_the_step_has_is_said_and_another_of_its_kind_takes_its_place(timed):
     step = make(ft.remat(), ft.accumulate(2), ft.with_amp("bf16"))
     names = ["accumulate(2)", "remat()", 'remat("dots")', 'with_amp("bf16")', 'with_amp("fp16")']
-    actual = timed(step, batch(), techniques=names, stacked=False)
+    ladder = timed(step, batch(), techniques=names, stacked=False)
     for name in ("remat()", 'with_amp("bf16")'):
-        assert actual[name].note == "the step has it already"
-    assert actual["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
-    assert actual['remat("dots")'].note == "remat(dots, blocks=2) in place of remat(blocks=2)"
-    assert actual['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
-    assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(actual)
-    assert actual["accumulate(2)"].seconds
+        assert ladder[name].note == "the step has it already"
+    assert ladder["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
+    assert ladder['remat("dots")'].note == "remat(dots, blocks=2) in place of remat(blocks=2)"
+    assert ladder['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
+    assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(ladder)
+    assert ladder["accumulate(2)"].seconds
 
 
 def test_accumulation_goes_inside_of_what_clips():
     """Outside of it, every piece would be clipped, which is another update."""
     (technique,) = (each for each in TECHNIQUES if each.name == "accumulate(2)")
-    made = technique.apply(Case(make(ft.clip(1.0)), batch()))
-    assert [each.name for each in made.step.wrappers] == ["accumulate", "clip"]
+    applied = technique.apply(Case(make(ft.clip(1.0)), batch()))
+    assert [each.name for each in applied.step.wrappers] == ["accumulate", "clip"]
     for pieces in (1, 2):
         with pytest.raises(
             ComposeError, match=rf"clip\(norm<=1\) applies to each microbatch of accumulate\({pieces}\)"
@@ -207,21 +207,21 @@ def test_accumulation_goes_inside_of_what_clips():
 
 
 def test_other_optimizers_than_adam_keep_theirs(timed):
-    actual = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
-    assert "replaces adam or adamw; the step has sgd(" in actual["adafactor"].note
+    ladder = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
+    assert "replaces adam or adamw; the step has sgd(" in ladder["adafactor"].note
 
 
 @pytest.mark.parametrize(
-    ("given", "note"),
+    ("inputs", "note"),
     [
         ({"x": torch.zeros(3, 16), "y": torch.zeros(3, 16)}, "3 examples cannot be halved"),
         ({"x": torch.zeros(4, 16), "y": torch.zeros(1, 16)}, "do not say how many examples"),
     ],
 )
-def test_batches_that_cannot_be_halved(timed, given, note):
-    actual = timed(make(), given, techniques=["batch /2"])
-    assert note in actual["batch /2"].note
-    assert actual["batch /2"].seconds is None
+def test_batches_that_cannot_be_halved(timed, inputs, note):
+    ladder = timed(make(), inputs, techniques=["batch /2"])
+    assert note in ladder["batch /2"].note
+    assert ladder["batch /2"].seconds is None
 
 
 def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed):
@@ -229,9 +229,9 @@ def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed):
         assert len(batch["weights"]) == len(batch["names"]) == len(batch["x"])
         return squares(model, batch)
 
-    given = {**batch(8), "weights": [1.0] * 8, "names": ("a",) * 8}
-    actual = timed(make(criterion=weighed), given, techniques=["batch size"], measured=True)
-    assert [row.measured is not None for row in actual.rows] == [True] * 3
+    inputs = {**batch(8), "weights": [1.0] * 8, "names": ("a",) * 8}
+    ladder = timed(make(criterion=weighed), inputs, techniques=["batch size"], measured=True)
+    assert [row.measured is not None for row in ladder.rows] == [True] * 3
 
 
 def broken(case):
@@ -246,38 +246,38 @@ def test_a_technique_that_fails_is_a_row(timed):
         loss = ft.Wrapper("spoilt", loss=ft.OnLoss(lambda loss: loss.__class__(late, "late", module=loss.module)))
         return Case(loss(case.step), case.batch)
 
-    own = [ft.Technique("own", "broken", broken), ft.Technique("own", "spoilt", spoil), "remat()"]
-    actual = timed(make(), batch(), techniques=own)
-    assert actual["broken"].note.startswith("does not go")
-    assert actual["spoilt"].note == "fails: ZeroDivisionError: in the middle"
-    assert actual["remat()"].seconds
-    assert "does not go at all" in repr(actual)
+    custom = [ft.Technique("own", "broken", broken), ft.Technique("own", "spoilt", spoil), "remat()"]
+    ladder = timed(make(), batch(), techniques=custom)
+    assert ladder["broken"].note.startswith("does not go")
+    assert ladder["spoilt"].note == "fails: ZeroDivisionError: in the middle"
+    assert ladder["remat()"].seconds
+    assert "does not go at all" in repr(ladder)
 
 
 def test_a_model_without_repeated_blocks_has_a_ladder(timed):
     loss = ft.from_module(torch.nn.Linear(16, 16), squares)
-    actual = timed(ft.train_step(loss, ft.optim.adamw(1e-3)), batch(), techniques=["remat()", "batch x2"])
-    assert "Linear has no repeated children" in actual["remat()"].note
-    assert actual["batch x2"].seconds
+    ladder = timed(ft.train_step(loss, ft.optim.adamw(1e-3)), batch(), techniques=["remat()", "batch x2"])
+    assert "Linear has no repeated children" in ladder["remat()"].note
+    assert ladder["batch x2"].seconds
 
 
 def test_a_technique_for_which_there_is_no_memory_is_a_row(timed):
     oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")
-    actual = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])
-    assert actual["remat()"].note == "does not fit: out of memory"
-    assert actual["remat()"].predicted > 0
-    assert actual["donated()"].seconds
+    ladder = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])
+    assert ladder["remat()"].note == "does not fit: out of memory"
+    assert ladder["remat()"].predicted > 0
+    assert ladder["donated()"].seconds
 
 
 def test_a_step_that_does_not_fit_itself_has_a_ladder(timed):
     oom = torch.OutOfMemoryError("on purpose")
     names = ["accumulate(2)", "remat()"]
-    actual = timed(make(width=64), batch(256, width=64), {"as given": oom}, techniques=names)
-    assert actual["as given"].note == "does not fit: out of memory"
-    assert actual["remat()"].speed is None
-    assert actual["remat()"].seconds.median == 1
-    assert rows(actual, SMALLER) == ["accumulate(2)", "+ remat()"]
-    assert "does not fit" in repr(actual)
+    ladder = timed(make(width=64), batch(256, width=64), {"as given": oom}, techniques=names)
+    assert ladder["as given"].note == "does not fit: out of memory"
+    assert ladder["remat()"].speed is None
+    assert ladder["remat()"].seconds.median == 1
+    assert rows(ladder, SMALLER) == ["accumulate(2)", "+ remat()"]
+    assert "does not fit" in repr(ladder)
 
 
 def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
@@ -287,12 +287,12 @@ def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
 
     step = make(criterion=asking)
     names = ["remat()", "donated()"]
-    actual = timed(step, batch(), techniques=names, measured=True, stacked=False)
+    ladder = timed(step, batch(), techniques=names, measured=True, stacked=False)
     known = timed(make(), batch(), techniques=names, measured=True, stacked=False)
     for name in ("as given", "remat()", "donated()"):
-        assert actual[name].seconds
-        assert (actual[name].predicted, actual[name].note) == (None, "")
-        assert actual[name].measured == pytest.approx(known[name].measured, rel=0.05)
+        assert ladder[name].seconds
+        assert (ladder[name].predicted, ladder[name].note) == (None, "")
+        assert ladder[name].measured == pytest.approx(known[name].measured, rel=0.05)
     with pytest.raises(TraceError, match="runs the step on fake tensors"):
         ft.hints(step, step.init(), batch())
 
@@ -306,27 +306,27 @@ def test_a_state_that_is_elsewhere_takes_no_memory_of_the_device(timed, tmp_path
             ft.offload("opt_state", directory=tmp_path, min_bytes=1)(ft.donated()(case.step)), case.batch
         ),
     )
-    actual = timed(make(width=64), batch(width=64), techniques=[away, "donated()"], stacked=False, measured=True)
-    given = make(width=64).init()
-    moments = sum(leaf.nbytes for leaf in tree.leaves(given.opt_state) if leaf.ndim)
+    ladder = timed(make(width=64), batch(width=64), techniques=[away, "donated()"], stacked=False, measured=True)
+    inputs = make(width=64).init()
+    moments = sum(leaf.nbytes for leaf in tree.leaves(inputs.opt_state) if leaf.ndim)
     for peak in ("predicted", "measured"):
-        here, there = getattr(actual["donated()"], peak), getattr(actual["files"], peak)
+        here, there = getattr(ladder["donated()"], peak), getattr(ladder["files"], peak)
         assert here - there == pytest.approx(moments, rel=0.1), peak
 
 
 def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):
     record = ft.backends.get("cpu")
-    step, given = make(), batch()
-    limit = ft.anatomy(step, step.init(), given, measure=False).peak + 1
+    step, inputs = make(), batch()
+    limit = ft.anatomy(step, step.init(), inputs, measure=False).peak + 1
     monkeypatch.setitem(ft.backends.registry._records, "cpu", dataclasses.replace(record, free=lambda: limit))
 
     def times(name, racer):
         assert name != "batch x2"
         return 1.0
 
-    actual = timed(step, given, times, techniques=["batch size"])
-    assert actual["batch x2"].note.startswith("does not fit: ")
-    assert actual["batch /2"].seconds
+    ladder = timed(step, inputs, times, techniques=["batch size"])
+    assert ladder["batch x2"].note.startswith("does not fit: ")
+    assert ladder["batch /2"].seconds
 
 
 def test_what_the_step_as_given_raises_is_raised(timed):
@@ -338,16 +338,16 @@ def test_what_the_step_as_given_raises_is_raised(timed):
 
 
 def test_data(monkeypatch, timed):
-    actual = timed(make(), batch(), techniques=[], data=[batch()] * 3)
-    assert actual.loading.alone > 0
-    assert "ms/batch; the device waits" in repr(actual)
+    ladder = timed(make(), batch(), techniques=[], data=[batch()] * 3)
+    assert ladder.loading.alone > 0
+    assert "ms/batch; the device waits" in repr(ladder)
     with pytest.raises(DataError, match="data is list_iterator"):
         timed(make(), batch(), techniques=[], data=iter([batch()] * 3))
 
 
 def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
-    actual = timed(make(ft.clip(1.0)), batch(), {"remat()": 2.0}, techniques=NAMES, data=[batch()] * 2)
-    text = repr(actual)
+    ladder = timed(make(ft.clip(1.0)), batch(), {"remat()": 2.0}, techniques=NAMES, data=[batch()] * 2)
+    text = repr(ladder)
     assert [line for line in text.splitlines() if len(line) > 100] == []
     assert (
         text.splitlines()[0]
@@ -356,15 +356,15 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
     for part in ("gradient checkpointing remat()", "x0.50", "ms/step", "examples/s", "KiB", "B/par", SMALLER):
         assert part in text
     assert "Median of 3 rounds with its full range" in text
-    assert "95% confidence interval" in repr(dataclasses.replace(actual, rounds=6))
-    told = json.loads(json.dumps(actual.as_dict()))
-    assert [row["name"] for row in told["rows"]] == [row.name for row in actual.rows]
-    assert told["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    assert "95% confidence interval" in repr(dataclasses.replace(ladder, rounds=6))
+    numbers = json.loads(json.dumps(ladder.as_dict()))
+    assert [row["name"] for row in numbers["rows"]] == [row.name for row in ladder.rows]
+    assert numbers["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     for name in ("a.png", "a.svg"):
-        actual.plot(tmp_path / name)
+        ladder.plot(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf"):
-        actual.plot(tmp_path / "a.pdf")
+        ladder.plot(tmp_path / "a.pdf")
 
 
 def test_millions_of_examples_a_second_do_not_touch_the_column_before():
@@ -373,36 +373,36 @@ def test_millions_of_examples_a_second_do_not_touch_the_column_before():
 
 
 def test_a_picture_without_matplotlib(timed, monkeypatch):
-    actual = timed(make(), batch(), techniques=[])
+    ladder = timed(make(), batch(), techniques=[])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
-        actual.plot()
+        ladder.plot()
 
 
 def test_no_example_and_no_parameter_is_no_fault(timed):
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
-    actual = timed(step, torch.ones(0), state=step.init({"w": torch.ones(0)}), techniques=["batch size", "donated()"])
-    assert "0 parameters" in repr(actual)
-    assert actual["donated()"].seconds
-    assert "0 examples cannot be halved" in actual["batch /2"].note
+    ladder = timed(step, torch.ones(0), state=step.init({"w": torch.ones(0)}), techniques=["batch size", "donated()"])
+    assert "0 parameters" in repr(ladder)
+    assert ladder["donated()"].seconds
+    assert "0 examples cannot be halved" in ladder["batch /2"].note
 
 
 def test_what_a_ladder_refuses():
-    step, given = make(), batch()
+    step, inputs = make(), batch()
     state = step.init()
     with pytest.raises(ComposeError, match="ladder: the step is function; needs a Step"):
-        ft.ladder(lambda state, batch: (state, {}), state, given)
+        ft.ladder(lambda state, batch: (state, {}), state, inputs)
     with pytest.raises(OptionError, match="ladder: there is no technique 'magic'; choose from batch size, batch x2"):
-        ft.ladder(step, state, given, techniques=["magic"])
+        ft.ladder(step, state, inputs, techniques=["magic"])
     with pytest.raises(OptionError, match=r"ladder: techniques is 'remat\(\)'; needs a list"):
-        ft.ladder(step, state, given, techniques="remat()")
+        ft.ladder(step, state, inputs, techniques="remat()")
     with pytest.raises(OptionError, match=r"ladder: two techniques have the same name: remat\(\), remat\(\)"):
-        ft.ladder(step, state, given, techniques=["remat()", ft.Technique("own", "remat()", lambda case: case)])
+        ft.ladder(step, state, inputs, techniques=["remat()", ft.Technique("own", "remat()", lambda case: case)])
     with pytest.raises(OptionError, match="ladder: rounds is 0"):
-        ft.ladder(step, state, given, rounds=0)
+        ft.ladder(step, state, inputs, rounds=0)
     with pytest.raises(StructureError):
-        ft.ladder(step, make(optimizer=ft.optim.sgd(0.1)).init(), given)
+        ft.ladder(step, make(optimizer=ft.optim.sgd(0.1)).init(), inputs)
     spent = step.init()
-    ft.donated()(step)(spent, given)
+    ft.donated()(step)(spent, inputs)
     with pytest.raises(ConsumedError):
-        ft.ladder(step, spent, given)
+        ft.ladder(step, spent, inputs)

@@ -191,10 +191,10 @@ def test_weights_that_are_numbers_of_the_program_are_planned(level):
 def test_a_step_on_ranks_is_measured_as_it_is_and_planned_for_others():
     step, batch = ft.sharded(ft.parallel.mesh(), 1)(make("plain")), words(True)[1]
     state = step.init()
-    actual = ft.anatomy(step, state, batch)
-    assert actual.layout == (1, 1, 1)
-    assert actual.measured_ratio == pytest.approx(1, abs=0.05)
-    assert not actual.traffic
+    anatomy = ft.anatomy(step, state, batch)
+    assert anatomy.layout == (1, 1, 1)
+    assert anatomy.measured_ratio == pytest.approx(1, abs=0.05)
+    assert not anatomy.traffic
     planned = ft.anatomy(step, state, batch, mesh=(2, 4))
     assert planned.layout == (2, 4, 1)
     assert planned.measured is None

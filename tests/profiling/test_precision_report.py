@@ -32,8 +32,8 @@ BAD = {**batch(), "factor": torch.tensor(float("inf"))}
 def test_the_metrics_have_the_scale_that_the_step_used(more):
     step = make(overflowing, ft.with_amp("fp16"), ft.skip_nonfinite(), *more)
     state, seen = step.init(params()), []
-    for given in (batch(), BAD, BAD, batch()):
-        state, metrics = step(state, given if not more or "factor" in given else {**given, "factor": torch.ones(())})
+    for inputs in (batch(), BAD, BAD, batch()):
+        state, metrics = step(state, inputs if not more or "factor" in inputs else {**inputs, "factor": torch.ones(())})
         assert metrics["loss_scale"].shape == ()
         assert metrics["loss_scale"].dtype == torch.float32
         seen.append(metrics)
@@ -95,14 +95,14 @@ NARROW = [("fp16", torch.bfloat16), ("fp16", torch.float16), ("bf16", torch.floa
 def test_narrow_parameters_do_not_train_in_mixed_precision(name, dtype):
     """`torch.amp.GradScaler` refuses float16 gradients, and unscales bfloat16 ones within bfloat16."""
     step = make(squares, ft.with_amp(name))
-    given = {"w": params()["w"].to(dtype), "b": params()["b"]}
+    inputs = {"w": params()["w"].to(dtype), "b": params()["b"]}
     with failing(
         StructureError, f"with_amp({name})", "params.w", str(dtype).removeprefix("torch."), "float32", "freeze"
     ):
-        step.init(given)
+        step.init(inputs)
     wide = step.init(params())
     with failing(StructureError, f"with_amp({name})", "params.w"):
-        step(dataclasses.replace(wide, params=given), batch())
+        step(dataclasses.replace(wide, params=inputs), batch())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*NARROW, ("bf16", torch.bfloat16)])
@@ -182,7 +182,7 @@ def test_an_evaluation_computes_in_the_dtype_throughout():
 
     def criterion(model, batch):
         hooks = [
-            part.register_forward_hook(lambda part, given, out, name=name: seen.update({name: out.dtype}))
+            part.register_forward_hook(lambda part, inputs, out, name=name: seen.update({name: out.dtype}))
             for name, part in model.named_modules()
             if not list(part.children()) and not isinstance(part, nn.ModuleList)
         ]
@@ -225,11 +225,11 @@ def test_an_evaluation_takes_buffers_that_the_model_computes_again_in_float32():
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_a_batch_without_examples_changes_no_evaluation(dtype):
     """Its mean is NaN, or 0 where that was guarded against."""
-    state, given = make().init(params()), batch()
-    empty = {name: leaf[:0] for name, leaf in given.items()}
+    state, inputs = make().init(params()), batch()
+    empty = {name: leaf[:0] for name, leaf in inputs.items()}
     for loss in (squares, lambda params, batch: squares(params, batch).nan_to_num()):
-        expected = ft.evaluate(ft.eval_step(loss), state, [given], dtype=dtype)
-        assert ft.evaluate(ft.eval_step(loss), state, [empty, given, empty], dtype=dtype) == expected
+        expected = ft.evaluate(ft.eval_step(loss), state, [inputs], dtype=dtype)
+        assert ft.evaluate(ft.eval_step(loss), state, [empty, inputs, empty], dtype=dtype) == expected
 
 
 def test_labels_and_weights_of_a_batch_stay_exact():
@@ -239,11 +239,11 @@ def test_labels_and_weights_of_a_batch_stay_exact():
         seen.append((batch["y"].dtype, batch["y"].tolist()))
         return ft.Mean(squares(params, batch) * 0 + batch["y"].sum(), torch.tensor(1.0))
 
-    given = {**batch(), "y": torch.tensor([1.0, 257.0, 70001.0, 0.1])}
+    inputs = {**batch(), "y": torch.tensor([1.0, 257.0, 70001.0, 0.1])}
     state = make().init(params())
-    actual = ft.evaluate(ft.eval_step(loss), state, [given], dtype="fp16")
-    assert seen == [(torch.float32, given["y"].tolist())]
-    assert actual["loss"] == float(given["y"].sum())
+    actual = ft.evaluate(ft.eval_step(loss), state, [inputs], dtype="fp16")
+    assert seen == [(torch.float32, inputs["y"].tolist())]
+    assert actual["loss"] == float(inputs["y"].sum())
 
 
 def test_trees_with_other_leaves_frozen_parts_and_adapters():

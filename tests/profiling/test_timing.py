@@ -31,10 +31,10 @@ def test_an_interval_holds_the_median_as_often_as_it_says():
 class Scripted(Racer):
     """A racer that notes its turns."""
 
-    def __init__(self, name, said, *outcomes):
+    def __init__(self, name, calls, *outcomes):
         self.name, self.said, self.outcomes, self.device = (
             name,
-            said,
+            calls,
             itertools.chain(outcomes, itertools.repeat(1.0)),
             HOST,
         )
@@ -60,29 +60,29 @@ def always(name, error):
 
 
 def test_racers_take_turns_back_and_forth_and_the_first_round_does_not_count():
-    said = []
-    racers = {name: Scripted(name, said, 9.0, 1.0, 2.0, 3.0) for name in "abc"}
-    actual = race(racers, 3, is_result=never)
-    assert "".join(said) == "abccbaabccba"
-    assert actual == {name: [1.0, 2.0, 3.0] for name in "abc"}
+    calls = []
+    racers = {name: Scripted(name, calls, 9.0, 1.0, 2.0, 3.0) for name in "abc"}
+    seconds = race(racers, 3, is_result=never)
+    assert "".join(calls) == "abccbaabccba"
+    assert seconds == {name: [1.0, 2.0, 3.0] for name in "abc"}
     assert all(racer.closed == 1 for racer in racers.values())
 
 
 def test_out_of_memory_is_tried_again_when_the_others_have_given_theirs_back():
-    said, oom = [], torch.OutOfMemoryError("on purpose")
-    racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom)}
+    calls, oom = [], torch.OutOfMemoryError("on purpose")
+    racers = {"a": Scripted("a", calls), "b": Scripted("b", calls, oom)}
     assert race(racers, 1, is_result=never) == {"a": [1.0], "b": [1.0]}
-    assert "".join(said) == "abbba"
+    assert "".join(calls) == "abbba"
     assert racers["a"].closed == 2
 
 
 def test_who_runs_out_of_memory_alone_is_out_and_the_others_go_on():
-    said, oom = [], torch.OutOfMemoryError("on purpose")
-    racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom, oom)}
+    calls, oom = [], torch.OutOfMemoryError("on purpose")
+    racers = {"a": Scripted("a", calls), "b": Scripted("b", calls, oom, oom)}
     actual = race(racers, 2, is_result=always)
     assert actual["a"] == [1.0, 1.0]
     assert actual["b"] is oom
-    assert "".join(said) == "abbaa"
+    assert "".join(calls) == "abbaa"
 
 
 def test_states_that_do_not_fit_beside_each_other_come_one_after_the_other(monkeypatch):
@@ -122,11 +122,11 @@ def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
     monkeypatch.setattr(timing, "TURN", 0.1)
     clock = itertools.count()
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) * 0.02))
-    step, made = make(), []
+    step, states = make(), []
 
     def begin():
-        made.append(step.init())
-        return made[-1]
+        states.append(step.init())
+        return states[-1]
 
     calls = []
 
@@ -139,12 +139,12 @@ def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
     assert racer.turn() == pytest.approx(0.02 / 5)
     assert calls == list(range(timing.WARM_UP + 1 + 5))
     racer.turn()
-    assert len(made) == 1
+    assert len(states) == 1
     racer.close()
     racer.turn()
-    assert len(made) == 2
+    assert len(states) == 2
     assert calls[-timing.WARM_UP - 5 :] == list(range(timing.WARM_UP + 5))
-    assert int(made[0].step) == 0
+    assert int(states[0].step) == 0
 
 
 def test_a_source_of_data_is_left_where_it_was():

@@ -20,23 +20,23 @@ def rows(actual):
 
 def test_with_enough_memory_what_takes_least_time_is_taken():
     step, given = make(ft.clip(1.0)), batch(2, WIDTH)
-    actual = ft.trials(step, None, given, memory="1GB", mesh=(1, 2))
-    assert rows(actual).keys() == {(level, policy) for level in range(4) for policy in ("none", "full")}
-    estimates = [row.estimate for row in actual.rows]
+    trials = ft.trials(step, None, given, memory="1GB", mesh=(1, 2))
+    assert rows(trials).keys() == {(level, policy) for level in range(4) for policy in ("none", "full")}
+    estimates = [row.estimate for row in trials.rows]
     assert estimates == sorted(estimates)
-    best = actual.rows[0]
+    best = trials.rows[0]
     assert (best.policy, best.microbatches, best.verdict) == ("none", 1, "<- least time")
     assert best.layout.level < 3  # Which gathers parameters twice.
-    assert f"sharded({best.layout.replicate}x{best.layout.shard}, level={best.layout.level})" in repr(actual.step)
+    assert f"sharded({best.layout.replicate}x{best.layout.shard}, level={best.layout.level})" in repr(trials.step)
     with pytest.raises(OptionError, match=r"sharded: the 2 ranks of this step are planned, and do not exist; start as"):
-        actual.step.init()
-    whole = actual.rows[0]
+        trials.step.init()
+    whole = trials.rows[0]
     planned = ft.anatomy(step, None, given, mesh=whole.layout[:2], level=whole.layout.level)
     assert (whole.predicted, whole.sent) == (planned.peak, sum(row.sent for row in planned.traffic))
     assert whole.estimate == pytest.approx(whole.flops / FLOPS + whole.sent / NODE)
-    assert repr(ft.anatomy(actual.step, None, given)) == repr(planned)
-    assert actual.rows[0].between == 0
-    text = repr(actual)
+    assert repr(ft.anatomy(trials.step, None, given)) == repr(planned)
+    assert trials.rows[0].between == 0
+    text = repr(trials)
     for part in ("1 x 2 ranks, 2 examples, each rank within 953.7 MiB", "without overlap", "<- least time", "x1.00"):
         assert part in text
 
@@ -106,11 +106,11 @@ def test_a_step_on_ranks_is_planned_on_others_with_its_compression(monkeypatch):
     monkeypatch.setattr(_MeshSearch, "_layouts", lambda self: [MeshLayout(2, 2, 3), MeshLayout(1, 4, 3)])
     given = batch(4, WIDTH)
     step = ft.sharded(ft.parallel.mesh(), 1, reduce=ft.parallel.powersgd(2), batches="rows")(make())
-    actual = ft.trials(step, step.init(), given, memory="1GB", mesh=(2, 2))
+    trials = ft.trials(step, step.init(), given, memory="1GB", mesh=(2, 2))
     torch.distributed.destroy_process_group()
-    refused = {row.layout for row in actual.rows if "sharded: reduce is powersgd(2) at level 3" in row.verdict}
+    refused = {row.layout for row in trials.rows if "sharded: reduce is powersgd(2) at level 3" in row.verdict}
     assert refused == {MeshLayout(1, 4, 3)}
-    row = actual.rows[0]
+    row = trials.rows[0]
     planned = ft.anatomy(row.step, None, given)
     assert "reduce=powersgd(2))" in repr(row.step)
     assert row.sent == pytest.approx(sum(each.sent for each in planned.traffic), abs=2)
@@ -120,17 +120,17 @@ def test_a_step_on_ranks_is_planned_on_others_with_its_compression(monkeypatch):
 def test_microbatches_that_the_step_has_are_chosen_anew(monkeypatch):
     monkeypatch.setattr(_MeshSearch, "_layouts", lambda self: [MeshLayout(2, 1, 0)])
     step, given = make(ft.accumulate(2)), batch(4, WIDTH)
-    actual = ft.trials(step, None, given, memory="1GB", mesh=(1, 2))
-    assert "accumulate" not in repr(actual.step)
+    trials = ft.trials(step, None, given, memory="1GB", mesh=(1, 2))
+    assert "accumulate" not in repr(trials.step)
 
 
 def test_pieces_that_are_clipped_and_models_without_blocks_stay_as_they_are():
     model = nn.Linear(WIDTH, WIDTH)
     loss = ft.from_module(model, lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.clip(1.0), ft.accumulate(2))
-    actual = ft.trials(step, step.init(), batch(8, WIDTH), memory="1GB", mesh=(1, 2))
-    assert "value_and_grad <- clip(norm<=1) <- accumulate(2)" in repr(actual.step)
-    refused = [row for row in actual.rows if row.policy == "full"]
+    trials = ft.trials(step, step.init(), batch(8, WIDTH), memory="1GB", mesh=(1, 2))
+    assert "value_and_grad <- clip(norm<=1) <- accumulate(2)" in repr(trials.step)
+    refused = [row for row in trials.rows if row.policy == "full"]
     assert all("Linear has no repeated children" in row.verdict for row in refused)
     assert len(refused) == 4
 

@@ -30,20 +30,21 @@ metrics = st.lists(st.one_of(st.floats(-2, 2), st.just(math.nan), st.sampled_fro
     st.sampled_from([0.0, 0.01]),
     st.sampled_from([0.0, 1e-8, 1e-2]),
 )
-def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, factor, threshold, end, eps):
+def test_the_values_are_those_of_torch(metrics, mode, kind, patience, cooldown, factor, threshold, end, eps):
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     options = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "factor": factor}
     options |= {"threshold": threshold, "eps": eps}
-    expected = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
-    actual = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
-    for value in seen:
-        before = actual
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
+    plateau = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
+    for metric in metrics:
+        before = plateau
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected.step(value)
-        actual = actual.after(value)
-        assert actual.value == inner.param_groups[0]["lr"]
-        assert before.after(value) == actual or math.isnan(value)
+            scheduler.step(metric)
+        plateau = plateau.after(metric)
+        assert plateau.value == inner.param_groups[0]["lr"]
+        # `after` is pure; NaN is not equal to itself.
+        assert before.after(metric) == plateau or math.isnan(metric)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +105,8 @@ def test_fit_lowers_the_rate(donate, wrappers):
     state, history = run(build(*wrappers), 10, donate=donate)
     assert history["lr"] == rates_by_hand()
     assert len(set(history["lr"])) == 4
-    taken = sum(rates_by_hand())
-    torch.testing.assert_close(state.params["w"], 1 - taken * DATA[0])
+    expected = sum(rates_by_hand())
+    torch.testing.assert_close(state.params["w"], 1 - expected * DATA[0])
 
 
 def test_a_resumed_run_has_the_rates_it_would_have_had(tmp_path):
@@ -142,12 +143,12 @@ def test_what_adapts_after_the_last_evaluation_does_so_once_after_an_error(part,
     for epochs in (1, 1, 2):
         state, _ = train(epochs, adapt)
     assert adapted == [2, 3, 4, 6]
-    taken = [1.0, 1.0]
+    expected = [1.0, 1.0]
     for number in range(1, 7):
-        taken = [
-            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(taken, (1.0, 2.0), strict=True)
+        expected = [
+            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(expected, (1.0, 2.0), strict=True)
         ]
-    assert state.params["w"].tolist() == taken
+    assert state.params["w"].tolist() == expected
 
 
 def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():

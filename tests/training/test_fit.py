@@ -842,23 +842,25 @@ def gan():
     def generated(params, batch):
         return batch["noise"] * params["scale"] + params["shift"]
 
-    def fooled(params, batch):
+    def generator_loss(params, batch):
         return -(batch["critic"] * generated(params, batch)).mean()
 
-    def told(params, batch):
+    def critic_loss(params, batch):
         return (params["critic"] * (batch["fake"] - batch["real"])).mean() + params["critic"].square().sum()
 
-    made, judged = ft.train_step(fooled, ft.optim.sgd(0.1)), ft.train_step(told, ft.optim.adamw(0.1))
+    generator_step = ft.train_step(generator_loss, ft.optim.sgd(0.1))
+    critic_step = ft.train_step(critic_loss, ft.optim.adamw(0.1))
 
     def step(state, batch):
         noise, real = batch
-        maker, critic = state
-        fake = generated(maker.params, {"noise": noise})
-        critic, critic_metrics = judged(critic, {"fake": fake, "real": real})
-        maker, maker_metrics = made(maker, {"noise": noise, "critic": critic.params["critic"]})
-        return (maker, critic), {"maker": maker_metrics["loss"], "critic": critic_metrics["loss"]}
+        generator, critic = state
+        fake = generated(generator.params, {"noise": noise})
+        critic, critic_metrics = critic_step(critic, {"fake": fake, "real": real})
+        generator, generator_metrics = generator_step(generator, {"noise": noise, "critic": critic.params["critic"]})
+        return (generator, critic), {"generator": generator_metrics["loss"], "critic": critic_metrics["loss"]}
 
-    state = made.init({"scale": torch.ones(()), "shift": torch.zeros(())}), judged.init({"critic": torch.ones(())})
+    generator_state = generator_step.init({"scale": torch.ones(()), "shift": torch.zeros(())})
+    state = generator_state, critic_step.init({"critic": torch.ones(())})
     return step, state
 
 
@@ -1081,10 +1083,10 @@ def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkey
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
     fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])  # noqa: T201
-    # Above the bar if stdout is a terminal too, which the bar would else overwrite.
-    actual, other = (terminal, printed) if to_terminal else (printed, terminal)
-    assert "record 4" in actual.getvalue()
-    assert "record" not in other.getvalue()
+    # Printed above the bar if stdout is a terminal too, where the bar would overwrite it otherwise.
+    with_records, without_records = (terminal, printed) if to_terminal else (printed, terminal)
+    assert "record 4" in with_records.getvalue()
+    assert "record" not in without_records.getvalue()
 
 
 def test_a_bar_shows_square_brackets(monkeypatch):

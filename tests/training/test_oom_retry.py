@@ -493,8 +493,8 @@ def test_it_splits_as_often_as_it_must_and_says_so_once(capsys):
     state, history = fit(step, data, progress=True)
     assert_close(state, by_hand(make(loss=still), data, 100))
     assert splits(history) == {1: 4}
-    told = capsys.readouterr()
-    assert (told.out + told.err).count("out of memory") == 1
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("out of memory") == 1
 
 
 def test_a_later_batch_that_is_larger_splits_further():

@@ -1,10 +1,9 @@
-"""A schedule is the call of a function: it prints, compares, hashes and pickles as that call."""
+"""Schedules as calls of functions: a schedule prints, compares, hashes and pickles as its call."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -23,9 +22,9 @@ RETURNS_SCHEDULE = "returns_schedule"
 
 
 def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
-    """Decorate a function that returns schedules: check its arguments, and return a `Call`.
+    """Return a decorator for a function that returns schedules: its arguments are checked, and it returns a `Call`.
 
-    `checks` are those of each argument (`ftrain.optim.schedules.checks`). None is accepted where it is the default.
+    `checks` has the check of each argument (`ftrain.optim.schedules.checks`). None is accepted where it is the default.
     """
 
     def decorate(function: Callable[P, Schedule]) -> Callable[P, Schedule]:
@@ -66,7 +65,7 @@ class Call:
         return functools.partial(self.function, **self.arguments), ()
 
     def __repr__(self) -> str:
-        """Required arguments by position, and the others by name where they differ from their default."""
+        """Return the call as text: required arguments by position, others by name if they differ from their default."""
         texts = []
         for name, parameter in inspect.signature(self.function).parameters.items():
             value = self.arguments[name]
@@ -77,16 +76,17 @@ class Call:
         return f"{self.function.__name__}({', '.join(texts)})"
 
 
-def is_told_by_text(schedule: Any) -> bool:
-    """Whether the text of a schedule tells its values: it is a `Call`, and has no function of a user in it."""
-    if not isinstance(schedule, Call):
-        return not callable(schedule)
-    values = (value if isinstance(value, list) else [value] for value in schedule.arguments.values())
-    return all(map(is_told_by_text, itertools.chain.from_iterable(values)))
+def text_defines_values(schedule: Any) -> bool:
+    """Whether schedules with equal texts have equal values: it is a `Call` without a function of a user in it."""
+    if isinstance(schedule, list):
+        return all(map(text_defines_values, schedule))
+    if isinstance(schedule, Call):
+        return all(map(text_defines_values, schedule.arguments.values()))
+    return not callable(schedule)
 
 
 def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None:
-    """Check what a schedule returned at a step. Raises an OptionError with its `name` if it is no number."""
+    """Raises an OptionError with the `name` of a schedule if the `value` that it returned at a step is not a number."""
     try:
         float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None
 
 
 def describe(value: float | Schedule) -> str:
-    """Return a number as its shortest text that loses no digit, and a schedule as its call.
+    """Return the text of a number, the shortest that loses no digit, or of a schedule, its call.
 
     >>> describe(0.0003), describe(0.1), describe(1.0), describe(abs)
     ('3e-4', '0.1', '1', 'abs')

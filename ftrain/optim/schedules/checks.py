@@ -1,7 +1,7 @@
-"""Checks of the arguments of schedules: ``(function, argument, value) -> value``, converted.
+"""Checks of the arguments of schedules: ``(function, argument, value) -> converted value``.
 
-Each raises an OptionError that names the function, the argument, its value and what it must be, as those of
-`ftrain.errors` do, which are used too.
+Like the checks in `ftrain.errors`, each raises an OptionError that names the function, the argument, its value and what
+it must be.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from ftrain.optim.schedules.call import Check
 
 
 def number(function: str, argument: str, value: object, needed: str = "a finite number") -> float:
-    """Return a finite number as a float. Raises for others, and for tensors and booleans."""
+    """Return a finite number as a float. Raises an OptionError for any other value, such as a tensor or a bool."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        # Not all of a long value, such as the parameters of a model, which torch.optim gets here.
+        # Only the start of a long value: users of torch.optim pass the parameters of a model as the first argument.
         raise OptionError(f"{function}: {argument} is {value!r:.100}, needs {needed}")
     return float(value)
 
 
 def number_that_is(needed: str, is_allowed: Callable[[float], bool]) -> Check:
-    """Return the check of a number that must be, for example, ``"in (0, 1)"``. The check raises for others."""
+    """Return the check of a number for which `is_allowed` must be true; it raises an OptionError for others.
+
+    `needed` is the condition as text, such as ``"in (0, 1)"``.
+    """
 
     def check(function: str, argument: str, value: object) -> float:
         checked = number(function, argument, value)
@@ -42,18 +45,18 @@ count_from_1 = partial(whole_number, least=1)
 
 
 def flag(function: str, argument: str, value: object) -> bool:
-    """Return a bool. Raises for others."""
+    """Return a bool. Raises an OptionError for any other value."""
     if not isinstance(value, bool):
         raise OptionError(f"{function}: {argument} is {value!r}, needs True or False")
     return value
 
 
 def one_of(*choices: str) -> Check:
-    """Return the check of a string with a few possible values. The check raises for others."""
+    """Return the check of a string that must be one of `choices`."""
     return partial(require_choice, choices=choices)
 
 
 def require_sorted(function: str, argument: str, steps: Sequence[int]) -> None:
-    """Check that steps do not decrease. Raises when they do."""
+    """Raises an OptionError if a step is smaller than the one before it."""
     if any(later < earlier for earlier, later in pairwise(steps)):
         raise OptionError(f"{function}: {argument} is {list(steps)}, needs steps that are sorted, smallest first")

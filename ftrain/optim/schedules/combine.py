@@ -1,4 +1,4 @@
-"""Schedules made of other schedules."""
+"""Combine schedules: one after another, scaled, or shifted in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftrain.types import Schedule
 
 
 def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedule:
-    """Return a number as `constant`, and a callable unchanged: `as_schedule`, as the check of an argument.
+    """Return a number as `constant`, and a callable unchanged; a check, in the form of `ftrain.optim.schedules.checks`.
 
     Raises an OptionError for other values, for classes and for functions that return schedules.
     """
@@ -32,19 +32,19 @@ def as_schedule(value: float | Schedule) -> Schedule:
     return schedule_of("as_schedule", "value", value)
 
 
-def _listed(function: str, argument: str, values: Any) -> list[Any]:
+def _as_list(function: str, argument: str, values: Any) -> list[Any]:
     if not isinstance(values, Iterable):
         raise OptionError(f"{function}: {argument} is {values!r}, needs a list of {argument}")
     return list(values)
 
 
 def _schedules(function: str, argument: str, values: Sequence[float | Schedule]) -> list[Schedule]:
-    values = _listed(function, argument, values)
+    values = _as_list(function, argument, values)
     return [schedule_of(function, f"{argument}[{i}]", value) for i, value in enumerate(values)]
 
 
 def _boundaries(function: str, argument: str, values: Sequence[int]) -> list[int]:
-    values = _listed(function, argument, values)
+    values = _as_list(function, argument, values)
     steps = [whole_number(function, f"{argument}[{i}]", step) for i, step in enumerate(values)]
     require_sorted(function, argument, steps)
     return steps
@@ -72,11 +72,12 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
             f"chain: found {len(schedules)} schedules and {len(boundaries)} boundaries; "
             "needs at least one schedule, and one boundary fewer than schedules."
         )
-    parts, starts = [as_schedule(part) for part in schedules], [0, *boundaries]
+    callables = [as_schedule(schedule) for schedule in schedules]
+    starts = [0, *boundaries]
 
     def value(step: int) -> float:
         index = bisect_right(boundaries, step)
-        return parts[index](step - starts[index])
+        return callables[index](step - starts[index])
 
     return value
 

@@ -41,9 +41,10 @@ def plot(
         OptionError: an argument is not as above.
         FtrainError: matplotlib is not installed.
     """
-    steps, file = count_from_1("plot", "steps", steps), as_file(path)
+    steps = count_from_1("plot", "steps", steps)
+    file = as_file(path)
     if isinstance(schedules, Mapping):
-        curves = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
+        curves = {name: schedule_of("plot", f"schedules[{name!r}]", value) for name, value in schedules.items()}
         title = title or ""
     else:
         schedule = schedule_of("plot", "schedules", schedules)

@@ -1,4 +1,4 @@
-"""Schedules by the names, options and values of transformers."""
+"""The learning-rate schedules of transformers, by their names and options there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ftrain.types import Schedule
 
 
 def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **options: Any) -> Schedule:
-    """Return the schedule of a name in transformers' ``lr_scheduler_type``.
+    """Return the schedule that transformers calls `name` in its ``lr_scheduler_type``.
 
     Args:
         name: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr,
@@ -53,8 +53,8 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
     known = inspect.getfullargspec(function).kwonlyargs
     for option in options:
         if option not in known:
-            takes = ", ".join(known) or "none"
-            raise OptionError(f"named: {option!r} is not an option of {name!r}, which takes {takes}.")
+            choices = ", ".join(known) or "none"
+            raise OptionError(f"named: {option!r} is not an option of {name!r}, which takes {choices}.")
     return function(peak, warmup, total, **options)
 
 
@@ -67,13 +67,13 @@ def _cosine_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> Schedule:
-    share = _share_of_peak(peak, min_lr, min_lr_rate)
+    share = _end_over_peak(peak, min_lr, min_lr_rate)
     if min_lr is not None:
         return warmup_cosine(peak, warmup, total, end=min_lr, waves=num_cycles)
     return scale(warmup_cosine(1.0, warmup, total, end=share, waves=num_cycles), peak)
 
 
-def _share_of_peak(peak: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+def _end_over_peak(peak: float, min_lr: float | None, min_lr_rate: float | None) -> float:
     if min_lr is not None and min_lr_rate is None:
         peak = number("named", "peak", peak)
         return number("named", "min_lr", min_lr) / peak if peak else 0.0
@@ -92,11 +92,11 @@ def _cosine_warmup_with_min_lr(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> Schedule:
-    end = _share_of_peak(peak, min_lr, min_lr_rate)
+    end = _end_over_peak(peak, min_lr, min_lr_rate)
     if warmup_lr_rate is not None and warmup:
         rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
     elif warmup == total:
-        # The last step of the warm-up has the peak, where the schedule that ends there has its end.
+        # The last step must have the peak, and warmup_cosine has `end` there.
         rise = ahead(warmup_constant(1.0, warmup))
     else:
         return scale(ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles)), peak)

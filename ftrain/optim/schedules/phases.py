@@ -13,18 +13,19 @@ from ftrain.optim.schedules.checks import count_from_1, flag, number, one_of, re
 from ftrain.optim.schedules.warmup_and_decay import mix_by_peak
 from ftrain.types import Schedule
 
-# (start, end, completed fraction) -> value, in torch's order of operations.
-_BETWEEN: dict[str, Callable[[float, float, float], float]] = {
-    "linear": lambda start, end, share: (end - start) * share + start,
-    "cosine": lambda start, end, share: end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1.0),
+# Name of a shape -> function (start, end, completed fraction) -> value, in torch's order of operations.
+_INTERPOLATE: dict[str, Callable[[float, float, float], float]] = {
+    "linear": lambda start, end, done: (end - start) * done + start,
+    "cosine": lambda start, end, done: end + (start - end) / 2.0 * (math.cos(math.pi * done) + 1.0),
 }
-# Completed fraction -> height, from 0 to 1 in the warm-up and from 1 to 0 in the decay, as in transformers.
-_UP: dict[str, Callable[[float], float]] = {
+# Name of a shape -> function from the completed fraction to the height, as in transformers: from 0 to 1 in a warm-up,
+# and from 1 to 0 in a decay.
+_WARMUP_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 * (1.0 - math.cos(math.pi * done)),
     "1-sqrt": lambda done: 1.0 - math.sqrt(1.0 - done),
 }
-_DOWN: dict[str, Callable[[float], float]] = {
+_DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
     "1-sqrt": lambda done: 1.0 - math.sqrt(done),
@@ -40,9 +41,9 @@ def _points(function: str, argument: str, value: Mapping[int, float]) -> dict[in
     return dict(zip(steps, values, strict=True))
 
 
-@schedule(points=_points, between=one_of("constant", *_BETWEEN))
+@schedule(points=_points, between=one_of("constant", *_INTERPOLATE))
 def piecewise(points: Mapping[int, float], between: Literal["constant", "linear", "cosine"] = "constant") -> Schedule:
-    """The values of `points` at their steps; between two of them the earlier value, a line or half a cosine.
+    """The values of `points` at their steps; between two points the value of the first, a line or half a cosine.
 
     Constant pieces are torch's ``MultiStepLR`` with the values written out; lines and cosines are optax's
     ``piecewise_interpolate_schedule``. The first value holds before its step, the last one after it.
@@ -58,11 +59,11 @@ def piecewise(points: Mapping[int, float], between: Literal["constant", "linear"
 
     def value(step: int) -> float:
         index = max(bisect_right(steps, step) - 1, 0)
-        begin = steps[index]
-        if between == "constant" or step <= begin or index == len(steps) - 1:
+        start = steps[index]
+        if between == "constant" or step <= start or index == len(steps) - 1:
             return values[index]
-        share = (step - begin) / (steps[index + 1] - begin)
-        return _BETWEEN[between](values[index], values[index + 1], share)
+        done = (step - start) / (steps[index + 1] - start)
+        return _INTERPOLATE[between](values[index], values[index + 1], done)
 
     return value
 
@@ -73,7 +74,7 @@ def piecewise(points: Mapping[int, float], between: Literal["constant", "linear"
     rise=number,
     start=number,
     end=number,
-    shape=one_of(*_BETWEEN),
+    shape=one_of(*_INTERPOLATE),
     three_phase=flag,
 )
 def one_cycle(
@@ -109,17 +110,17 @@ def one_cycle(
         raise OptionError(f"one_cycle: rise is {describe(rise)}; it must be {needed}.")
     start = peak / 25.0 if start is None else start
     end = start / 1e4 if end is None else end
-    # Values, and the steps at which each is reached: some are no integers.
+    # Values, and the step at which each is reached, which may be a fraction.
     values, steps = [start, peak, end], [0.0, rise * total - 1, float(total - 1)]
     if three_phase:
         values, steps = [start, peak, start, end], [*steps[:2], 2 * rise * total - 2, steps[-1]]
 
     def value(step: int) -> float:
-        at = min(step, steps[-1])
-        index = bisect_left(steps, at, 1)
-        begin, reached = steps[index - 1 : index + 1]
-        share = (at - begin) / (reached - begin) if reached > begin else 1.0
-        return _BETWEEN[shape](values[index - 1], values[index], share)
+        k = min(step, steps[-1])
+        index = bisect_left(steps, k, 1)
+        first, last = steps[index - 1 : index + 1]
+        done = (k - first) / (last - first) if last > first else 1.0
+        return _INTERPOLATE[shape](values[index - 1], values[index], done)
 
     return value
 
@@ -131,8 +132,8 @@ def one_cycle(
     decay=whole_number,
     end=number,
     start=number,
-    warmup_shape=one_of(*_UP),
-    decay_shape=one_of(*_DOWN),
+    warmup_shape=one_of(*_WARMUP_SHAPES),
+    decay_shape=one_of(*_DECAY_SHAPES),
 )
 def warmup_stable_decay(
     peak: float,
@@ -166,10 +167,10 @@ def warmup_stable_decay(
 
     def value(step: int) -> float:
         if step < warmup:
-            return mix_by_peak(peak, start, _UP[warmup_shape](step / warmup))
+            return mix_by_peak(peak, start, _WARMUP_SHAPES[warmup_shape](step / warmup))
         if step >= total:
             return end
         done = step - (total - decay)
-        return peak if done <= 0 else mix_by_peak(peak, end, _DOWN[decay_shape](done / decay))
+        return peak if done <= 0 else mix_by_peak(peak, end, _DECAY_SHAPES[decay_shape](done / decay))
 
     return value

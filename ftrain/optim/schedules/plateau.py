@@ -36,16 +36,16 @@ class Plateau:
 
     def after(self, metric: float) -> Plateau:
         """Return the state after one more evaluation. A metric that is NaN is not better."""
-        better = self._is_better(float(metric))
-        bad = 0 if better or self.waiting else self.bad + 1
-        reduce = bad > self.patience
-        lower = max(self.value * self.factor, self.end)
+        is_better = self._is_better(float(metric))
+        bad = 0 if is_better or self.waiting else self.bad + 1
+        is_reduced = bad > self.patience
+        reduced = max(self.value * self.factor, self.end)
         return replace(
             self,
-            value=lower if reduce and self.value - lower > self.eps else self.value,
-            best=float(metric) if better else self.best,
-            bad=0 if reduce else bad,
-            waiting=self.cooldown if reduce else max(self.waiting - 1, 0),
+            value=reduced if is_reduced and self.value - reduced > self.eps else self.value,
+            best=float(metric) if is_better else self.best,
+            bad=0 if is_reduced else bad,
+            waiting=self.cooldown if is_reduced else max(self.waiting - 1, 0),
         )
 
     def _is_better(self, metric: float) -> bool:
@@ -66,7 +66,7 @@ def reduce_on_plateau(
     end: float = 0.0,
     eps: float = 1e-8,
 ) -> Plateau:
-    """Return a value that is multiplied by a factor when a metric has not improved for some evaluations.
+    """Return the state of a value that is multiplied by a factor when a metric has not improved for some evaluations.
 
     The values are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, to the last bit. They depend on metrics and
     not on the step alone, so this is not a schedule: ``plateau = plateau.after(loss)`` returns the next state, and
@@ -95,7 +95,7 @@ def reduce_on_plateau(
     name = "reduce_on_plateau"
     return Plateau(
         value=require_positive_number(name, "value", value),
-        factor=number_that_is("in (0, 1)", lambda each: 0 < each < 1)(name, "factor", factor),
+        factor=number_that_is("in (0, 1)", lambda number: 0 < number < 1)(name, "factor", factor),
         patience=whole_number(name, "patience", patience),
         mode=require_choice(name, "mode", mode, ("min", "max")),
         threshold=not_negative(name, "threshold", threshold),

@@ -1,4 +1,4 @@
-"""Constant, linear, polynomial, cosine, inverse square root and exponential: bare, and after a linear warm-up.
+"""Constant, linear, polynomial, cosine, inverse square root and exponential, with and without a linear warm-up.
 
 The order of the floating-point operations is that of ``transformers.optimization`` under torch's ``LambdaLR``, so
 that values are equal to the last bit.
@@ -19,10 +19,11 @@ Mix: TypeAlias = Callable[[float, float, float], float]
 """``(peak, end, share)`` -> ``end + (peak - end) share``, in some order of operations."""
 
 TIMESCALE = 10_000
+"""The default of transformers if there is no warm-up."""
 
 
 def mix_by_peak(peak: float, end: float, share: float) -> float:
-    """``end + (peak - end) share``, computed as a multiple of `peak` if that is larger, as LambdaLR does."""
+    """Return ``end + (peak - end) share``, computed as a multiple of `peak` if that is larger, as LambdaLR does."""
     if share in (0.0, 1.0):
         return peak if share else end
     if abs(end) >= abs(peak):
@@ -137,7 +138,7 @@ def cosine_restarts(peak: float, total: int, cycles: int, end: float = 0.0) -> S
     def remaining(k: int) -> float:
         if k == total:
             return 0.0
-        # Compared as integers: in floats, step 21 of 22 in 22 cycles is below a restart, where transformers returns 0.
+        # Integers are exact. In floats, step 21 of 22 in 22 cycles is just below a restart, and transformers returns 0.
         if k * cycles % total == 0:
             return 1.0
         return 0.5 * (1.0 + math.cos(math.pi * ((cycles * (k / total)) % 1.0)))

@@ -19,11 +19,11 @@ KINDS = (
 )
 PARAMETERS, FROZEN, GATHERED, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 COPIED = PARAMETERS, FROZEN, GATHERED, COPIES
-"""The kinds whose casts are copies in another dtype."""
+"""The kinds of which a copy in another dtype is counted as `COPIES`."""
 
 
 def classify(recorder: AllocationRecorder) -> None:
-    """Set the kind of each allocation that has none yet."""
+    """Set the kind of each allocation that has no kind yet."""
     timeline = recorder.timeline
     backward = [index for index, operation in enumerate(timeline.operations) if operation.phase == BACKWARD]
     # With microbatches there are several backward passes.
@@ -35,7 +35,7 @@ def classify(recorder: AllocationRecorder) -> None:
         return any(allocation.start <= index < timeline.end(allocation) - 1 for index in indices)
 
     def is_gradient(allocation: Allocation) -> bool:
-        # What a backward pass returns, and what is computed from it before the update, such as sums.
+        # A result of a backward pass, or computed from one before the update, such as a sum.
         if allocation.phase == BACKWARD:
             return outlives(allocation, ends)
         return allocation.phase == UPDATE and first_end < allocation.start < recorder.update_start

@@ -30,9 +30,9 @@ _ONE_PROFILER = threading.Lock()
 def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str, float]]:
     """Return the bytes that a step allocates at its peak, and its seconds by group of operations.
 
-    The seconds are of kernels on a device, and on a CPU of each operation without those that it calls. Runs the step
-    twice, the second time under torch's profiler, and waits for the device. A step that donates consumes the state.
-    Raises an OptionError if the caller profiles already.
+    On a device the seconds are the time of its kernels; on a CPU the time of each operation without the operations that
+    it calls. Runs the step twice, the second time under torch's profiler, and waits for the device. A step that donates
+    consumes the state. Raises an OptionError if torch's profiler runs already.
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
@@ -53,7 +53,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> tuple[int, dict[str
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the profiler, which writes to stderr, unless the environment sets its log level."""
+    """Context in which the profiler does not write to stderr, unless the environment sets its log level."""
     if LOG_LEVEL in os.environ:
         yield
         return
@@ -65,12 +65,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _peak(profiler: Any, device: torch.device) -> int:
-    """Return the most bytes that were allocated on a device at one time while the profiler ran."""
+    """Return the largest number of bytes that were allocated on a device at one time under the profiler."""
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     allocated = peak = mapped_until = 0
     for event in events:
         if event.name() == "aten::from_file":
-            mapped_until = event.end_ns()  # The memory of a file that is mapped is not allocated.
+            mapped_until = event.end_ns()  # The profiler reports a mapped file, which allocates no memory.
         elif event.name() == MEMORY and event.device_type().name.lower() == device.type:
             allocated += event.nbytes() if event.start_ns() > mapped_until else 0
             peak = max(peak, allocated)
@@ -78,6 +78,7 @@ def _peak(profiler: Any, device: torch.device) -> int:
 
 
 def _seconds(profiler: Any, *, on_host: bool) -> dict[str, float]:
+    """Return the seconds of torch's operations by group."""
     by_group: Counter[str] = Counter()
     for event in profiler.key_averages():
         microseconds = event.self_cpu_time_total if on_host else event.self_device_time_total

@@ -1,4 +1,4 @@
-"""Steps on ranks that do not exist, from the view of the first rank."""
+"""Plan a step for ranks that do not exist, as the first of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ftrain.types import TrainState, replace
 
 
 class MeshLayout(NamedTuple):
-    """How a step is divided over ranks: copies of the state, ranks that share each copy, and the level of `sharded`."""
+    """How a step is divided over ranks.
+
+    There are `replicate` copies of the state, each divided over `shard` ranks, at this `level` of `sharded`.
+    """
 
     replicate: int
     shard: int
@@ -40,17 +43,17 @@ class MeshLayout(NamedTuple):
         return {REPLICATE: self.replicate, SHARD: self.shard, ALL: self.ranks}
 
     def between_nodes(self, devices: int) -> dict[str, float]:
-        """Return for each axis the share of the bytes a rank sends that goes to another node.
+        """Return for each axis the share of the bytes that a rank sends to another node, if nodes have `devices` ranks.
 
-        Neighbours, as many as a node has devices, are in one node. Those of a group send equal shares of it, as several
-        rings at the same time do.
+        Consecutive ranks are in one node. The ranks of a node send equal shares of the bytes between nodes, as with
+        several rings at the same time.
         """
         neighbours = {REPLICATE: max(devices // self.shard, 1), SHARD: devices, ALL: devices}
         return {axis: 1 / neighbours[axis] if size > neighbours[axis] else 0.0 for axis, size in self.sizes.items()}
 
 
 def layout_of(step: Step) -> MeshLayout | None:
-    """Return how a step is divided over ranks, or None if it is not `sharded`."""
+    """Return the layout of a step over ranks; None if it is not `sharded`."""
     options = _options_of_sharded(step)
     if options is None:
         return None
@@ -58,16 +61,16 @@ def layout_of(step: Step) -> MeshLayout | None:
 
 
 def is_planned(step: Step) -> bool:
-    """Whether a step is on ranks that do not exist."""
+    """Whether a step is planned for ranks that do not exist."""
     options = _options_of_sharded(step)
     return options is not None and isinstance(options["mesh"], PlannedMesh)
 
 
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
-    """Return the step on ranks that do not exist, which runs on fake tensors only; `mesh` and `level` as for `anatomy`.
+    """Return a step planned for ranks that do not exist, which runs only on fake tensors.
 
-    Raises an OptionError for an invalid mesh or level, or a level without a mesh, and a ComposeError if a part of the
-    step cannot run on these ranks.
+    `mesh` and `level` are those of `anatomy`. Raises an OptionError for an invalid mesh or level, or a level without a
+    mesh, and a ComposeError if a part of the step cannot run on these ranks.
     """
     options_of_step = _options_of_sharded(step)
     if options_of_step is None and mesh is None:
@@ -76,7 +79,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
     if mesh is not None:
-        options["batches"] = "whole"  # A plan takes the batch of all ranks.
+        options["batches"] = "whole"  # The batch is that of all ranks.
     if level is not None:
         options["level"] = level
         options |= {"gather": "own"} if level < 3 else {}
@@ -84,8 +87,8 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     if options_of_step is None:
         return step.wrapped(planned)
     wrappers = tuple(planned if each.name == SHARDED else each for each in step.wrappers)
-    replaces = planned.update.optimizer if planned.update else None
-    optimizer = replaces(step.optimizer) if replaces else step.optimizer
+    wrap_optimizer = planned.update.optimizer if planned.update else None
+    optimizer = wrap_optimizer(step.optimizer) if wrap_optimizer else step.optimizer
     return dataclasses.replace(step, optimizer=optimizer, wrappers=wrappers)
 
 
@@ -98,15 +101,15 @@ def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
 
 
 def planned_state(step: Step, state: TrainState) -> TrainState:
-    """Return the state of a planned step, as fake tensors, for one of the step before, whole or divided by a mesh."""
+    """Return the state of a planned step as fake tensors, from a state of the original step, whole or divided."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = state.params, state.frozen, state.buffers
     # The shape of a DTensor is that of the whole tensor.
     params, frozen, buffers = tree.map(partial(map_plain, lambda plain: fake_like(mode, plain, tree.HOST)), parts)
     with mode:
-        for each in step.wrappers:
-            if each.step and each.step.distribute:
-                params, frozen, buffers = each.step.distribute(params, frozen, buffers)
+        for wrapper in step.wrappers:
+            if wrapper.step and wrapper.step.distribute:
+                params, frozen, buffers = wrapper.step.distribute(params, frozen, buffers)
         opt_state, slots = step.optimizer.init(params), step.init_slots(params)
     return replace(state, params=params, frozen=frozen, buffers=buffers, opt_state=opt_state, slots=slots)
 

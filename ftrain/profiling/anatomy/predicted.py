@@ -26,7 +26,7 @@ from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, 
 
 
 def whole_state(function: str, step: Step, state: TrainState | None) -> TrainState:
-    """Return a state, or without one the initial state of a step on one device, as fake tensors.
+    """Return `state`; if it is None, the initial state of the step on one device, as fake tensors.
 
     Raises a StructureError if there is no state and the loss has no module.
     """
@@ -78,10 +78,10 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def predict(function: str, step: Step, state: TrainState, batch: PyTree) -> Timeline:
-    """Run a step eagerly on fake tensors, even if it is compiled, and return what it allocates and computes.
+    """Return the allocations and operations of a step, which runs eagerly on fake tensors, even if it is compiled.
 
     If it is `sharded`, its mesh must be a planned one, and the batch that of all ranks. Raises a TraceError for a
-    nested tensor, and as `fake_run`.
+    nested tensor, and the errors of `fake_run`.
     """
     mode = CaptureFakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
@@ -139,7 +139,7 @@ class _RecordedRun(Eager):
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             timeline = self._recorder.timeline
             timeline.losses.append((len(timeline.operations), len(timeline.collectives)))
-            with self._recorder.running.followed():
+            with self._recorder.running.tracked():
                 return loss(params, batch, rng=rng, buffers=buffers)
 
         return counted
@@ -154,7 +154,7 @@ class _RecordedRun(Eager):
 
 
 def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
-    """Return a fake tensor for a tensor, a DTensor of one for a DTensor, and other leaves unchanged."""
+    """Return a tensor as a fake tensor, a DTensor with a fake local tensor, and other leaves unchanged."""
     if dtensor.is_dtensor(leaf):
         return dtensor.with_local_part(leaf, fake_like(mode, dtensor.local_part(leaf), tree.HOST))
     # On the CPU: the size of a tensor does not depend on the device.
@@ -172,13 +172,13 @@ def _is_offloaded(state: TrainState) -> list[bool]:
 
 
 def _materialized(leaf: Any) -> Any:
-    """Return a full-size tensor for an abstract one that represents an offloaded tensor; other leaves unchanged."""
+    """Return an abstract tensor of an offloaded one as a tensor with memory of its size; other leaves unchanged."""
     if isinstance(leaf, Tensor) and is_abstract(leaf) and leaf.untyped_storage().nbytes() < leaf.nbytes:
         return torch.empty_like(leaf, memory_format=torch.contiguous_format)
     return leaf
 
 
 def _tensors(node: PyTree) -> list[Any]:
-    """Return the tensors of a tree; for DTensors their local tensors, and for quantised weights those in them."""
+    """Return the tensors of a tree: the local tensors of DTensors, and the tensors within quantised weights."""
     leaves = [dtensor.local_part(leaf) for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
     return [plain for leaf in leaves for plain in plain_tensors(leaf)]

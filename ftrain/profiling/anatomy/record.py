@@ -41,7 +41,7 @@ class Anatomy:
         compiled: whether the step is compiled. Its `peak` is then usually too high, since it is that of the eager step.
         measured: bytes at the peak, measured; None if nothing was measured.
         seconds: time by group of operations, measured, without that of compiled kernels; None if nothing was measured.
-        layout: how the step is divided over ranks, of which this is the first; None without ranks.
+        layout: how the step is divided over ranks; the anatomy is that of the first rank. None on one device.
     """
 
     timeline: Timeline = field(repr=False)
@@ -59,14 +59,14 @@ class Anatomy:
     @cached_property
     def at_peak(self) -> dict[str, int]:
         """Bytes at the peak, by kind."""
-        sizes = _sums((each.kind, each.size) for each in self._alive_at_peak)
+        sizes = _sums((allocation.kind, allocation.size) for allocation in self._alive_at_peak)
         return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
 
     @cached_property
     def activations(self) -> dict[str, int]:
         """Bytes at the peak that are saved for the backward pass, by the module that computed them."""
-        saved = (each for each in self._alive_at_peak if each.kind == ACTIVATIONS)
-        return dict(_sums((_block(each.module), each.size) for each in saved))
+        saved = [allocation for allocation in self._alive_at_peak if allocation.kind == ACTIVATIONS]
+        return dict(_sums((_block(allocation.module), allocation.size) for allocation in saved))
 
     @property
     def _alive_at_peak(self) -> list[Allocation]:
@@ -76,7 +76,7 @@ class Anatomy:
 
     @cached_property
     def most(self) -> dict[str, int]:
-        """The most bytes of each kind at any time."""
+        """The largest number of bytes of each kind at any time."""
         return {kind: max(self.timeline.curve(kind), default=0) for kind in KINDS}
 
     @cached_property
@@ -131,7 +131,8 @@ class Anatomy:
         matplotlib.
         """
         file, figure = as_file(path), blank(8.0, 4.0)
-        axes, phases = figure.add_subplot(), [each.phase for each in self.timeline.operations]
+        axes = figure.add_subplot()
+        phases = [operation.phase for operation in self.timeline.operations]
         kinds = [kind for kind in KINDS if self.most.get(kind)]
         mebibytes = [[size / 2**20 for size in self.timeline.curve(kind)] for kind in kinds]
         axes.stackplot(range(len(phases)), mebibytes, labels=kinds, linewidth=0, step="post")
@@ -186,9 +187,9 @@ class Anatomy:
         unit, name = unit_of(total)
         lines = ["", f"{total / unit:,.1f} {name} sent by each rank per step, if collectives are rings"]
         for row in self.traffic:
-            what = f"{row.kind}, {row.axis}"
+            label = f"{row.kind}, {row.axis}"
             lines.append(
-                f"  {what:<26} {row.sent / unit:>12,.1f} {name}  {row.sent / max(total, 1):6.1%}  {row.calls:,} calls"
+                f"  {label:<26} {row.sent / unit:>12,.1f} {name}  {row.sent / max(total, 1):6.1%}  {row.calls:,} calls"
             )
         return lines
 
@@ -210,6 +211,7 @@ class Anatomy:
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Return key -> sum of its numbers."""
     sums = Counter[str]()
     for key, number in pairs:
         sums[key] += number
@@ -217,7 +219,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> Counter[str]:
 
 
 def _block(name: str) -> str:
-    """Return the block of a module, by which the table groups: up to its first number, or else its first part.
+    """Return the block of a module: its dotted name up to the first number, or the first part if there is no number.
 
     >>> _block("blocks.0.feed.up"), _block("head"), _block("model.layers.11.mlp")
     ('blocks.0', 'head', 'model.layers.11')

@@ -29,10 +29,10 @@ def anatomy(
     """Return the memory and the work of a step, predicted and measured.
 
     The prediction runs the step operation by operation on fake tensors, so a model may be larger than this machine. It
-    counts every tensor of the state, the batch and the step; not constants of the loss, the saved state of torch's
-    generator (5 KB on a CPU), and what kernels allocate for their own use, which is only measured: with convolutions
-    and `nn.LSTM` on a CPU as much as the activations. The groups of operations are those of Ivanov et al. 2021
-    (arXiv:2007.00072).
+    counts every tensor of the state, the batch and the step. It does not count constants of the loss, the saved state
+    of torch's generator (5 KB on a CPU), and memory that kernels allocate for their own use: this is only measured, and
+    with convolutions and `nn.LSTM` on a CPU it is as large as the activations. The groups of operations are those of
+    Ivanov et al. 2021 (arXiv:2007.00072).
 
     A compiled step is predicted as if it ran eagerly; the measured ratio is shown. It usually takes less, but may take
     more with convolutions, whose inputs Inductor copies.
@@ -70,7 +70,7 @@ def anatomy_for(
     mesh: tuple[int, int] | None = None,
     level: int | None = None,
 ) -> Anatomy:
-    """Return the anatomy of a step for another function, whose name errors have; raises as `anatomy` does."""
+    """Return the anatomy of a step, for another `function`, which errors name; raises as `anatomy` does."""
     require_step(function, step, state, may_lack_state=True)
     require_switches(function, measure=measure)
     batch = tree.as_tree(batch)

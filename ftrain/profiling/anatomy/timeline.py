@@ -1,4 +1,4 @@
-"""Record the allocations of a step, with size, kind and lifetime, and its operations."""
+"""Record the operations of a step, and its allocations with their size, kind and lifetime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import TorchDispatchMode, forget_value, in_backward, storage_id
-from ftrain.profiling.module_path import Running
+from ftrain.profiling.module_path import RunningModule
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.traffic import SENT_PER_BYTE, Collective, collective_of
 
@@ -46,7 +46,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation."""
+    """An operation of torch that ran in a step."""
 
     group: str
     phase: str
@@ -57,7 +57,7 @@ class Operation:
 class Timeline:
     """The allocations, the operations and the collectives of one step, in order.
 
-    `losses` has for each call of the loss the numbers of operations and of collectives before it.
+    `losses` has, for each call of the loss, the number of operations and the number of collectives before it.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Timeline:
     losses: list[tuple[int, int]] = field(default_factory=list)
 
     def end(self, allocation: Allocation) -> int:
-        """Return the index of the first operation after an allocation was freed; if never, the number of operations."""
+        """Return the index of the first operation after an allocation was freed; the number of operations if never."""
         return len(self.operations) if allocation.end is None else allocation.end
 
     def curve(self, *kinds: str) -> list[int]:
@@ -87,7 +87,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors_by_kind: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.timeline, self.update_start, self.running = Timeline(), 0, Running(module)
+        self.timeline, self.update_start, self.running = Timeline(), 0, RunningModule(module)
         self._live: dict[int, Allocation] = {}
         for kind, tensors in tensors_by_kind.items():
             for tensor in tensors:
@@ -107,7 +107,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live.pop(key).end = len(self.timeline.operations)
 
     def set_size(self, tensor: Tensor, size: int) -> None:
-        """Set the bytes of a tensor that does not take those of its storage."""
+        """Set the bytes of a tensor whose storage says another number than it takes on the device."""
         self._live[storage_id(tensor)].size = size
 
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
@@ -119,7 +119,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return args[0].device  # A shortcut for half of all calls.
+            return args[0].device  # Half of all calls, so this saves time.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A quantised weight: its class runs operations on the tensors in it, and these are recorded.
             return NotImplemented
@@ -127,17 +127,17 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, phase = func.overloadpacket.__name__, self._phase()
         is_collective = func.namespace == "_c10d_functional"
         if is_collective and name == "wait_tensor":
-            return args[0]  # As the real operation does; the one for fake tensors returns a new tensor.
+            return args[0]  # Like the real operation. The fake one would return a new tensor.
         if is_collective:
-            forget_value(args[0])  # Otherwise torch sends the value, to a group that does not exist.
+            forget_value(args[0])  # Torch would send a known value, to a group that does not exist.
         # Fused optimizer kernels write in place and return nothing. For those without a fake kernel, torch would
         # allocate real tensors and run the real one.
         is_fused_update = name.startswith("_fused_") and name.endswith("_")
         returned = None if is_fused_update else func(*args, **kwargs)
-        # A view allocates nothing. Recording it would count the memory of a constant that the loss holds.
+        # A view allocates nothing; if it is of a constant of the loss, recording it would count the constant.
         if is_view(func):
             return returned
-        operation = name.removesuffix("_")  # Some write in place.
+        operation = name.removesuffix("_")  # Some collectives write in place.
         if is_collective and operation in SENT_PER_BYTE:
             # The ranks of a planned mesh are seen from the first one.
             self.timeline.collectives.append(collective_of(operation, args, str(args[-1]), 0, args[0].nbytes))
@@ -153,11 +153,11 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _phase(self) -> str:
-        # The autograd engine has a task while it computes gradients, rematerialisation included.
+        # True in rematerialisation too.
         if in_backward():
             return BACKWARD
         # A loss may compute something without gradients, such as the output of a teacher.
-        return FORWARD if torch.is_grad_enabled() or self.running.is_followed else UPDATE
+        return FORWARD if torch.is_grad_enabled() or self.running.is_tracking else UPDATE
 
     def _source(self, args: Any) -> Allocation | None:
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]

@@ -18,7 +18,7 @@ from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.rules import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
-from ftrain.profiling.module_path import Running
+from ftrain.profiling.module_path import RunningModule
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded
@@ -48,7 +48,7 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Mat
 
     def recording(loss: LossFn) -> LossFn:
         def recorded(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            with recorder, _AttentionRecorder(recorder), recorder.running.followed():
+            with recorder, _AttentionRecorder(recorder), recorder.running.tracked():
                 return loss(params, batch, rng=rng, buffers=buffers)
 
         return recorded
@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.matmuls: list[Matmul] = []
         self.attentions: list[Attention] = []
-        self.running = Running(module)
+        self.running = RunningModule(module)
         self._ranks: list[int] = []
         self._is_trial = False
 

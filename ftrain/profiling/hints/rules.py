@@ -1,4 +1,4 @@
-"""The rules of hints: each reads facts about a step, and yields hints about what makes the step slow."""
+"""The rules of `hints`: functions that yield hints on how to make a step faster, from facts about it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Attention:
 
     module: str
     rank: int
-    """Of its kernel, `SLOWEST` to `FASTEST`."""
+    """The rank of its kernel, `SLOWEST` to `FASTEST`."""
     causes: Mapping[str, str]
     """Name -> value of the arguments that force a slower kernel."""
 
@@ -79,7 +79,7 @@ class Facts:
     """All facts about a step, its batch and its device that the rules read."""
 
     matmuls: Sequence[Matmul]
-    """Those of the forward pass, in all microbatches; so are `attentions`."""
+    """The matmuls of the forward pass in all microbatches; `attentions` too."""
     attentions: Sequence[Attention]
     compiled: bool
     mixed: bool
@@ -87,7 +87,7 @@ class Facts:
     flops: int
     """Floating-point operations of all matmuls of the step."""
     multiple: Callable[[torch.dtype], int]
-    """``dtype -> number`` that lengths of axes should be multiples of."""
+    """``dtype -> number`` of which lengths of axes should be multiples."""
     tf32: bool
     rate: float
     """Floating-point operations per second of a large matmul, in the dtype of the largest one of the step."""
@@ -96,13 +96,13 @@ class Facts:
     seconds: float
     loading: Loading | None = None
     tried: Mapping[Remedy, Interval] = field(default_factory=dict)
-    """Examples per second with a remedy, relative to the step, for those that were measured."""
+    """Remedy that was measured -> examples per second with it, relative to the step."""
     emulated: Sequence[torch.dtype] = ()
     """The dtypes that the device emulates: it converts to float32 and back."""
 
 
 class Hint(NamedTuple):
-    """Something that makes a step slow: the name of a rule, the evidence that was measured, and advice what to do."""
+    """A cause that makes a step slow: the name of its rule, the measured evidence, and advice."""
 
     name: str
     evidence: str
@@ -169,7 +169,7 @@ def _emulated(facts: Facts) -> Iterator[Hint]:
 
 
 def _share(facts: Facts, condition: Callable[[Matmul], bool]) -> float:
-    """Return the share of the FLOPs of all matmuls that is in those that meet a condition."""
+    """Return the share of the matmuls that meet a condition, by FLOPs."""
     total = sum(matmul.flops for matmul in facts.matmuls)
     return sum(matmul.flops for matmul in facts.matmuls if condition(matmul)) / max(total, 1)
 

@@ -60,24 +60,25 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
 def measured_hints(
     original: Original, step: Step, batch: PyTree, *, with_larger_batch: bool, loading: Loading | None = None
 ) -> list[Hint]:
-    """Return hints for a step, or a variant of it, after timing it beside the remedies that take no time to compile."""
+    """Return hints for a step, or a variant of it, after timing it and the remedies that need no compilation."""
     racers: dict[Remedy | None, Racer] = {None: original.racer(step, batch)}
     state = original.outline(step)
     record, peak = backends.of(original.device), anatomy_for("hints", step, state, batch).peak
     free = record.free()
-    # Predicted: a host that runs out of memory raises no error, its kernel kills the process.
+    # By prediction, because a host that runs out of memory raises no error: its kernel kills the process.
     if with_larger_batch and (free is None or 2 * peak <= free):
-        with suppress(BatchError):  # Its tensors do not agree on a number of examples.
+        with suppress(BatchError):  # The number of examples is not known.
             racers[Remedy.LARGER_BATCH] = original.racer(step, double_batch(batch))
     if torch.bfloat16 in record.native_dtypes:
-        with suppress(ComposeError):  # It has another precision.
+        with suppress(ComposeError):  # The step has `with_amp` already.
             racers[Remedy.BFLOAT16] = original.racer(compose(step, with_amp("bf16")), batch)
     times: dict[Any, Any] = race(racers, ROUNDS, is_result=lambda remedy, error: remedy is not None)
     tried = {}
-    for remedy, other in times.items():
-        if remedy is not None and isinstance(other, list):
+    for remedy, remedy_times in times.items():
+        if remedy is not None and isinstance(remedy_times, list):
             size = 2 if remedy is Remedy.LARGER_BATCH else 1
-            tried[remedy] = interval([size * base / time for base, time in zip(times[None], other, strict=True)])
+            pairs = zip(times[None], remedy_times, strict=True)
+            tried[remedy] = interval([size * base / time for base, time in pairs])
     seconds = interval(times[None]).median
     return run_rules(facts_of(step, state, batch, seconds, loading=loading, tried=tried))
 
@@ -91,7 +92,7 @@ def facts_of(
     loading: Loading | None = None,
     tried: Mapping[Remedy, Interval] | None = None,
 ) -> Facts:
-    """Return the facts that the rules read about a step that takes these seconds, after measuring its device."""
+    """Return the facts about a step that takes these `seconds`, for the rules; measures the rates of its device."""
     device = tree.device_of(state.params)
     record = backends.of(device)
     predicted = anatomy_for("hints", step, state, batch)

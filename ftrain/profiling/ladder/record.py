@@ -21,14 +21,14 @@ WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
 COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
 LEAST_ROUNDS = 6
-"""With fewer, even the range of all is narrower than the 95% confidence interval of the median."""
+"""With fewer rounds, even the full range is narrower than the 95% confidence interval of the median."""
 
 EMULATED = "emulated: the device converts that dtype to float32 and back, which is slower than float32."
 
 
 @dataclass(frozen=True)
 class Row:
-    """A technique with its time and memory; None is what is not known, or was not run."""
+    """A technique with its time and memory. A value is None if it is not known, or the technique did not run."""
 
     group: str
     """`ALONE`, or the name of a stack, in which each row has the techniques of the rows above it too."""
@@ -42,12 +42,12 @@ class Row:
     at_rest: int | None = None
     """Bytes of state and batch."""
     predicted: int | None = None
-    """Bytes at the peak; so are those measured."""
+    """Bytes at the peak; `measured` too."""
     measured: int | None = None
     bytes_per_parameter: float | None = None
     """Bytes of weights, their copies, optimizer state and gradients per trained parameter."""
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Name -> count per second, of what `throughput` counts."""
+    """Name -> count per second, for each function of `throughput`."""
     note: str = ""
     """Why there are no numbers, or which wrapper was replaced."""
     emulated: bool = False
@@ -68,8 +68,8 @@ class Row:
 class Ladder:
     """The result of `ftrain.ladder`; `print` shows it as a table.
 
-    Its rows are first the step as given, then each technique alone, then the stacks. Each was timed for this number of
-    rounds; `loading` is None if there was no data.
+    The first row is the step as given, then come the techniques alone, then the stacks. Each was timed in `rounds`
+    rounds. `loading` is None if there was no data.
     """
 
     title: str

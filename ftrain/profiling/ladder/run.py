@@ -1,4 +1,4 @@
-"""Measure each technique alone, and then those that help on top of each other."""
+"""`ladder`: measure techniques for a step, first each alone, and then stacks of those that help."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def ladder(
     chosen = _choose(techniques)
     original = Original(step, state)
     case = Case(step, tree.to(tree.as_tree(batch), original.device))
-    _counts(throughput or {}, case.batch)  # Now: the measurements take minutes.
+    _counts(throughput or {}, case.batch)  # Raises its errors before the measurements, which take minutes.
     runner = _Runner(original, case, rounds, throughput or {})
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
     base, *others = runner.rows(ALONE, chosen)
@@ -128,6 +128,7 @@ def _smallest(alone: Mapping[Technique, Row], base: Row) -> list[Technique]:
 
 
 def _best(costs: Mapping[Technique, float]) -> list[Technique]:
+    """Return the technique with the lowest cost of each method, in the order of `costs`."""
     best: dict[str, Technique] = {}
     for technique in sorted(costs, key=lambda each: costs[each]):
         best.setdefault(technique.method, technique)
@@ -136,7 +137,7 @@ def _best(costs: Mapping[Technique, float]) -> list[Technique]:
 
 @dataclass
 class _Runner:
-    """Runs cases in turns with the step as given, and makes rows of them."""
+    """Runs cases in turns with the step as given, and returns their rows."""
 
     original: Original
     case: Case
@@ -144,7 +145,7 @@ class _Runner:
     throughput: Throughput
 
     def rows(self, group: str, techniques: Sequence[Technique]) -> list[Row]:
-        """Return a row for the step as given, and one for each technique: alone, or on top of those before it."""
+        """Return a row for the step as given, and for each technique: alone, or in a stack with those before it."""
         rows: dict[Technique, Row] = {}
         to_run: dict[Technique, Case] = {}
         free = backends.of(self.original.device).free()
@@ -179,7 +180,7 @@ class _Runner:
         return list(rows.values())
 
     def _predict(self, row: Row, case: Case) -> Row:
-        """Return a row with what is known of a case before it runs."""
+        """Return a row with the predictions for a case."""
         state = self.original.outline(case.step)
         row = dataclasses.replace(
             row,
@@ -190,7 +191,7 @@ class _Runner:
         try:
             prediction = anatomy_for("ladder", case.step, state, case.batch)
         except TraceError:
-            return row  # What cannot be predicted can still be measured.
+            return row  # The case can still be measured.
         return dataclasses.replace(
             row,
             at_rest=prediction.at_rest.total(),
@@ -201,7 +202,7 @@ class _Runner:
     def _measure(
         self, row: Row, case: Case, times: list[float] | Exception, base_times: list[float] | Exception | None
     ) -> Row:
-        """Return a row with what was measured of a case, or why it did not run to the end."""
+        """Return a row with the measurements of a case, or with the reason why it failed."""
         if isinstance(times, Exception):
             return dataclasses.replace(row, note=_reason(times))
         seconds, speed = interval(times), None
@@ -219,7 +220,7 @@ class _Runner:
 
 
 def _counts(throughput: Throughput, batch: PyTree) -> dict[str, float]:
-    """Return what each function counts in a batch. Raises an OptionError if that is not a number."""
+    """Return the count of each function for a batch. Raises an OptionError if it is not a number."""
     counts: dict[str, float] = {}
     for name, count in throughput.items():
         counted: Any = count(batch)

@@ -49,7 +49,8 @@ class Technique:
         name: the technique as code.
         apply: ``Case -> Case``; raises an `FtrainError` if it does not apply, which says why.
         stacks: whether it is tried on top of others. It must then leave the batch as it is.
-        remedy: the advice of `ftrain.hints` that it follows. If it was measured to be no faster, there is no such hint.
+        remedy: the advice of `ftrain.hints` that this follows. If it was measured not to be faster, the hint is left
+        out.
     """
 
     method: str
@@ -68,7 +69,7 @@ def replaced_wrappers(original: Step, variant: Step) -> str:
 
 
 def _texts(step: Step) -> list[str]:
-    """Return the texts of the wrappers of a step: those of the loss depend on its blocks."""
+    """Return the texts of the wrappers of a step. Those of the loss are its own texts, which name its blocks."""
     return [*step.loss.wrapper_texts, *(wrapper.text for wrapper in step.wrappers if wrapper.loss is None)]
 
 
@@ -90,7 +91,7 @@ def _double_microbatches(case: Case) -> Case:
 def _wrapping(
     method: str, factory: Callable[..., Wrapper], *args: Any, remedy: Remedy | None = None, **options: Any
 ) -> Technique:
-    """Return the technique of a wrapper, whose name is the call that makes it; it replaces a wrapper of that name."""
+    """Return the technique that adds a wrapper, or replaces the one of the same name. Its name is the call as text."""
 
     def apply(case: Case) -> Case:
         return dataclasses.replace(case, step=add_wrapper(case.step, factory(*args, **options)))
@@ -106,7 +107,7 @@ def _optimizer(name: str) -> Technique:
     return Technique("optimizer choice", name, apply)
 
 
-def _emptied_cache() -> Technique:
+def _empty_cache() -> Technique:
     technique = _wrapping("emptied cache", empty_cache, every=1)
 
     def apply(case: Case) -> Case:
@@ -134,7 +135,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _wrapping("offload", offload, "activations"),
     _wrapping("offload", offload, "opt_state"),
     _wrapping("update in backward", update_in_backward),
-    _emptied_cache(),
+    _empty_cache(),
     _wrapping("donation", donated),
     _wrapping("torch.compile", compiled, remedy=Remedy.COMPILE),
 )

@@ -1,4 +1,4 @@
-"""A step with another number of microbatches and another rematerialisation, and what shows its cost."""
+"""Candidates of `tune`: a step with other microbatches and another rematerialisation; and their FLOPs."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def candidate(step: Step, microbatches: int, choice: str, batch: PyTree) -> Step
 
 
 def with_at_most_two(step: Step, microbatches: int, choice: str, batch: PyTree) -> tuple[Step, PyTree]:
-    """Return a candidate with at most two of its microbatches, and their batch: more do not take more memory."""
+    """Return a candidate with at most two of its microbatches, and their batch, because more need no more memory."""
     if microbatches > 2:
         batch = take_examples(batch, slice(2 * (length_of(batch) // microbatches)))
     return candidate(step, min(microbatches, 2), choice, batch), batch
 
 
 def nothing_fits(rows: Sequence[T], limit: str, advice: Callable[[T], str]) -> str:
-    """Return the message for candidates that all need more than a limit; `advice` is for the one that needs least."""
+    """Return the message for candidates that all exceed a limit; ``advice(row)`` is called for the smallest one."""
     known = [row for row in rows if row.predicted is not None]
     if not known:
         return f"tune: nothing could be predicted: {rows[0].verdict}"
@@ -71,14 +71,14 @@ def nothing_fits(rows: Sequence[T], limit: str, advice: Callable[[T], str]) -> s
 def flops_with(predicted: Anatomy, more: int) -> int:
     """Return the FLOPs of a step that has `more` microbatches than the two that were predicted."""
     first, second = microbatch_starts(predicted)
-    each = sum(operation.flops for operation in predicted.timeline.operations[first[0] : second[0]])
-    # From the second microbatch on, gradients are added to those before.
+    microbatch = sum(operation.flops for operation in predicted.timeline.operations[first[0] : second[0]])
+    # From the second microbatch on, its gradients are added to the sum of the earlier ones.
     layout = predicted.layout
     added = predicted.params // (layout.shard if layout is not None and layout.level > 1 else 1)
-    return sum(predicted.flops.values()) + (each + added) * more
+    return sum(predicted.flops.values()) + (microbatch + added) * more
 
 
 def microbatch_starts(predicted: Anatomy) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the numbers of operations and of collectives before each of two microbatches."""
-    losses = predicted.timeline.losses  # Each may call the loss several times.
+    """Return, for each of two microbatches, the numbers of operations and of collectives before it."""
+    losses = predicted.timeline.losses  # A microbatch may call the loss several times.
     return losses[0], losses[len(losses) // 2]

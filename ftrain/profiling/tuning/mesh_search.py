@@ -67,7 +67,7 @@ class _MeshSearch:
                 verdict = "does not fit: the state alone, or with whole parameters, is larger"
                 yield MeshTrial(1, ANY, self._step, least, verdict=verdict, layout=layout)
                 continue
-            for choice in (FULL, NO_REMAT):  # First the one that needs less memory.
+            for choice in (FULL, NO_REMAT):  # FULL needs less memory.
                 row = self._fewest(layout, choice)
                 yield row
                 if choice == FULL and row.predicted is not None and not row.fits:
@@ -129,7 +129,7 @@ class _MeshSearch:
         return anatomy_for("tune", step, self._state, batch, mesh=layout[:2], level=layout.level)
 
     def advice(self, least: MeshTrial) -> str:
-        """Return what to do if nothing fits, and what uses the memory of the candidate that needs least."""
+        """Return what to do if nothing fits, with the anatomy of the candidate that needs least."""
         text = ". More ranks divide the state further"
         if not least.flops:  # Only a lower bound of its bytes is known.
             return text
@@ -139,7 +139,9 @@ class _MeshSearch:
 def _sent(simulated: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:
     """Return the bytes that a rank sends along each axis, with `more` microbatches than were simulated."""
     totals, (first, second) = dict.fromkeys(layout.sizes, 0.0), microbatch_starts(simulated)
-    for number, each in enumerate(simulated.timeline.collectives):
-        times = 1 + more * (first[1] <= number < second[1])
-        totals[each.axis] += times * each.nbytes * SENT_PER_BYTE[each.operation](layout.sizes[each.axis])
+    for index, collective in enumerate(simulated.timeline.collectives):
+        is_of_first_microbatch = first[1] <= index < second[1]
+        times = 1 + more if is_of_first_microbatch else 1
+        sent_per_byte = SENT_PER_BYTE[collective.operation](layout.sizes[collective.axis])
+        totals[collective.axis] += times * collective.nbytes * sent_per_byte
     return totals

@@ -22,7 +22,7 @@ Only the ratios matter, and an A100 has similar ones."""
 
 
 UNCHANGED, ANY = "as given", "any"
-"""The rematerialisation of the step of the user, and a row for all choices where none applies."""
+"""Choices of rematerialisation in a row: that of the user's step, and all if none of them applies."""
 
 NO_REMAT, FULL, DOTS = "none", "full", "dots"
 BUDGETS = {f"budget={share:g}": remat(budget=share) for share in (0.75, 0.5, 0.25)}
@@ -60,8 +60,8 @@ class Trial:
 class Trials:
     """The result of `trials`; `print` shows it as a table.
 
-    It has the step that was chosen, all candidates, the limit of memory in bytes, the number of examples of the batch,
-    and what makes the chosen step slow, if it was timed.
+    It has the chosen step, all candidates, the limit of memory in bytes, the number of examples of the batch, and hints
+    for the chosen step, if it was timed.
     """
 
     step: Step

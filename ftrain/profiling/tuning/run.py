@@ -22,8 +22,8 @@ from ftrain.profiling.tuning.search import Search
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
-MOST = 6
-"""The number of candidates that are timed."""
+MAX_TIMED = 6
+"""The largest number of candidates that are timed."""
 
 ROUNDS = 5
 log = logging.getLogger("ftrain")
@@ -98,7 +98,7 @@ def trials(
         raise DeviceError(nothing_fits(rows, format_bytes(search.memory), search.advice))
     current = search.current_microbatches, search.current_remat
     fitting.sort(key=lambda row: ((row.microbatches, row.policy) != current, row.flops, row.microbatches))
-    tried, hints = fitting[:MOST], list[Hint]()
+    tried, hints = fitting[:MAX_TIMED], list[Hint]()
     if search.original is None:
         best = min(tried, key=lambda row: (row.flops, row.microbatches))
         tried = [dataclasses.replace(best, verdict="<- computes least")]
@@ -124,7 +124,7 @@ def _time(original: Original, rows: Sequence[Trial], batch: PyTree, rounds: int)
 
 
 def _choose(search: Search, original: Original, rows: Sequence[Trial]) -> list[Trial]:
-    """Return the candidates, after moving the first one whose measured peak is within the limit to the front."""
+    """Return the candidates, with the first one whose measured peak is within the limit moved to the front."""
     measured = list(rows)
     for index, row in enumerate(rows):
         if row.seconds is None:

@@ -11,7 +11,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, DeviceError, FtrainError
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
-from ftrain.profiling.oom_report import shortage
+from ftrain.profiling.oom_report import memory_report
 from ftrain.profiling.step_variants import length_of, nbytes
 from ftrain.profiling.tuning.candidates import candidate, counts, flops_with, microbatches_or_zero, with_at_most_two
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Trial
@@ -123,7 +123,7 @@ class Search:
             lines.append(f"The number of microbatches does not change: {self.reason_to_keep_microbatches}")
         microbatches = least.microbatches if self.current_microbatches else 0
         step, batch = with_at_most_two(self.step, microbatches, least.policy, self.batch)
-        return "\n".join([*lines, *shortage(step, self.outline(step), batch)])
+        return "\n".join([*lines, *memory_report(step, self.outline(step), batch)])
 
     def outline(self, step: Step) -> TrainState | None:
         """Return the state for another step without allocating memory; None without a state."""
