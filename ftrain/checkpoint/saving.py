@@ -236,10 +236,10 @@ def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
         raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
     remove_abandoned(path.parent)
     needed = sum(tensor.bytes + MANIFEST_BYTES for tensor in tensors) + MANIFEST_BYTES
-    room = files.free(path.parent)
-    if room < needed:
+    free = files.free_bytes(path.parent)
+    if free < needed:
         raise CheckpointError(
-            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove other files, or older checkpoints"
+            f"save: {path} needs {needed:,} bytes and {free:,} are free; remove other files, or older checkpoints"
         )
 
 

@@ -348,7 +348,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch)
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "free", lambda path: 10_000)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10_000)
     with pytest.raises(CheckpointError, match=r"needs .* bytes and 10,000 are free"):
         checkpoint.save(tmp_path / "a", {"x": torch.ones(10_000)})
     assert not list(tmp_path.iterdir())

@@ -684,7 +684,7 @@ def test_a_checkout_that_is_not_installed_saves(tmp_path):
 @pytest.mark.parametrize("steps", [EVERY, EVERY + 1])
 def test_a_disk_that_is_full_at_the_end_loses_nothing(steps, tmp_path, monkeypatch):
     step = make()
-    monkeypatch.setattr(files, "free", lambda path: 10)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match="10 are free") as caught:
         ft.fit(step, step.init(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path / "run", every=EVERY))
     assert int(caught.value.result.state.step) == steps
