@@ -137,11 +137,11 @@ class Checkpoints:
             )
         self._ranks, self._saving, self._frozen_files = Ranks("Checkpoints"), Ranks("Checkpoints.save"), FrozenFiles()
         try:
-            self.was_used = self._ranks.first(self._open)
+            self.was_used = self._ranks.on_first(self._open)
             if self._ranks.size > 1:
                 with system_errors(self.directory):
-                    expected = self._ranks.first(lambda: published(self._lock) if self._lock is not None else "")
-                    self._ranks.together(lambda: require_locked_by(self.directory, expected))
+                    expected = self._ranks.on_first(lambda: published(self._lock) if self._lock is not None else "")
+                    self._ranks.gather(lambda: require_locked_by(self.directory, expected))
         except BaseException:
             self._close()
             raise
@@ -303,13 +303,13 @@ class Checkpoints:
         require_switches("Checkpoints.latest", best=best, on_host=on_host)
         require_named("Checkpoints.latest", "like", {} if like is None else like)
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
-        for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
+        for step in ranks.on_first(lambda: self._steps_to_try(before, best=best)):
             try:
                 loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                if self._ranks is None and step not in ranks.first(self.steps):
+                if self._ranks is None and step not in ranks.on_first(self.steps):
                     # The run that writes to this directory saved a newer one, and removed this one.
                     return self.latest(like, before=before, best=best, on_host=on_host, accept=accept)
                 errors.append(str(error))

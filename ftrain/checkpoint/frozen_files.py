@@ -41,7 +41,7 @@ class FrozenFiles:
             is_unchanged = self._new_fingerprints == self._fingerprints
             return is_unchanged and (not ranks.is_first or self._can_link())
 
-        if not all(ranks.together(can_share)):
+        if not all(ranks.gather(can_share)):
             return tree
         to_write = {number: tensor for number, tensor in tree.locals.items() if number not in tree.frozen}
         # Only the first rank links the files. On the others an empty `Written` says that they exist.
