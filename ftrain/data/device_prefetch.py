@@ -132,7 +132,7 @@ class _Copy(NamedTuple):
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
     """Return a batch on a device, and the event after its copy if a separate stream makes it.
 
-    Waits for the copy if the batch is in pinned memory already: the data may write its next batch to that memory.
+    The host waits for the copy if the batch is in pinned memory already: the data may fill that memory again.
     """
     if stream is None:
         # Tensors on the device are copied too: the data may write the batches that are read ahead to the same tensors.
