@@ -1,4 +1,4 @@
-"""The file of figures: rows are replaced by variant and metric, and nothing else is lost."""
+"""The file of results: rows are replaced by variant and metric, and all others stay."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_pa
         with tally("a bit", file=tmp_path / "faults.csv") as tries:
             tries.note = "of four"
             for number in range(4):
-                with tries.one(number):
+                with tries.attempt(number):
                     assert number not in bad, "wrong"
             assert not ends, "the whole is wrong"
 

@@ -135,8 +135,8 @@ def test_each_rank_says_why_and_what_was_saved_is_whole(name, faulty, tmp_path):
         pytest.skip("only the first rank has loggers")
     _, own, others = FAULTS[name]
     with started(2, fitting, tmp_path, name, faulty) as ranks:
-        said = [rank.hear() for rank in ranks]
-        assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
+        said = [rank.receive() for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [BROKEN, BROKEN]
     other = 1 - faulty
     assert said[faulty].startswith(own.format(faulty, other))
     assert said[other].startswith("RankError: ")

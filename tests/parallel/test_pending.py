@@ -72,5 +72,5 @@ def beside_a_dead_rank(tell, rank):
 @quiet_forks
 def test_what_a_dead_rank_does_not_start_is_not_waited_for_until_the_timeout():
     with started(2, beside_a_dead_rank) as (alive, dead):
-        assert alive.hear(patience=60) == ["ValueError", "on purpose"]
-        assert dead.end() == -signal.SIGKILL
+        assert alive.receive(patience=60) == ["ValueError", "on purpose"]
+        assert dead.wait() == -signal.SIGKILL
