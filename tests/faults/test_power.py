@@ -258,8 +258,8 @@ LOST = pytest.raises((AssertionError, CheckpointError, UserWarning))
 
 
 def is_site(name, site):
-    _, where, event = SYNCS[name]
-    return site[0] == where and event in (None, site[1])
+    _, code, path = SYNCS[name]
+    return site[0] == code and path in (None, site[1])
 
 
 @pytest.mark.parametrize("name", choose(list(SYNCS), [name for name in SYNCS if name != "renamed_before_a_kill"]))

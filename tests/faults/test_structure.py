@@ -63,7 +63,7 @@ def below(at, tree):
     return [dotted(path) for path, _ in nodes(tree, at)]
 
 
-def said(leaf):
+def dtype_and_shape(leaf):
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
 
 
@@ -90,12 +90,12 @@ def renamed(tree, at, node):
 
 def reshaped(tree, at, node):
     new = torch.zeros([*node.shape, 2], dtype=node.dtype)
-    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def retyped(tree, at, node):
     new = torch.zeros(node.shape, dtype=next(dtype for dtype in DTYPES if dtype != node.dtype))
-    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def another_container(tree, at, node):
@@ -109,13 +109,13 @@ def another_container(tree, at, node):
 
 
 def scalar(tree, at, node):
-    return put(tree, at, 3), {dotted(at): f"found {said(node)}, needs int"}
+    return put(tree, at, 3), {dotted(at): f"found {dtype_and_shape(node)}, needs int"}
 
 
 def gone(tree, at, node):
     """Replace a leaf or a container by None."""
     lines = dict.fromkeys(below(at, node), "unexpected")
-    actual = said(node) if isinstance(node, torch.Tensor) else type(node).__name__
+    actual = dtype_and_shape(node) if isinstance(node, torch.Tensor) else type(node).__name__
     return put(tree, at, None), {**lines, dotted(at): f"found {actual}, needs None"}
 
 
