@@ -68,7 +68,10 @@ def _verify(path: Path) -> int:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, or the path of one. Raises a CheckpointError if there is none."""
+    """Return the checkpoints of a run, oldest first, or the path itself if it is a checkpoint.
+
+    Raises a CheckpointError if there is neither.
+    """
     run = Checkpoints(path, every=1)
     paths = [run.path(step) for step in run.steps()]
     if not paths and not (path / NAME).is_file():
@@ -109,7 +112,7 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def _difference(first: Any, second: Any) -> str:
-    """Return in what two items of trees differ; "" if they are the same to the bit."""
+    """Return the difference of two items of trees as a text; "" if they are the same to the bit."""
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         # Compared as text, since NaN is not equal to itself.
         return "" if repr(first) == repr(second) else f"{first!r:.60}, {second!r:.60}"

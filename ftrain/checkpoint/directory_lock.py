@@ -24,7 +24,7 @@ PATIENCE, PAUSE = 60.0, 0.1
 def lock_directory(directory: Path) -> files.Lock:
     """Lock a directory for this process; warn if the file system has no locks.
 
-    Raises a CheckpointError if it is a checkpoint: what a run writes there would be taken for damage to it.
+    Raises a CheckpointError if the directory is a checkpoint, which files of a run would damage.
     """
     if files.exists(directory / MANIFEST):
         raise CheckpointError(
@@ -81,7 +81,7 @@ def require_held(held: files.Lock) -> None:
         if files.is_held(held):
             return
     if held.process != os.getpid():
-        reason = f"it is open for writing in process {held.process}, of which this one is a fork; open it again here"
+        reason = f"it is open for writing in process {held.process}, from which this one was forked; open it again here"
     elif not files.exists(directory):
         reason = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
     else:

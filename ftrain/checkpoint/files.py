@@ -30,7 +30,7 @@ DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
 HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
-"""The largest number of reads to learn who holds a lock, and the seconds between two reads."""
+"""The largest number of reads of a lock file, to learn which process holds the lock, and the seconds between two."""
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
@@ -146,7 +146,7 @@ def opened_to_write(path: Path) -> Iterator[int]:
 
 
 def resize(descriptor: int, length: int) -> None:
-    """Give a new file its length in bytes; what is not written reads as zeros."""
+    """Set the length of a new file in bytes; parts that are not written read as zeros."""
     os.ftruncate(descriptor, length)
 
 

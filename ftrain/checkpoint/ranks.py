@@ -72,13 +72,13 @@ class Ranks:
         return [received["value"] for received in messages]
 
     def on_each(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result on this rank, of any type; raises as `gather`."""
+        """Call a function on every rank, and return its result on this rank, of any type. Raises like `gather`."""
         results = list[T]()
         self.gather(lambda: results.append(function()))
         return results[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call a function only on the first rank, and return its result on every rank; raises as `gather`."""
+        """Call a function on the first rank only, and return its result on every rank. Raises like `gather`."""
         return self.gather(lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
 
     @contextmanager

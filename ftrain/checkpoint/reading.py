@@ -143,7 +143,7 @@ def load_checkpoint(
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
-    """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
+    """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises the errors of `load`."""
     with error_names(path):
         reader = _Reader(path, _read_manifest(path))
         return items_by_path(reader.manifest.tree, reader.read(reader.manifest.tensors))

@@ -82,7 +82,7 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
 
 
 def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
-    """Check the bytes of the two files by `DIGESTS`. Raises a CheckpointError that names what was changed."""
+    """Check the bytes of the two files by `DIGESTS`. Raises a CheckpointError that names the changed tensors."""
     saved = files.read(files.resolved(path / DIGESTS), MAX_TEXT_BYTES)
     if saved != signed(saved[: -len(signed(b""))]):
         raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")

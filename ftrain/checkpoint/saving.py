@@ -49,7 +49,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTree:
-    """A flattened tree of which this rank has some blocks; on one rank, all of them.
+    """A flattened tree, and the tensors and blocks in it that this rank writes.
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.

@@ -73,7 +73,7 @@ def flatten(tree: PyTree) -> FlatTree:
 
 
 class _Flattener:
-    """Visits a tree once, and collects its tensors and what cannot be saved."""
+    """Visits a tree once, and collects its tensors and the problems that prevent saving it."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []

@@ -28,7 +28,7 @@ class FetchedBatch(NamedTuple):
     skipped: tuple[DataError, ...] = ()
     """The errors of samples that were left out."""
     error: DataError | None = None
-    """The error that is the reason why there is no batch."""
+    """The error if there is no batch because of one."""
     empty: bool = False
     """Whether there is no batch because all its samples were left out."""
 

@@ -40,7 +40,7 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
         index: positions, integers in ``[0, size)``, of any shape.
         size: the number of elements.
         seed: the seed of the run.
-        epoch: the number of the epoch, each of which has its own permutation.
+        epoch: the number of the epoch; each epoch has another permutation.
 
     Returns:
         int64 array of the shape of `index`.

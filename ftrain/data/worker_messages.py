@@ -35,7 +35,7 @@ def _pickled(value: Any) -> bytes:
 
 
 class _ByValuePickler(ForkingPickler):
-    """Pickles as torch does between processes, except for small plain tensors, of which it pickles the bytes.
+    """Pickles as torch does between processes, but pickles the bytes of small plain tensors.
 
     Tensors that share memory share it again after unpickling.
     """

@@ -39,7 +39,7 @@ def test_records_are_read_as_they_were(tmp_path):
     assert parse_mark(mark._asdict()) == mark
 
 
-def test_only_what_is_new_is_written(tmp_path, monkeypatch):
+def test_only_new_records_are_written(tmp_path, monkeypatch):
     records = [{"step": step, "loss": 1 / step} for step in range(1, 3001)]
     journal, first = written(tmp_path, records, 2000)
     sizes, write = [], files.write

@@ -222,7 +222,7 @@ def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
     assert len({*first.values(), *second.values(), *drawn(batch_size=4, seed=1)[0].values()}) == 3 * SIZE
 
 
-def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
+def test_the_draws_of_a_collation_depend_only_on_its_batch(three_passes):
     def noise(loader):
         return [tuple(batch["noise"].tolist()) for batch in loader]
 

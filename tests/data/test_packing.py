@@ -184,7 +184,7 @@ def test_a_model_is_trained_on_packed_rows_and_padding_is_a_metric(tmp_path):
 
 
 @pytest.mark.parametrize(("attention", "window"), [("sdpa", None), ("eager", None), ("eager", 4)])
-def test_models_of_transformers_compute_of_packed_documents_what_they_compute_of_each_alone(attention, window):
+def test_models_of_transformers_give_the_same_logits_for_packed_documents_as_for_each_alone(attention, window):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}

@@ -29,7 +29,7 @@ OLD, NEW = 1, 2
 
 
 class Run:
-    """Two checkpoints of a run, of which the newer one is damaged again and again."""
+    """Two checkpoints of a run; the tests damage the newer one and mend it again."""
 
     def __init__(self, directory):
         self.parts = {step: {"state": state(step), "run": everything(step)} for step in (OLD, NEW)}

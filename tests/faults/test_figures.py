@@ -25,8 +25,8 @@ def rows(folder):
     return {row.metric: (row.median, row.note) for row in read(folder)}
 
 
-def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_path):
-    def tried(bad, ends):
+def test_a_row_counts_the_failures_and_is_written_also_by_a_test_that_fails(tmp_path):
+    def attempt_four(bad, ends):
         with tally("a bit", file=tmp_path / "faults.csv") as tries:
             tries.note = "of four"
             for number in range(4):
@@ -34,18 +34,18 @@ def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_pa
                     assert number not in bad, "wrong"
             assert not ends, "the whole is wrong"
 
-    tried((), ends=False)
+    attempt_four((), ends=False)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (0.0, "of four")}
     with pytest.raises(AssertionError, match=r"(?s)1: AssertionError: wrong.*3: AssertionError: wrong"):
-        tried((1, 3), ends=False)
+        attempt_four((1, 3), ends=False)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
     with pytest.raises(AssertionError, match="the whole is wrong"):
-        tried((1,), ends=True)
+        attempt_four((1,), ends=True)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
 
 
 def test_a_row_has_counts_of_its_own_also_when_the_test_ends_early(tmp_path):
-    def tried():
+    def attempt_and_fail():
         with tally("a flip", file=tmp_path / "faults.csv") as tries:
             tries.figures["silent"] = 1
             tries.runs += 3
@@ -53,5 +53,5 @@ def test_a_row_has_counts_of_its_own_also_when_the_test_ends_early(tmp_path):
             raise OSError("the third does not end")
 
     with pytest.raises(OSError, match="the third"):
-        tried()
+        attempt_and_fail()
     assert rows(tmp_path) == {"runs": (3.0, ""), "silent": (1.0, ""), "failures": (2.0, "")}

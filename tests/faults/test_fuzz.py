@@ -241,7 +241,7 @@ def header(data, draw):
 
 
 class Victim:
-    """A checkpoint, of which one file is changed and put back."""
+    """A checkpoint whose files are changed and mended again."""
 
     def __init__(self, path):
         self.path = path

@@ -105,7 +105,7 @@ def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_t
 
 
 class Product(torch.autograd.Function):
-    """The sum of the products of two tensors, each of which is the gradient of the other one."""
+    """The dot product of two tensors; the gradient of one tensor is the other one."""
 
     @staticmethod
     def forward(ctx, a, b):

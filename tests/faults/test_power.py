@@ -218,7 +218,7 @@ def goes_on(root, begun):
 
 
 @stories
-def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
+def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, fast):
     (fast / "disk").mkdir()
     (fast / "scratch").mkdir()
     disk, check = recorded(fast / "disk", story), STORIES[story][1]

@@ -317,7 +317,7 @@ def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tm
     assert records(actual.history) == records(expected.history)
 
 
-def test_without_checkpoints_what_was_trained_is_returned():
+def test_without_checkpoints_an_interrupted_fit_returns_the_trained_state():
     child = Child(sleeping, None, "whole", 2)
     assert child.receive() == "compiles"
     child.signal(signal.SIGINT)
