@@ -91,6 +91,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file. Raises a CheckpointError if it cannot be read."""
     try:
         file: Any = safe_open(str(path), "pt")
         tensors = {}

@@ -80,19 +80,23 @@ def match_leaves(
     containers_may_differ = partial or by_name
     matched, used = {}, set()
     problems, advice = list[str](), OTHER_NAMES
-    for path, need in wanted.items():
+    for path, wanted_item in wanted.items():
         key = dotted(path) if by_name else path
-        item = saved.get(key, need)
         used.add(key)
+        is_container = isinstance(wanted_item, Container)
         if key not in saved:
             # A container may have no saved item when its leaves were renamed.
-            if not partial and not (by_name and isinstance(need, Container)):
-                problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
-        elif not _matches(item, need) and not (containers_may_differ and isinstance(need, Container)):
-            problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
-            if not isinstance(need, Container):
-                advice = SAVED_AS_FROZEN if isinstance(item, Container) and item.kind == "None" else CHANGED
-        elif not isinstance(need, Container):
+            if not partial and not (by_name and is_container):
+                problems.append(f"{dotted(path)}: missing, needs {_description(wanted_item)}")
+            continue
+        if is_container and containers_may_differ:
+            continue
+        item = saved[key]
+        if not _matches(item, wanted_item):
+            problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(wanted_item)}")
+            if not is_container:
+                advice = SAVED_AS_FROZEN if item == Container("None") else CHANGED
+        elif not is_container:
             matched[path] = item
     for key, item in saved.items():
         if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
@@ -114,14 +118,14 @@ def _require_models(
     `matched` are the paths of the leaves to load, `unused` the saved tensors that would not be loaded. Raises a
     StructureError when nothing would be loaded, or no parameter of a state, or a state without its saved adapters.
     """
-    needs = listed([dotted(path) for path, need in wanted.items() if isinstance(need, Tensor)])
+    needs = listed([dotted(path) for path, wanted_item in wanted.items() if isinstance(wanted_item, Tensor)])
     differs = (
         f"of like, which would stay as it is: it has {printable(listed(unused))}, and like has {printable(needs)}. "
         "Nest like as what was saved is, such as {'state': state}, or map names with rename="
     )
     if not matched:
         raise StructureError(f"load: {where} has no leaf {differs}")
-    for state in [path for path, need in wanted.items() if need == STATE]:
+    for state in [path for path, wanted_item in wanted.items() if wanted_item == STATE]:
         start = "".join(f"{part}." for part in state)
         within = [name.removeprefix(start) for name in unused if name.startswith(start)]
         model_paths = (*state, "params"), (*state, "frozen")
@@ -143,9 +147,9 @@ def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *
     Without this, ``partial`` would not find it there, and the state would keep the untrained value of `like`.
     """
     frozen = {}
-    for path, need in wanted.items():
+    for path, wanted_item in wanted.items():
         for depth, field in enumerate(path):
-            if field == "frozen" and isinstance(need, Tensor) and wanted[path[:depth]] == STATE:
+            if field == "frozen" and isinstance(wanted_item, Tensor) and wanted[path[:depth]] == STATE:
                 trained = (*path[:depth], "params", *path[depth + 1 :])
                 new, old = (dotted(path), dotted(trained)) if by_name else (path, trained)
                 if isinstance(saved.get(old), TensorEntry) and not isinstance(saved.get(new), TensorEntry):
@@ -153,16 +157,19 @@ def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *
     return {**saved, **frozen}
 
 
-def _matches(item: Any, need: Any) -> bool:
+def _matches(item: Any, wanted_item: Any) -> bool:
     """Whether a saved item can take the place of an item of `like`.
 
     Containers need the same tag, tensors the same dtype and shape, other leaves the same type.
     """
     if isinstance(item, TensorEntry):
-        return isinstance(need, Tensor) and (item.dtype, item.shape) == (dtype_name(need.dtype), tuple(need.shape))
+        return isinstance(wanted_item, Tensor) and (item.dtype, item.shape) == (
+            dtype_name(wanted_item.dtype),
+            tuple(wanted_item.shape),
+        )
     if isinstance(item, Container):
-        return bool(item == need)
-    return type(item) is type(need)
+        return bool(item == wanted_item)
+    return type(item) is type(wanted_item)
 
 
 def _description(item: Any) -> str:

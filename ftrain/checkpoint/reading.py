@@ -263,6 +263,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint, as `read_manifest`, with errors that do not name the path."""
     if not files.is_directory(path):
         if not files.exists(path):
             raise CheckpointError("there is no such checkpoint")

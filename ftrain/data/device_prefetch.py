@@ -73,6 +73,7 @@ class DevicePrefetcher:
         return self._batches()
 
     def _batches(self) -> Iterator[PyTree]:
+        """Yield the batches of an epoch, and read `depth` batches ahead. Raises the errors of the data."""
         stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
 
         def start_copy(batch: PyTree) -> _Copy:

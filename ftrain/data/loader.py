@@ -82,6 +82,7 @@ class Loader:
         return self._batches(self._num_iterators)
 
     def _batches(self, iterator: int) -> Iterator[PyTree]:
+        """Yield the batches from `_start` to the end of the epoch; raises the error of a batch that has one."""
         self._require_latest(iterator)
         for batch in self._source.batches(self._epoch, self._start):
             if batch.error is not None:

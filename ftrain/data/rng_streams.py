@@ -37,6 +37,7 @@ def seed_collation(seed: int, epoch: int, index: int) -> None:
 
 
 def _seed(key_data: tuple[int, int]) -> None:
+    """Seed the global generators of torch, Python and numpy."""
     number = random.seed_of(key_data)
     # Not torch.manual_seed, which also seeds the devices, even in workers.
     torch.default_generator.manual_seed(number)

@@ -58,6 +58,7 @@ class _ByValuePickler(ForkingPickler):
 
 
 def _is_small(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are sent: it is dense, on the host, without a gradient, and at most `MAX_BYTES`."""
     return (
         tensor.device == tree.HOST
         and tensor.layout is torch.strided

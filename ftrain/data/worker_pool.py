@@ -75,6 +75,7 @@ class WorkerPool:
         return map(self._dataset.__getitem__, requests)
 
     def _from_workers(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
+        """Yield the batches of some requests, read by workers that are kept for the next epoch."""
         self._requests.start(requests)
         if self._loader is None:
             self._loader = _data_loader(

@@ -68,13 +68,14 @@ OF_PATHS = {
 OF_PATHS |= {"is_file", "resolve", "read_text", "read_bytes", "write_text", "write_bytes", "symlink_to", "rmtree"}
 
 
-class Refused:
+class Outcome:
     """The outcome of a run on a disk that fails: its errors, and the last step whose save returned."""
 
     def __init__(self):
         self.errors, self.saved = [], 0
 
-    def tried(self, act):
+    def attempt(self, act):
+        """Call a function, and record a CheckpointError; return whether there was none."""
         try:
             act()
         except CheckpointError as error:
@@ -90,15 +91,15 @@ def run(directory, proxy, mode, outcome):
         with checkpoints(directory, keep=KEEP, async_=MODES[mode]) as writer:
             journal = Journal(directory)
             for step in (3, 4):
-                if outcome.tried(lambda step=step: save_with_history(writer, journal, step)):
+                if outcome.attempt(lambda step=step: save_with_history(writer, journal, step)):
                     outcome.saved = step
                 elif "could not be written" in str(outcome.errors[-1]) and not proxy.lasting:
                     assert step not in writer.steps()
-            outcome.tried(lambda: writer.pin(outcome.saved) if outcome.saved else None)
+            outcome.attempt(lambda: writer.pin(outcome.saved) if outcome.saved else None)
 
     with through(proxy):
         # Once more if the directory could not be opened.
-        outcome.tried(act) or outcome.saved or outcome.tried(act)
+        outcome.attempt(act) or outcome.saved or outcome.attempt(act)
 
 
 def prepared(directory):
@@ -112,7 +113,7 @@ def prepared(directory):
 def calls(directory, mode):
     """Return the names of the calls that a run makes when nothing fails."""
     proxy = Calls()
-    run(prepared(directory), proxy, mode, Refused())
+    run(prepared(directory), proxy, mode, Outcome())
     return proxy.names
 
 
@@ -126,14 +127,14 @@ def check(directory, outcome, mode):
     assert not files._held
 
 
-def fails(tries, fast, mode, error, numbers, **options):
+def let_calls_fail(tries, fast, mode, error, numbers, **options):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
     num_failed = num_errors = 0
     template = prepared(fast / "template")
     for number in numbers:
         with tries.attempt(number):
             directory = shutil.copytree(template, fast / f"{mode}-{number}")
-            before, outcome = descriptors(), Refused()
+            before, outcome = descriptors(), Outcome()
             proxy = Failing(number, error, **options)
             run(directory, proxy, mode, outcome)
             num_failed, num_errors = num_failed + bool(proxy.failed), num_errors + bool(outcome.errors)
@@ -149,7 +150,7 @@ def fails(tries, fast, mode, error, numbers, **options):
 FEW = 64
 
 
-def chosen(calls_made, *choices):
+def numbers_to_fail(calls_made, *choices):
     """Return the numbers of the calls to fail: all, or every `FEW`-th, with another start in each test."""
     if FULL:
         return range(len(calls_made))
@@ -164,9 +165,9 @@ def chosen(calls_made, *choices):
 @pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
 def test_a_call_fails(mode, when, error, fast):
     calls_made = calls(fast / "all", mode)
-    numbers = chosen(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
+    numbers = numbers_to_fail(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
     with tally(f"{error} {when} a call, {mode}") as tries:
-        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
+        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
         assert failed > 0.9 * len(numbers)
         assert named > 0.5 * failed
 
@@ -175,9 +176,9 @@ def test_a_call_fails(mode, when, error, fast):
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
     calls_made = calls(fast / "all", mode)
-    numbers = chosen(calls_made, (mode, MODES), (error, ERRORS))
+    numbers = numbers_to_fail(calls_made, (mode, MODES), (error, ERRORS))
     with tally(f"{error} from a call on, {mode}") as tries:
-        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, lasting=True)
+        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, lasting=True)
         assert named > 0.5 * failed
 
 
@@ -186,7 +187,7 @@ def test_a_write_takes_but_a_part(mode, fast):
     calls_made = calls(fast / "all", mode)
     writes = [number for number, name in enumerate(calls_made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
-        assert fails(tries, fast, mode, "short", writes) == (len(writes), 0)
+        assert let_calls_fail(tries, fast, mode, "short", writes) == (len(writes), 0)
 
 
 def test_a_write_takes_nothing(fast):
@@ -196,7 +197,7 @@ def test_a_write_takes_nothing(fast):
 
     calls_made = calls(fast / "all", "sync")
     number = [number for number, name in enumerate(calls_made) if name == "write"][1]
-    outcome = Refused()
+    outcome = Outcome()
     run(prepared(fast / "run"), Nothing(number, None), "sync", outcome)
     assert "nothing was written" in str(outcome.errors[0])
     check(fast / "run", outcome, "sync")
@@ -225,11 +226,11 @@ class Roomy(Calls):
         return function(*args)
 
 
-def tried(directory, limited):
+def run_limited(directory, limited):
     """Run while a real limit applies; return whether there was a CheckpointError, and a text of what is wrong."""
     try:
         prepared(directory)
-        outcome = Refused()
+        outcome = Outcome()
         with limited():
             run(directory, Roomy(), "sync", outcome)
         assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
@@ -240,8 +241,8 @@ def tried(directory, limited):
     return [bool(outcome.errors), ""]
 
 
-def judged(tries, actual):
-    """Record the results of `tried`, and return for each whether there was an error."""
+def record_results(tries, actual):
+    """Record the results of `run_limited`, and return for each whether there was an error."""
     for number, (_, problem) in enumerate(actual):
         with tries.attempt(number):
             assert not problem, problem
@@ -289,10 +290,10 @@ def on_a_small_disk(send, root, what):
     if not mounted(root, f"size={PAGES * PAGE},nr_inodes={NODES}"):
         send(None)
         return
-    calls_made = [
-        tried(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))
+    results = [
+        run_limited(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))
     ]
-    send(calls_made)
+    send(results)
 
 
 @quiet_forks
@@ -301,7 +302,7 @@ def test_a_file_system_is_full_where_mounting_is_permitted(what, tmp_path):
     actual = forked(on_a_small_disk, tmp_path, what)
     if actual is not None:
         with tally(f"tmpfs full of {what}") as tries:
-            judged(tries, actual)
+            record_results(tries, actual)
 
 
 @contextmanager
@@ -321,7 +322,7 @@ LONGEST = 12_000
 def with_small_files(send, root):
     send(
         [
-            tried(root / str(max_bytes), lambda max_bytes=max_bytes: small_files(max_bytes))
+            run_limited(root / str(max_bytes), lambda max_bytes=max_bytes: small_files(max_bytes))
             for max_bytes in range(0, LONGEST, times(8, 2000))
         ]
     )
@@ -330,7 +331,7 @@ def with_small_files(send, root):
 @quiet_forks
 def test_files_may_not_grow(fast):
     with tally("a limit on the size of files") as tries:
-        errors = judged(tries, forked(with_small_files, fast))
+        errors = record_results(tries, forked(with_small_files, fast))
         assert sum(errors) > len(errors) // 3
 
 

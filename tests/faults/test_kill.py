@@ -47,7 +47,7 @@ def saving(send, directory, first, options):
         send(["saved", step])
 
 
-def heard(child):
+def remaining_messages(child):
     """Return the remaining messages of a child that has ended."""
     messages = []
     while (message := child.receive()) is not None:
@@ -60,7 +60,7 @@ def heard(child):
 def test_a_process_is_killed_while_it_saves(mode, fast):
     draw, directory, options, num_interrupted, num_leftovers = random.Random(mode), fast / "run", MODES[mode], 0, 0
     count = times(3400, 4)
-    span = took(directory, options)
+    span = seconds_of_saves(directory, options)
     known = newest(directory)
     with tally(f"SIGKILL in a save, {mode}") as tries:
         for number in range(count):
@@ -69,7 +69,7 @@ def test_a_process_is_killed_while_it_saves(mode, fast):
                 assert child.receive() == ["saved", known]
                 time.sleep(draw.random() * span)
                 child.signal(signal.SIGKILL)
-                messages = heard(child)
+                messages = remaining_messages(child)
                 child.wait()
                 num_leftovers += bool(temporary(directory))
                 before, known = known, newest(directory)
@@ -86,12 +86,12 @@ def test_a_process_is_killed_while_it_saves(mode, fast):
         assert num_leftovers > count // 50 or count < 1000
 
 
-def took(directory, options):
+def seconds_of_saves(directory, options):
     """Return the seconds that the saves take when no signal comes."""
     child = Child(saving, directory, 1, options)
     child.receive()
     start = time.perf_counter()
-    heard(child)
+    remaining_messages(child)
     assert child.wait() == 0
     return time.perf_counter() - start
 
@@ -132,14 +132,14 @@ def named_batches():
     return ft.Wrapper("named_batches", grad=ft.OnGrad(wrap))
 
 
-def built():
+def make_step():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
     step = ft.train_step(ft.from_module(module, squares), ft.optim.adamw(0.05))
     return ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2), ft.ema(0.9), ft.skip_nonfinite(), named_batches)
 
 
-class Telling(Checkpoints):
+class Reporting(Checkpoints):
     """Sends a message after each step."""
 
     def __init__(self, send, directory, **options):
@@ -153,14 +153,14 @@ class Telling(Checkpoints):
 
 def training(send, directory, data):
     """Train with everything that a run can resume, and save the result next to the run."""
-    step = built()
+    step = make_step()
     send("begun")
     state, history = ft.fit(
         step,
         step.init(seed=3),
         DATA[data](),
         steps=STEPS,
-        checkpoints=Telling(send, directory / "run", every=3, keep=2),
+        checkpoints=Reporting(send, directory / "run", every=3, keep=2),
         evaluate=lambda state: {"norm": sum(leaf.double().square().sum() for leaf in state.params.values())},
         evaluate_every=5,
         log_every=2,
@@ -180,19 +180,19 @@ def outcome(directory):
     return bits(load(directory / "done")), [{**line, "seconds": None} for line in lines]
 
 
-def grouped(send, directory, data):
+def training_in_a_group(send, directory, data):
     os.setpgid(0, 0)
     training(send, directory, data)
 
 
-def let_go(child):
+def kill_workers(child):
     """Kill the workers of a killed process, which would end by themselves some seconds later."""
     if child is not None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def went_on(directory, data, draw, span):
+def run_until_done(directory, data, draw, span):
     """Run until it is done, with kills at random moments; return the numbers of kills and of resumed processes.
 
     A kill comes some steps after the start, and not some seconds, so that a slow machine makes progress too. `span` is
@@ -201,10 +201,10 @@ def went_on(directory, data, draw, span):
     kills, resumed, before = 0, 0, None
     while True:
         resumed += bool(newest_step(directory))
-        child = Child(grouped, directory, data)
+        child = Child(training_in_a_group, directory, data)
         assert child.receive() == "begun"
         # Workers of the killed process ran until now, next to the new process.
-        let_go(before)
+        kill_workers(before)
         for _ in range(draw.randint(0, LATEST)):
             if child.receive() != "step":
                 break
@@ -213,7 +213,7 @@ def went_on(directory, data, draw, span):
             child.signal(signal.SIGKILL)
         code, before = child.wait(), child
         if code == 0:
-            let_go(before)
+            kill_workers(before)
             return kills, resumed
         assert code == -signal.SIGKILL
         kills += 1
@@ -252,7 +252,7 @@ def test_a_run_is_killed_again_and_again(data, fast):
             directory.mkdir()
             runs += 1
             with tries.attempt(f"run {runs}"):
-                killed, num_resumed = went_on(directory, data, draw, span)
+                killed, num_resumed = run_until_done(directory, data, draw, span)
                 kills, resumed = kills + killed, resumed + num_resumed
                 assert outcome(directory) == whole
             shutil.rmtree(directory)
@@ -263,7 +263,7 @@ def test_a_run_is_killed_again_and_again(data, fast):
 
 def test_a_run_that_starts_again_keeps_the_lines_of_other_runs_in_the_log(fast):
     """A run removes only lines of its own directory from the log."""
-    log, step = ft.loggers.jsonl(fast / "log.jsonl"), built()
+    log, step = ft.loggers.jsonl(fast / "log.jsonl"), make_step()
 
     def run(name, steps):
         checkpoints = Checkpoints(fast / name, every=100)

@@ -37,7 +37,7 @@ def progress(directory, rank):
     return None
 
 
-def went_on(directory, draw, kills):
+def run_until_done(directory, draw, kills):
     """Run until it is done, with a rank killed at random moments, at most `kills` times; return the number of kills."""
     directory.mkdir()
     launcher, killed, dead = launched(directory, 3 * kills), 0, set()
@@ -70,14 +70,14 @@ def outcome(directory):
 @pytest.mark.exhaustive  # It starts torch a dozen times, which takes most of a minute.
 def test_ranks_are_killed_and_the_run_ends_with_the_bits_of_another(tmp_path):
     draw, kills, runs = random.Random(0), 0, 0
-    assert went_on(tmp_path / "whole", draw, 0) == 0
+    assert run_until_done(tmp_path / "whole", draw, 0) == 0
     whole = outcome(tmp_path / "whole")
     assert [record["step"] for record in whole[1]] == list(range(1, kill_ranks_script.STEPS + 1))
     with tally("SIGKILL of one of two ranks in a run, restarted by torchrun") as tries:
         while kills < times(50, 1) and not tries.failures:
             runs += 1
             with tries.attempt(f"run {runs}"):
-                kills += went_on(tmp_path / str(runs), draw, min(KILLS_OF_A_RUN, times(50, 1) - kills))
+                kills += run_until_done(tmp_path / str(runs), draw, min(KILLS_OF_A_RUN, times(50, 1) - kills))
                 assert outcome(tmp_path / str(runs)) == whole
         # The figure counts kills, not runs.
         tries.runs, tries.note = kills, f"{runs} runs"

@@ -62,7 +62,7 @@ def whole():
     return result.state, records(result.history), states
 
 
-def interrupted(send, directory, default):
+def train_and_report(send, directory, default):
     """Train, and send the number of each step; a signal outside of `fit` exits with OUTSIDE, or ends the process."""
     if not default:
         for number, _ in SIGNALS.values():
@@ -82,9 +82,9 @@ def interrupted(send, directory, default):
     return ENDED
 
 
-def signalled(directory, number, after, delays, default=False):
+def run_with_signals(directory, number, after, delays, default=False):
     """Send a signal a little after a number of steps, and others later; return the exit code and the steps made."""
-    child = Child(interrupted, directory, default)
+    child = Child(train_and_report, directory, default)
     steps = 0
     while steps < after and (step_number := child.receive()) is not None:
         steps = step_number
@@ -98,14 +98,14 @@ def signalled(directory, number, after, delays, default=False):
 
 def step_length(directory):
     """Return the seconds that a step takes."""
-    child = Child(interrupted, directory, False)
+    child = Child(train_and_report, directory, False)
     child.receive()
     start = time.monotonic()
     assert child.wait() == ENDED
     return (time.monotonic() - start) / STEPS
 
 
-def goes_on(directory):
+def ends_like_whole(directory):
     """Resume a run, and return whether it ends like one without signals."""
     result = train(directory)
     state, history, _ = whole()
@@ -123,7 +123,7 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
             directory, before = tmp_path / str(tries.runs), 0
             # Some runs are interrupted more than once.
             for _ in range(draw.randint(1, 2)):
-                exit_code, steps = signalled(
+                exit_code, steps = run_with_signals(
                     directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * seconds_per_step)]
                 )
                 tries.runs += 1
@@ -142,7 +142,7 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
                 before = saved_step or 0
                 if before == STEPS:
                     break
-            if not goes_on(directory):
+            if not ends_like_whole(directory):
                 tries.failures.append((tries.runs, "goes on otherwise"))
         tries.note = f"{saved} within fit, exit code {code}"
         # At least one signal came within `fit`.
@@ -160,7 +160,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             tries.runs = tried
             directory = tmp_path / str(tried)
             moments = [draw.uniform(0, seconds_per_step), draw.choice([0.0, draw.uniform(0, 0.01)])]
-            exit_code, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
+            exit_code, _ = run_with_signals(directory, number, draw.randint(1, STEPS), moments, default=True)
             num_stopped += exit_code == stopped
             # The first may come after `fit`, or the second after the run has stopped for the first.
             if exit_code not in (stopped, code, ENDED, -number):
@@ -168,7 +168,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
             if latest is not None and not same(latest.parts["state"], states[latest.step]):
                 tries.failures.append((tried, exit_code, latest.step))
-            if not goes_on(directory):
+            if not ends_like_whole(directory):
                 tries.failures.append((tried, exit_code, "goes on otherwise"))
         tries.note = f"{num_stopped} stopped at once"
         # With few attempts, it may be that no second signal comes before the run has stopped for the first.
@@ -212,7 +212,7 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     exit_code = child.wait()
     assert exit_code == (-number if number == signal.SIGTERM else INTERRUPTED)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
-    assert goes_on(tmp_path)
+    assert ends_like_whole(tmp_path)
 
 
 @signals

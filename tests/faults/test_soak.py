@@ -25,7 +25,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def look():
+def measure():
     """Return the resident bytes, and the numbers of descriptors, threads and objects of Python."""
     return [resident(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(gc.get_objects())]
 
@@ -48,7 +48,7 @@ def saving(send, directory, count):
             if number % (count // SAMPLES) == 0:
                 checkpoints.wait()
                 gc.collect()
-                samples.append(look())
+                samples.append(measure())
     send(samples)
 
 
@@ -61,7 +61,7 @@ def loading(send, directory, count):
         ft.Checkpoints(directory, every=1).latest({"state": parts["state"]})
         if number % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
+            samples.append(measure())
     send(samples)
 
 
@@ -73,7 +73,7 @@ def entering(send, directory, count):
             checkpoints.save(number, parts, metrics={"loss": float(number % 5)})
         if number % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
+            samples.append(measure())
     send(samples)
 
 
@@ -87,7 +87,7 @@ def stepping(send, directory, count):
     ):
         if new_state.step % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
+            samples.append(measure())
     send(samples)
 
 
@@ -98,7 +98,7 @@ def fitting(send, directory, count):
 
     def sample(state):
         gc.collect()
-        samples.append(look())
+        samples.append(measure())
         return {"x": 0.0}
 
     data = ft.data.loader(ft.data.arrays({"x": torch.ones(64, 3), "y": torch.zeros(64)}), 4)
