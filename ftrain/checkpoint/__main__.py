@@ -23,7 +23,7 @@ from ftrain.errors import CheckpointError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; the exit status is 1 for damage or a difference."""
+    """Run a command, and return the exit status: 1 for damage or a difference, else 0."""
     parser = argparse.ArgumentParser(prog="python -m ftrain.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("inspect", "print the tree of the newest one"), ("verify", "check every byte of each")):
@@ -40,9 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.command == "verify":
             return max(_verify(path) for path in _checkpoints_at(options.path))
-        lines = list(_differences(*(_checkpoints_at(path)[-1] for path in (options.first, options.second))))
-        _print(*(lines or ["the same, to the bit"]))
-        return int(bool(lines))
+        first, second = _checkpoints_at(options.first)[-1], _checkpoints_at(options.second)[-1]
+        differences = list(_differences(first, second))
+        _print(*(differences or ["the same, to the bit"]))
+        return 1 if differences else 0
     except CheckpointError as error:
         _print(*str(error).split("\n"))
         return 1
@@ -54,6 +55,7 @@ def _print(*lines: str) -> None:
 
 
 def _verify(path: Path) -> int:
+    """Verify a checkpoint and the history that belongs to it, print the result, and return the exit status."""
     try:
         manifest = verify(path)
         if (mark := mark_of(manifest)) is not None:
@@ -66,7 +68,10 @@ def _verify(path: Path) -> int:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, or the path of one. Raises a CheckpointError if there is none."""
+    """Return the checkpoints of a run, oldest first, or the path itself if it is a checkpoint.
+
+    Raises a CheckpointError if there is neither.
+    """
     run = Checkpoints(path, every=1)
     paths = [run.path(step) for step in run.steps()]
     if not paths and not (path / NAME).is_file():
@@ -94,31 +99,32 @@ def inspection(path: Path) -> Iterator[str]:
     yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {names}"
 
 
-def _differences(one: Path, other: Path) -> Iterator[str]:
+def _differences(first: Path, second: Path) -> Iterator[str]:
     """Yield the differences of two checkpoints, leaf by leaf; none when they are the same to the bit."""
-    left, right = load_items(one), load_items(other)
-    for tree_path in [*left, *(path for path in right if path not in left)]:
-        if tree_path not in right:
-            yield f"{dotted(tree_path)}: only in {one}"
-        elif tree_path not in left:
-            yield f"{dotted(tree_path)}: only in {other}"
-        elif difference := _difference(left[tree_path], right[tree_path]):
+    first_items, second_items = load_items(first), load_items(second)
+    for tree_path in {**first_items, **second_items}:
+        if tree_path not in second_items:
+            yield f"{dotted(tree_path)}: only in {first}"
+        elif tree_path not in first_items:
+            yield f"{dotted(tree_path)}: only in {second}"
+        elif difference := _difference(first_items[tree_path], second_items[tree_path]):
             yield f"{dotted(tree_path)}: {difference}"
 
 
-def _difference(one: Any, other: Any) -> str:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+def _difference(first: Any, second: Any) -> str:
+    """Return the difference of two items of trees as a text; "" if they are the same to the bit."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         # Compared as text, since NaN is not equal to itself.
-        return "" if repr(one) == repr(other) else f"{one!r:.60}, {other!r:.60}"
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return f"{trees.describe(one)}, {trees.describe(other)}"
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    if torch.equal(*bits):
+        return "" if repr(first) == repr(second) else f"{first!r:.60}, {second!r:.60}"
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return f"{trees.describe(first)}, {trees.describe(second)}"
+    first_bytes, second_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    if torch.equal(first_bytes, second_bytes):
         return ""
-    count = (bits[0] != bits[1]).view(-1, one.element_size()).any(1).sum().item()
-    wide = [tensor.to(torch.complex128 if one.is_complex() else torch.float64) for tensor in (one, other)]
-    largest = (wide[0] - wide[1]).abs().nan_to_num(float("inf")).max().item()
-    return f"{count} of {one.numel()} elements differ, by up to {largest:.3g}"
+    count = (first_bytes != second_bytes).view(-1, first.element_size()).any(1).sum().item()
+    widest = torch.complex128 if first.is_complex() else torch.float64
+    largest = (first.to(widest) - second.to(widest)).abs().nan_to_num(float("inf")).max().item()
+    return f"{count} of {first.numel()} elements differ, by up to {largest:.3g}"
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ def has_many_ranks(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def blocks_of_ranks(tensor: DTensor) -> dict[int, Block]:
-    """Return the blocks of a tensor by the ranks that write them: only the first of several copies is written.
+    """Return the blocks of a tensor by the ranks that write them. They cover the tensor, and no two overlap.
 
-    Together they are the whole tensor, and no two overlap.
+    Ranks along a mesh axis that does not divide the tensor hold copies; the first of them writes.
     """
-    ranks = tensor.device_mesh.mesh
-    indices = [range(1 if axis is None else size) for size, axis in zip(ranks.shape, axes_of(tensor), strict=True)]
-    return {int(ranks[index]): _block_at(tensor, index) for index in itertools.product(*indices)}
+    mesh = tensor.device_mesh.mesh
+    indices = [range(1 if axis is None else size) for size, axis in zip(mesh.shape, axes_of(tensor), strict=True)]
+    return {int(mesh[index]): _block_at(tensor, index) for index in itertools.product(*indices)}
 
 
 def block_of_this_rank(tensor: DTensor) -> Block:
@@ -50,30 +50,36 @@ def _block_at(tensor: DTensor, mesh_index: Sequence[int]) -> Block:
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for size, index, axis in zip(tensor.device_mesh.shape, mesh_index, axes_of(tensor), strict=True):
         if axis is not None:
-            length = -(-shape[axis] // size)
+            length = (shape[axis] + size - 1) // size
             start = min(index * length, shape[axis])
-            offset[axis], shape[axis] = offset[axis] + start, min(length, shape[axis] - start)
+            offset[axis] += start
+            shape[axis] = min(length, shape[axis] - start)
     return Block(tuple(offset), tuple(shape))
 
 
 def runs(block: Block, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield start and length, in elements, of each run of a block that is contiguous in the whole tensor, in order."""
+    """Yield the contiguous runs of a block in a whole tensor of this shape: (start, length) in elements, in order."""
     if 0 in block.shape:
         return
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start_of_block = sum(index * stride for index, stride in zip(block.offset, strides, strict=True))
+    # The axes after the last divided one are whole, so a run spans them and the block along that axis.
     axis = _last_divided_axis(block, shape)
-    first = sum(start * stride for start, stride in zip(block.offset, strides, strict=True))
     length = math.prod(block.shape[axis:])
-    for index in itertools.product(*map(range, block.shape[:axis])):
-        yield first + sum(position * stride for position, stride in zip(index, strides, strict=False)), length
+    for outer_index in itertools.product(*map(range, block.shape[:axis])):
+        start = sum(index * stride for index, stride in zip(outer_index, strides[:axis], strict=True))
+        yield start_of_block + start, length
 
 
 def contiguous_rows(local: Tensor, block: Block, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yield the start of each of `runs`, and its elements as a view of `local`, the tensor of this block."""
-    if local.numel():
-        rows = local.reshape(-1, *block.shape[_last_divided_axis(block, shape) :])
-        yield from ((start, row) for (start, _), row in zip(runs(block, shape), rows, strict=True))
+    if not local.numel():
+        return
+    rows = local.reshape(-1, *block.shape[_last_divided_axis(block, shape) :])
+    for (start, _), row in zip(runs(block, shape), rows, strict=True):
+        yield start, row
 
 
 def _last_divided_axis(block: Block, shape: Sequence[int]) -> int:
+    """Return the last axis along which a block is shorter than the whole tensor; 0 if there is none."""
     return max((axis for axis, length in enumerate(shape) if block.shape[axis] != length), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -136,11 +137,11 @@ class Checkpoints:
             )
         self._ranks, self._saving, self._frozen_files = Ranks("Checkpoints"), Ranks("Checkpoints.save"), FrozenFiles()
         try:
-            self.was_used = self._ranks.first(self._open)
+            self.was_used = self._ranks.on_first(self._open)
             if self._ranks.size > 1:
                 with system_errors(self.directory):
-                    expected = self._ranks.first(lambda: published(self._lock) if self._lock is not None else "")
-                    self._ranks.together(lambda: require_locked_by(self.directory, expected))
+                    expected = self._ranks.on_first(lambda: published(self._lock) if self._lock is not None else "")
+                    self._ranks.gather(lambda: require_locked_by(self.directory, expected))
         except BaseException:
             self._close()
             raise
@@ -167,10 +168,10 @@ class Checkpoints:
                 wait_for([self._pending], SILENCE if isinstance(error, Exception) else 0)
                 self._saving.abandon()
             self.wait()
-        except Exception as failed:
+        except Exception as save_error:
             if error is None:
                 raise
-            add_note(error, f"the save in the background failed, too: {failed}")
+            add_note(error, f"the save in the background failed, too: {save_error}")
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
@@ -184,16 +185,16 @@ class Checkpoints:
             files.unlock(held)
 
     def path(self, step: int) -> Path:
-        """Return the directory of the checkpoint of a step, which may not exist; raises an OptionError for no step."""
+        """Return the directory for the checkpoint of a step. Raises an OptionError if `step` is not a step number."""
         return current_path(self._step_path(whole_number("Checkpoints.path", "step", step)))
 
     def _step_path(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, oldest first; raises a CheckpointError if they cannot be read."""
+        """Return the steps that have a checkpoint, in ascending order. Raises a CheckpointError for a system error."""
         with system_errors(self.directory):
-            # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
+            # The directory of a run may be a link, for example to a larger disk; a checkpoint may not.
             if not files.is_directory(files.resolved(self.directory)):
                 return []
             matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
@@ -225,13 +226,13 @@ class Checkpoints:
             parts: the state as ``"state"``, and other trees that belong to it.
             metrics: metrics of the state by name, among them that of `best`.
             wait: return when the checkpoint is on disk.
-            first: function that is called before writing, in the same thread; it writes what the checkpoint depends on.
+            first: function that is called before writing, in the same thread; `fit` writes the history with it.
 
         Raises:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
                 checkpoint of this step, outside of the context, and when the directory or its lock was removed.
-            OptionError: for a step that is no whole number of at least 0.
-            StructureError: when `parts` is no dict.
+            OptionError: when `step` is not a whole number of at least 0.
+            StructureError: when `parts` is not a dict.
         """
         if self._ranks is None or self._saving is None:
             raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
@@ -243,9 +244,9 @@ class Checkpoints:
                 require_held(self._lock)
             flat = flatten(dict(parts))
             device = device_off_host(leaf.value for leaf in flat.leaves)
-            numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
+            scalars = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
             self._run = self._run or uuid.uuid4().hex
-            draft = Manifest(step, self._run, numbers, environment(device), flat.treedef)
+            draft = Manifest(step, self._run, scalars, environment(device), flat.treedef)
             content = local_tree(flat, ranks.rank, frozen_numbers(flat))
             content = self._frozen_files.without_written(content, ranks)
             if self.async_:
@@ -263,10 +264,10 @@ class Checkpoints:
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
 
-        Not on many ranks, which see it at different times: the next `save` or `wait` raises it.
+        Does nothing on many ranks, which see the error at different times: the next `save` or `wait` raises it.
         """
-        is_alone = self._ranks is None or self._ranks.size == 1
-        if is_alone and self._pending is not None and self._pending.done():
+        is_one_rank = self._ranks is None or self._ranks.size == 1
+        if is_one_rank and self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
@@ -295,21 +296,21 @@ class Checkpoints:
                 the first one calls it.
 
         Raises:
-            CheckpointError: when one may not be read, all are damaged, or none has a finite metric of `best`.
-            OptionError: for ``best=True`` without ``Checkpoints(best=)``, or `before` that is no step.
-            StructureError: when the checkpoint differs from `like`, or `like` is no dict.
+            CheckpointError: when this process may not read one, all are damaged, or none has a finite metric of `best`.
+            OptionError: for ``best=True`` without ``Checkpoints(best=)``, or when `before` is not a step.
+            StructureError: when the checkpoint differs from `like`, or `like` is not a dict.
         """
         require_switches("Checkpoints.latest", best=best, on_host=on_host)
         require_named("Checkpoints.latest", "like", {} if like is None else like)
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
-        for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
+        for step in ranks.on_first(lambda: self._steps_to_try(before, best=best)):
             try:
                 loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                if self._ranks is None and step not in ranks.first(self.steps):
-                    # The run that writes there has removed it, after it saved a newer one.
+                if self._ranks is None and step not in ranks.on_first(self.steps):
+                    # The run that writes to this directory saved a newer one, and removed this one.
                     return self.latest(like, before=before, best=best, on_host=on_host, accept=accept)
                 errors.append(str(error))
                 continue
@@ -333,27 +334,27 @@ class Checkpoints:
         return None
 
     def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
+        """Return the steps whose checkpoints `latest` tries to load, in this order."""
         last = float("inf") if before is None else whole_number("Checkpoints.latest", "before", before)
         steps = [step for step in reversed(self.steps()) if step <= last]
         if not best:
             return steps
         if self.best is None:
-            raise OptionError(
-                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
-            )
-        best_step = self._best(steps)
-        if not best_step:
+            raise OptionError("Checkpoints.latest: best=True needs a metric: Checkpoints(..., best='eval_loss')")
+        best_step = self._best_step(steps)
+        if best_step is None:
             until = "" if before is None else f" up to step {before}"
             raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
-        return best_step
+        return [best_step]
 
     def _write(
         self, step: int, content: LocalTree, draft: Manifest, first: Callable[[], None] | None, ranks: Ranks
     ) -> None:
+        """Write and verify a checkpoint with the other ranks, and remove older ones; in the background if `async_`."""
         with ranks.all_or_none():
             if not ranks.is_first:
                 help_write(self.directory, content, ranks)
-                self._frozen_files.remember(content, self.directory, None)
+                self._frozen_files.record(content, self.directory, None)
                 return
             if first is not None:
                 first()
@@ -362,22 +363,21 @@ class Checkpoints:
                 written = write_or_replace(
                     path, step, lambda new: write_verified(new, content, draft, self.texts, ranks)
                 )
-            self._frozen_files.remember(content, path, written)
+            self._frozen_files.record(content, path, written)
             try:
                 self._rotate(step)
             except OSError as error:
-                raise CheckpointError(
-                    f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
-                ) from error
+                text = f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
+                raise CheckpointError(text) from error
 
-    def _best(self, steps: Sequence[int]) -> list[int]:
-        """Return the step with the best metric, the earliest of equally good ones; [] if none has a finite one."""
-        values = {step: self._metric(step) for step in steps}
-        finite = [step for step, value in values.items() if abs(value) < float("inf")]
-        return sorted(finite, key=lambda step: (MODES[self.mode] * values[step], step))[:1]
+    def _best_step(self, steps: Sequence[int]) -> int | None:
+        """Return the step with the best metric, the earliest of equally good ones; None if no metric is finite."""
+        values = {step: self._best_metric(step) for step in steps}
+        finite = [step for step, value in values.items() if math.isfinite(value)]
+        return min(finite, key=lambda step: (MODES[self.mode] * values[step], step), default=None)
 
-    def _metric(self, step: int) -> float:
-        """Return the metric of `best` of a checkpoint; NaN if it has none."""
+    def _best_metric(self, step: int) -> float:
+        """Return the metric that `best` names from the manifest of a checkpoint; NaN if it has none."""
         try:
             value = read_manifest(self.path(step)).metrics.get(self.best or "")
         except UnreachableError:
@@ -387,10 +387,12 @@ class Checkpoints:
         return float(value) if isinstance(value, int | float) else float("nan")
 
     def _rotate(self, verified: int) -> None:
-        """Remove old checkpoints, after the checkpoint of this step was verified."""
-        # The run resumed from an older checkpoint, so later ones are damaged and do not count.
+        """Remove old checkpoints, after the checkpoint of the step `verified` was verified."""
+        # Checkpoints of later steps are damaged: the run resumed from an older one. They do not count as kept.
         steps = [step for step in self.steps() if step <= verified]
-        steps_to_keep = {*steps[-self.keep :], *(self._best(steps) if self.best else ())}
+        steps_to_keep = {*steps[-self.keep :]}
+        if self.best and (best_step := self._best_step(steps)) is not None:
+            steps_to_keep.add(best_step)
         for step in steps:
             if step not in steps_to_keep and not files.exists(self._step_path(step).with_suffix(PINNED)):
                 discard(self.path(step))

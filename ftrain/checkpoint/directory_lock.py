@@ -16,7 +16,7 @@ from ftrain.errors import CheckpointError, warn
 
 LOCK = ".lock"
 MAX_HOLDER_BYTES = 4096
-"""The largest number of bytes to read of what the holder of a lock wrote into it."""
+"""The largest number of bytes to read from a lock file, in which its holder writes its host and process."""
 PATIENCE, PAUSE = 60.0, 0.1
 """Seconds until every machine sees a new file, even if it caches a shared directory; and seconds between checks."""
 
@@ -24,7 +24,7 @@ PATIENCE, PAUSE = 60.0, 0.1
 def lock_directory(directory: Path) -> files.Lock:
     """Lock a directory for this process; warn if the file system has no locks.
 
-    Raises a CheckpointError if it is a checkpoint: what a run writes there would be taken for damage to it.
+    Raises a CheckpointError if the directory is a checkpoint, which files of a run would damage.
     """
     if files.exists(directory / MANIFEST):
         raise CheckpointError(
@@ -45,13 +45,16 @@ def _this_process() -> dict[str, object]:
 
 
 def published(held: files.Lock) -> str:
-    """Return what this process has written into a lock, once other machines can read it."""
+    """Return the text of a lock file of this process, after a sync, so that other machines can read it too."""
     files.sync(held.descriptor)
     return _holder(held.path)
 
 
 def require_locked_by(directory: Path, expected: str) -> None:
-    """Check that the directory of this rank has the `published` text of the first; raises a CheckpointError if not."""
+    """Check that the lock file in the directory of this rank has the `published` text of the first rank.
+
+    Raises a CheckpointError if it does not have it after `PATIENCE` seconds.
+    """
     waited = 0.0
     while True:
         with suppress(FileNotFoundError):
@@ -67,37 +70,40 @@ def require_locked_by(directory: Path, expected: str) -> None:
 
 
 def _holder(path: Path) -> str:
+    """Return the text of a lock file, which says which process holds the lock."""
     return files.read(path, MAX_HOLDER_BYTES).decode(errors="replace")
 
 
 def require_held(held: files.Lock) -> None:
-    """Check that this process, not its parent, still holds the lock of a directory; raises a CheckpointError if not."""
+    """Check that this process itself still holds a lock. Raises a CheckpointError if not, also in a forked process."""
     directory = held.path.parent
     with system_errors(directory):
         if files.is_held(held):
             return
     if held.process != os.getpid():
-        why = f"it is open for writing in process {held.process}, of which this one is a fork; open it again here"
+        reason = f"it is open for writing in process {held.process}, from which this one was forked; open it again here"
     elif not files.exists(directory):
-        why = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
+        reason = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
     else:
-        why = (
+        reason = (
             f"its {LOCK} was removed or replaced while this process wrote to it, so that another process may write "
             "there now; do not remove that file, and resume from the newest checkpoint"
         )
-    raise CheckpointError(f"Checkpoints.save: {directory}: {why}")
+    raise CheckpointError(f"Checkpoints.save: {directory}: {reason}")
 
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that raises a CheckpointError that names the directory, in place of a system error."""
+    """Context that raises a CheckpointError that names the directory in place of an error of the system."""
     try:
         yield
     except BlockingIOError as error:
-        is_own = str(error) == json.dumps(_this_process())
-        what = f"another run in this process, {error}" if is_own else f"{error}"
-        remedy = "give each run one of its own" if is_own else "use another directory, or stop that process"
-        raise CheckpointError(f"Checkpoints: {directory} is being written to by {what}; {remedy}") from None
+        # `files.lock` raises it with the text of the lock file.
+        if str(error) == json.dumps(_this_process()):
+            holder, remedy = f"another run in this process, {error}", "give each run one of its own"
+        else:
+            holder, remedy = str(error), "use another directory, or stop that process"
+        raise CheckpointError(f"Checkpoints: {directory} is being written to by {holder}; {remedy}") from None
     except PermissionError as error:
         raise CheckpointError(
             f"Checkpoints: {str(directory)!a} cannot be used: {error}. The user of this process may not read or write "

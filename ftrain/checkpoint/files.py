@@ -19,23 +19,25 @@ except ImportError:  # pragma: no cover
     fcntl = None  # type: ignore[assignment]
 
 SYSTEM_HAS_CALLS = hasattr(os, "preadv")
+"""False on Windows, which lacks `preadv` and other calls that are used here."""
 FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
-"""A request of macOS, whose `fsync` leaves what was written in the memory of the disk, where a power loss ends it."""
+"""A request of macOS: its `fsync` leaves data in the cache of the disk, which is lost when power fails (man fsync)."""
 
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Flags of each file that is opened: a link is not followed, and a program that is started does not inherit it."""
 DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 # Opening a FIFO would otherwise block until another process writes to it.
 NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
 HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
-"""The largest number of reads to learn who holds a lock, and the seconds between two reads."""
+"""The largest number of reads of a lock file, to learn which process holds the lock, and the seconds between two."""
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
 UNSYNCABLE = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY}
-"""Errors of a file system that cannot sync directories, or has no `FULL_SYNC`, as some that machines share."""
+"""Errors of a file system that cannot sync directories or has no `FULL_SYNC`, such as some network file systems."""
 UNREACHABLE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
-"""Errors that say nothing of what is in a file."""
+"""Errors after which the content of a file may still be intact."""
 MAX_READ = 2**30
 """The largest number of bytes to read in one call: macOS refuses 2 GiB."""
 
@@ -53,7 +55,7 @@ class Lock(NamedTuple):
 
 
 def _close_in_child() -> None:
-    """Close the locks that a forked process inherits; that of the parent stays, which `LOCK_UN` would release."""
+    """Close the locks that a forked process inherits, without `LOCK_UN`, which would release those of the parent."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -65,7 +67,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _flock(descriptor: int) -> bool:
-    """Lock an open file or directory; False if there are no locks, a BlockingIOError if another process holds it."""
+    """Lock an open file or directory; return False if the file system has no locks.
+
+    Raises a BlockingIOError if another process holds the lock.
+    """
     # Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +83,7 @@ def _flock(descriptor: int) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Sync what was written to disk, so that other machines can read it too."""
+    """Sync an open file to disk, so that it survives a loss of power and other machines can read it."""
     if FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, FULL_SYNC)
@@ -107,10 +112,10 @@ def make_directories(path: Path) -> None:
         try:
             os.mkdir(path)
         except FileExistsError:
-            if not os.path.isdir(path):  # Not made by another process since.
+            if not os.path.isdir(path):  # Otherwise another process has made it since.
                 raise OSError(errno.ENOTDIR, "is a file, or a link that leads to nothing", str(path)) from None
-    # Also of an existing directory: the process that made it may have been killed before it synced.
-    # A directory that this process may traverse but not read cannot be synced, and is not one that it made.
+    # Also if the directory exists: the process that made it may have been killed before it synced the parent.
+    # A parent that this process may not read cannot be synced; this process has then not made a directory in it.
     with suppress(PermissionError):
         sync_directory(path.parent)
 
@@ -141,7 +146,7 @@ def opened_to_write(path: Path) -> Iterator[int]:
 
 
 def resize(descriptor: int, length: int) -> None:
-    """Give a new file its length in bytes; what is not written reads as zeros."""
+    """Set the length of a new file in bytes; parts that are not written read as zeros."""
     os.ftruncate(descriptor, length)
 
 
@@ -152,9 +157,9 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def append(path: Path, data: bytes, offset: int) -> None:
-    """Write `data` after the first `offset` bytes of a file, remove the rest, and sync the file to disk.
+    """Cut a file off after `offset` bytes, write `data` there, and sync the file to disk.
 
-    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file, which has no length to set.
+    Raises an OSError if the file has fewer than `offset` bytes or is not a regular file.
     """
     with _descriptor(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING) as descriptor:
         length = size(descriptor)
@@ -188,17 +193,17 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a directory to a name that is not in use, except for an empty directory, which no checkpoint is."""
+    """Rename a directory. Raises an OSError if the new name is in use, except by an empty directory."""
     os.rename(old, new)
 
 
 def link(path: Path, new: Path) -> None:
-    """Give a file a second name, under which it stays when the first one is removed."""
+    """Give a file a second name, a hard link: the file stays when its first name is removed."""
     os.link(path, new)
 
 
 def can_link(path: Path) -> bool:
-    """Whether a file exists, and its file system gives it a second name."""
+    """Whether a file exists and its file system supports hard links; tries one."""
     probe = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         os.link(path, probe)
@@ -233,9 +238,9 @@ def release(descriptor: int) -> None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove a directory that no process has locked; not if there are no locks, because it cannot be known.
+    """Remove a directory that no process has locked.
 
-    Does nothing if this process may not remove it, as in a directory that several users share.
+    Does nothing if the file system has no locks, or this process may not remove it, as where several users save.
     """
     with suppress(OSError):
         descriptor = hold(path)
@@ -249,12 +254,12 @@ def remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Context of a file to read. Raises an OSError for a link, a directory or a device, before it is opened."""
+    """Context of a regular file to read. Raises an OSError for a link, a directory or a device without opening it."""
     _require_calls()
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file (a link, a directory or a device)", str(path))
     with _descriptor(path, os.O_RDONLY | NO_LINKS | NONBLOCKING) as descriptor:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced after `lstat`.
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
         yield descriptor
 
@@ -270,15 +275,16 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> None:
         count = os.preadv(descriptor, [target[:MAX_READ]], offset)
         if not count:
             raise OSError(errno.EIO, "the file ends too early")
-        target, offset = target[count:], offset + count
+        target = target[count:]
+        offset += count
 
 
-def read(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file. Raises an OSError when it has more than `most` bytes."""
+def read(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises an OSError when it has more than `max_bytes`."""
     with opened(path) as descriptor:
         length = size(descriptor)
-        if length > most:
-            raise OSError(errno.EFBIG, f"has {length:,} bytes, more than the {most:,} that are allowed", str(path))
+        if length > max_bytes:
+            raise OSError(errno.EFBIG, f"has {length:,} bytes, more than the {max_bytes:,} that are allowed", str(path))
         data = bytearray(length)
         read_into(descriptor, memoryview(data), 0)
         return bytes(data)
@@ -290,7 +296,7 @@ def names(path: Path) -> list[str]:
 
 
 def resolved(path: Path) -> Path:
-    """Return where the links of a path lead: files of other programs may be links, as in Hugging Face's cache."""
+    """Return a path with its links followed: files of other programs may be links, as in Hugging Face's cache."""
     return Path(os.path.realpath(path))
 
 
@@ -303,7 +309,7 @@ def is_directory(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether a path exists; a broken link does."""
+    """Whether a path exists; True for a broken link."""
     return os.path.lexists(path)
 
 
@@ -317,23 +323,23 @@ def remove(path: Path) -> None:
     os.rmdir(path)
 
 
-def free(path: Path) -> int:
-    """Return the bytes that are free on the file system of `path`."""
-    space = os.statvfs(path)
-    return space.f_bavail * space.f_frsize
+def free_bytes(path: Path) -> int:
+    """Return the number of bytes that this user may still write to the file system of `path`."""
+    file_system = os.statvfs(path)
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def touch(path: Path) -> None:
-    """Make an empty file if it does not exist, and sync its directory to disk."""
+    """Make an empty file if none exists, and sync its directory to disk."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | NO_LINKS, 0o644))
     sync_directory(path.parent)
 
 
 def lock(path: Path, holder: Mapping[str, object]) -> Lock:
-    """Lock a file for this process, and write `holder` into it.
+    """Lock a file for this process, and write `holder` into it as JSON.
 
-    The lock ends with the process, also when that is killed, and no fork inherits it. Raises a BlockingIOError with
-    what the holder wrote when the lock is held, by this process or another.
+    The lock ends when the process ends or is killed; a forked process does not inherit it. Raises a BlockingIOError if
+    this or another process holds the lock; its text is the JSON that the holder wrote.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
@@ -355,21 +361,21 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
 
 
 def is_held(held: Lock) -> bool:
-    """Whether this process, and not its parent, holds the lock, and on the file that has the name now."""
+    """Whether a lock is one of this process, not of its parent, and its file is still the one at its path."""
     if held.process != os.getpid():
         return False
     try:
-        named = os.stat(held.path)
+        at_path = os.stat(held.path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    opened_file = os.fstat(held.descriptor)
-    return (named.st_dev, named.st_ino) == (opened_file.st_dev, opened_file.st_ino)
+    return os.path.samestat(at_path, os.fstat(held.descriptor))
 
 
 def _holder(descriptor: int) -> str:
-    """Return what the holder of a lock wrote into its file.
+    """Return the text that the holder of a lock wrote into its file.
 
-    Just after it took the lock, the file is empty or holds what a killed process wrote: read until two reads agree.
+    A process that has just taken the lock has not written yet: the file is empty, or has the text of an earlier holder
+    that was killed. Therefore the file is read until two reads agree.
     """
     text = b""
     for _ in range(HOLDER_READS):

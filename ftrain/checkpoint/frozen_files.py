@@ -20,11 +20,11 @@ from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.saving import LocalTree, Written
 
 WORD = 8
-"""Bytes that are added up at a time."""
+"""Number of bytes of the integers whose sum is part of a fingerprint."""
 
 
 class FrozenFiles:
-    """The files of frozen parameters in the newest checkpoint of a run, and what these parameters were in memory."""
+    """The files of frozen parameters in the newest checkpoint of a run, and fingerprints of these parameters."""
 
     def __init__(self) -> None:
         self._written: Written | None = None
@@ -32,26 +32,27 @@ class FrozenFiles:
         self._new_fingerprints: list[Any] = []
 
     def without_written(self, tree: LocalTree, ranks: Ranks) -> LocalTree:
-        """Return the tree without what these files have; all of it if a frozen parameter has changed on any rank."""
+        """Return the tree without the tensors that these files hold; the whole tree if one has changed on any rank."""
         if not tree.frozen:
             return tree
         self._new_fingerprints = _fingerprints(tree)
 
         def can_share() -> bool:
             is_unchanged = self._new_fingerprints == self._fingerprints
-            return is_unchanged and (not ranks.is_first or self._are_there())
+            return is_unchanged and (not ranks.is_first or self._can_link())
 
-        if not all(ranks.together(can_share)):
+        if not all(ranks.gather(can_share)):
             return tree
-        local = {number: tensor for number, tensor in tree.locals.items() if number not in tree.frozen}
-        return dataclasses.replace(tree, locals=local, written=self._written or Written(Path(), (), {}))
+        to_write = {number: tensor for number, tensor in tree.locals.items() if number not in tree.frozen}
+        # Only the first rank links the files. On the others an empty `Written` says that they exist.
+        return dataclasses.replace(tree, locals=to_write, written=self._written or Written(Path(), (), {}))
 
-    def _are_there(self) -> bool:
+    def _can_link(self) -> bool:
         written = self._written
         return written is not None and all(files.can_link(written.directory / file) for file in written.files)
 
-    def remember(self, tree: LocalTree, path: Path, manifest: Manifest | None) -> None:
-        """Record that a tree was written as the checkpoint `path`; only the first rank has its manifest."""
+    def record(self, tree: LocalTree, path: Path, manifest: Manifest | None) -> None:
+        """Record that a tree was written as the checkpoint `path`; `manifest` is None except on the first rank."""
         self._fingerprints = self._new_fingerprints
         if manifest is not None:
             frozen = {number: manifest.tensors[number] for number in tree.frozen}
@@ -60,29 +61,30 @@ class FrozenFiles:
 
 
 def _fingerprints(tree: LocalTree) -> list[Any]:
-    """Return what tells whether the frozen parameters of this rank are those of an earlier call; waits for the device.
+    """Return fingerprints of the frozen parameters of this rank, equal if these did not change; waits for the device.
 
-    The sums find what the counts of writes do not have: those through ``.data`` or NumPy.
+    The sum of the bytes detects writes that torch does not count, through ``.data`` or NumPy.
     """
-    numbers = sorted(tree.frozen & tree.locals.keys())
-    leaves, tensors = [tree.flat.leaves[number] for number in numbers], [tree.locals[number] for number in numbers]
-    return [
-        (leaf.path, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr(), _writes(tensor), _sum(tensor))
-        for leaf, tensor in zip(leaves, tensors, strict=True)
-    ]
+    fingerprints = []
+    for number in sorted(tree.frozen & tree.locals.keys()):
+        path, tensor = tree.flat.leaves[number].path, tree.locals[number]
+        layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
+        fingerprints.append((path, layout, _version(tensor), _sum(tensor)))
+    return fingerprints
 
 
-def _writes(tensor: Tensor) -> int | None:
+def _version(tensor: Tensor) -> int | None:
     """Return how often a tensor was written in place; None for an inference tensor, which has no count."""
     return None if tensor.is_inference() else version_of(tensor)
 
 
 def _sum(tensor: Tensor) -> int:
-    """Return the sum of the memory of a tensor, taken for 64-bit integers, wrapped around; waits for the device."""
+    """Return the sum of the bytes of a tensor as 64-bit integers, modulo 2**64; waits for the device."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     dense = tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
-    octets = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    if octets.storage_offset() % WORD:
-        octets = octets.clone()
-    whole = octets.numel() // WORD * WORD
-    return int(octets[:whole].view(torch.int64).sum() + octets[whole:].sum())
+    data = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    if data.storage_offset() % WORD:
+        # `view(torch.int64)` needs an aligned start.
+        data = data.clone()
+    end = data.numel() // WORD * WORD
+    return int(data[:end].view(torch.int64).sum() + data[end:].sum())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 PATIENCE = 3.0
-"""Seconds between two reads of the others' heartbeats."""
+"""Seconds between two reads of the heartbeats of the other ranks."""
 SILENCE = 20.0
 """Seconds without a heartbeat after which a rank counts as dead, and seconds that a failed rank has to arrive."""
 
@@ -17,7 +17,7 @@ SHORTEST_WAIT, LONGEST_WAIT = 0.0005, 0.1
 
 
 class GaveUp(NamedTuple):
-    """The seconds after which a rank stopped waiting for others, and the reason; "" when it is not known."""
+    """The seconds that a rank waited for others until it gave up, and why one cannot arrive; "" if that is unknown."""
 
     waited: float
     why: str
@@ -26,9 +26,14 @@ class GaveUp(NamedTuple):
 def heartbeat_key(rank: int) -> str:
     """Return the key of the store under which a rank writes its heartbeats.
 
-    A heartbeat is a JSON object with ``number``, that of its step; ``results``, how often the loss has returned in
-    it; ``failure``, the text of the error that has ended the rank, or empty; ``has_ended``, whether its program has;
-    and ``waits``, whether it waits for all others.
+    A heartbeat is a JSON object with these keys, among others:
+
+    - ``number``: the number of the step of the rank.
+    - ``results``: how often the loss has returned in this step.
+    - ``doing`` and ``place``: texts that say where in the program the rank is.
+    - ``failure``: the text of the error that was raised on the rank; "" if there was none.
+    - ``has_ended``: whether the program of the rank has ended.
+    - ``waits``: whether the rank waits for all others.
     """
     return f"ftrain/watch/{rank}"
 
@@ -44,19 +49,26 @@ def wait_for_ranks(
 ) -> GaveUp | None:
     """Wait until all ranks have arrived; return None, or a `GaveUp` when one cannot arrive or the wait has timed out.
 
-    `ranks` are this rank and the number of ranks. `have_come` returns whether all have arrived, in one request, and
-    `absent` those that have not. `in_order` is as in `Heartbeats.why_absent`; `abandoned` ends the wait.
+    Args:
+        store: the store of torch's process group.
+        ranks: this rank and the number of ranks.
+        have_come: returns whether all ranks have arrived, with one request to the store.
+        absent: returns the ranks that have not arrived.
+        in_order: as in `Heartbeats.why_absent`.
+        abandoned: event that ends the wait when it is set.
     """
     heartbeats, abandoned = Heartbeats(store, *ranks), abandoned or threading.Event()
-    waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
+    waited, last_read, pause = 0.0, 0.0, SHORTEST_WAIT
     while not have_come():
         is_late = waited > store.timeout.total_seconds() or abandoned.is_set()
-        if is_late or waited - looked > PATIENCE:
-            looked, why = waited, heartbeats.why_absent(absent, waited, in_order=in_order)
+        if is_late or waited - last_read > PATIENCE:
+            why = heartbeats.why_absent(absent, waited, in_order=in_order)
+            last_read = waited
             if is_late or why:
                 return GaveUp(waited, why)
         abandoned.wait(pause)
-        waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
+        waited += pause
+        pause = min(2 * pause, LONGEST_WAIT)
     return None
 
 
@@ -66,43 +78,46 @@ class Heartbeats:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._silence = min(SILENCE, store.timeout.total_seconds())
-        self._notes: dict[int, Any] = {}
+        self._newest: dict[int, Any] = {}
         self._heard_at: dict[int, float] = {}
 
     def why_absent(self, absent: Callable[[], Sequence[int]], waited: float, *, in_order: bool) -> str:
-        """Return why one of the absent ranks cannot arrive any more; "" if all still may.
+        """Return why one of the absent ranks cannot arrive any more; "" if all may still arrive.
 
-        `waited` are the seconds so far. With `in_order` this rank waits between its steps, or after its loss: one that
-        is in a later step, or whose loss has returned more often, has passed by. A thread that writes in the background
-        waits while all ranks make more steps.
+        `waited` is the number of seconds so far. `in_order` says that the ranks wait at one point of a step:
+        a rank that is in a later step, or whose loss has returned more often, has missed this point. It is False for a
+        thread that writes in the background, which waits while all ranks do more steps.
         """
-        # Before asking who is absent: what a rank writes after it has arrived does not count.
-        earlier, self._notes = self._notes, {rank: self._read(rank) for rank in range(self._size)}
-        own_note = self._notes[self._rank]
+        # Read before `absent` is called: a rank may arrive and then write a heartbeat, which must not count.
+        earlier, self._newest = self._newest, {rank: self._read(rank) for rank in range(self._size)}
+        this_rank = self._newest[self._rank]
         for rank in absent():
-            note = self._notes[rank]
-            if own_note is None or note is None:
+            heartbeat = self._newest[rank]
+            if this_rank is None or heartbeat is None:
                 continue
-            is_new = earlier.get(rank) not in (None, note)
+            is_new = earlier.get(rank) not in (None, heartbeat)
             if is_new:
                 self._heard_at[rank] = waited
-            place = f"{note['doing']} step {note['number']}{note['place']}"
-            if note["has_ended"]:
+            place = f"{heartbeat['doing']} step {heartbeat['number']}{heartbeat['place']}"
+            if heartbeat["has_ended"]:
                 return f"the program of rank {rank} has ended {place}"
-            # What was written since the last read is not older than this call.
-            if in_order and (_progress(note) > _progress(own_note) or (note["waits"] and is_new)):
+            # A new heartbeat was written during this wait, so the rank waits now, and at another point.
+            waits_elsewhere = heartbeat["waits"] and is_new
+            if in_order and (_progress(heartbeat) > _progress(this_rank) or waits_elsewhere):
                 return f"rank {rank} is {place}"
-            # It may have caught the error, and still arrive.
-            if note["failure"] and waited >= self._silence:
-                return f"rank {rank} failed {place}: {note['failure']}"
+            # The rank may have caught the error and still arrive, so it gets some time.
+            if heartbeat["failure"] and waited >= self._silence:
+                return f"rank {rank} failed {place}: {heartbeat['failure']}"
             if waited - self._heard_at.get(rank, 0.0) > self._silence:
                 return f"rank {rank} died or hangs, and was {place} when it was last heard of"
         return ""
 
     def _read(self, rank: int) -> Any:
+        """Return the newest heartbeat of a rank; None if it has written none."""
         key = heartbeat_key(rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-def _progress(note: dict[str, Any]) -> tuple[int, int]:
-    return note["number"], note["results"]
+def _progress(heartbeat: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of the step of a rank, and how often the loss has returned in it, to compare ranks by."""
+    return heartbeat["number"], heartbeat["results"]

@@ -1,7 +1,7 @@
 """The history of a run: an append-only file of records; each checkpoint holds its length and digest.
 
-A save appends the records since the last save, so its cost does not grow with the run. What a killed run appended
-after its last checkpoint is cut off by the run that resumes from that checkpoint.
+A save appends the records since the last save, so its cost does not grow with the run. A run that resumes from a
+checkpoint cuts off the records that were appended after that checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXACT_TYPES = str, int, float, type(None)
 
 
 class Mark(NamedTuple):
-    """The records that belong to a checkpoint: their number, their number of bytes, and the sha256 of these."""
+    """The records that belong to a checkpoint: their number, their length in bytes, and the sha256 of these bytes."""
 
     records: int
     bytes: int
@@ -33,18 +33,19 @@ class Mark(NamedTuple):
 
 
 def parse_mark(saved: Any) -> Mark | None:
-    """Return the mark in a checkpoint; None for something else, as checkpoints of older versions have."""
+    """Return the mark that a checkpoint holds; None if `saved` is not a mark, as in checkpoints of older versions."""
     if not isinstance(saved, dict) or saved.keys() != set(Mark._fields):
         return None
     mark = Mark(**saved)
-    numbers = all(type(value) is int and value >= 0 for value in (mark.records, mark.bytes))
-    return mark if numbers and isinstance(mark.sha256, str) and DIGEST.fullmatch(mark.sha256) else None
+    are_counts = all(type(value) is int and value >= 0 for value in (mark.records, mark.bytes))
+    is_digest = isinstance(mark.sha256, str) and DIGEST.fullmatch(mark.sha256)
+    return mark if are_counts and is_digest else None
 
 
 def mark_of(manifest: Manifest) -> Mark | None:
     """Return how much of the history belongs to a checkpoint.
 
-    None if `fit` did not save it, or saved it in an earlier format: the checkpoint itself then has the records.
+    None if `fit` did not save the checkpoint, or saved it in an earlier format, in which it holds the records itself.
     """
     items = items_by_path(manifest.tree, manifest.tensors)
     return parse_mark({name: items.get(("run", "record", "history", name)) for name in Mark._fields})
@@ -58,12 +59,12 @@ class Journal:
         self._mark, self._digest = Mark(0, 0, ""), hashlib.sha256()
 
     def continue_after(self, mark: Mark | None) -> None:
-        """Append after a mark from now on, or from the start for None; the next append removes what follows it."""
+        """Append after a mark from now on, or at the start for None; the next append removes the later records."""
         self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
         self._mark = mark or Mark(0, 0, "")
 
     def prepare_append(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
-        """Return the mark after all records of a run, and a function that writes the new ones to the disk.
+        """Return the mark after all `records` of the run, and a function that writes those that are new to the disk.
 
         Raises a CheckpointError for a record that cannot be saved exactly, or if writing fails.
         """
@@ -83,9 +84,9 @@ class Journal:
 
 
 def check(directory: Path, mark: Mark) -> hashlib._Hash:
-    """Check every byte of the records up to a mark, and return the hash object that read them.
+    """Verify every byte of the records up to a mark, and return their hash object, which more bytes can be added to.
 
-    Raises a CheckpointError when they are not those that were saved.
+    Raises a CheckpointError when they are not the bytes that were saved.
     """
     digest = hashlib.sha256(_read_bytes(directory / NAME, mark))
     if digest.hexdigest() != mark.sha256:
@@ -102,6 +103,7 @@ def read(directory: Path, mark: Mark) -> list[dict[str, Any]]:
 
 
 def _read_bytes(path: Path, mark: Mark) -> bytearray:
+    """Return the bytes of the records up to a mark, not verified. Raises a CheckpointError if there are fewer."""
     if not mark.bytes:
         return bytearray()
     with error_names(path):
@@ -120,18 +122,21 @@ def _read_bytes(path: Path, mark: Mark) -> bytearray:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    if wrong := [name for name in record if type(name) is not str]:
-        raise CheckpointError(f"save: a record of the history has the name {wrong[0]!r}; needs a str")
-    written = {name: value if _is_exact(value) else _encode(name, value) for name, value in record.items()}
-    return ENCODE(written).encode() + b"\n"
+    """Return a record as a line of JSON. Raises a CheckpointError if JSON cannot hold it exactly."""
+    for name in record:
+        if type(name) is not str:
+            raise CheckpointError(f"save: a record of the history has the name {name!r}; needs a str")
+    encoded = {name: value if _is_exact(value) else _encode(name, value) for name, value in record.items()}
+    return ENCODE(encoded).encode() + b"\n"
 
 
 def _is_exact(value: Any) -> bool:
+    """Whether JSON restores a value exactly without `_encode`."""
     return isinstance(value, EXACT_TYPES) or (type(value) is list and all(map(_is_exact, value)))
 
 
 def _encode(name: str, value: Any) -> Any:
-    """Encode a value as in a manifest: as a JSON object."""
+    """Return a value as the JSON object that a manifest would hold for it."""
     flat = flatten({name: value})
     if flat.leaves:
         raise CheckpointError(f"save: the history has a tensor in {name}; needs numbers, texts and lists of them")

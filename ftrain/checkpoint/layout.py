@@ -39,7 +39,9 @@ AS_BYTES = torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float
 """Dtypes stored as uint8, with an additional last axis of the bytes of one element."""
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (*CODES, *AS_BYTES)}
+"""The dtypes of a checkpoint by their names without ``torch.``."""
 ALIGNMENT = 8
+"""The length of a header is a multiple of this number of bytes."""
 CHUNK = 16 * 2**20
 """Bytes that are copied, hashed and written at a time."""
 
@@ -66,25 +68,30 @@ class Layout(NamedTuple):
 
 
 def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay out tensors in a file, widest elements first so that each is aligned; `metadata` goes to the header."""
+    """Return the layout of a file of tensors, those with the widest elements first, so that every tensor is aligned.
+
+    `metadata` is added to that of the header.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offsets, end = {}, 0
+    starts, end = {}, 0
     for info in sorted(infos, key=lambda info: -info.dtype.itemsize):
-        native = info.dtype in CODES
+        start, end = end, end + info.bytes
+        is_supported = info.dtype in CODES
         entries[info.key] = {
             "dtype": CODES.get(info.dtype, "U8"),
-            "shape": [*info.shape] if native else [*info.shape, info.dtype.itemsize],
-            "data_offsets": [end, end + info.bytes],
+            "shape": [*info.shape] if is_supported else [*info.shape, info.dtype.itemsize],
+            "data_offsets": [start, end],
         }
-        offsets[info.key], end = end, end + info.bytes
+        starts[info.key] = start
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return Layout(header, {key: len(header) + offset for key, offset in offsets.items()}, len(header) + end)
+    offsets = {key: len(header) + start for key, start in starts.items()}
+    return Layout(header, offsets, len(header) + end)
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order in chunks, without copying all of it at once."""
+    """Yield the bytes of a tensor in row-major order, in chunks; a strided tensor is copied row by row."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.is_contiguous() and tensor.nbytes > CHUNK and tensor.ndim >= 2:
         for row in tensor:
@@ -97,26 +104,28 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    # `reshape` keeps the stride of a single element, which may be any.
+    # Not by `reshape`: the stride of a tensor with one element may be any number, and `reshape` keeps it.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a dense tensor if they are not those of row-major order; else None.
+    """Return the strides of a dense tensor if they differ from those of row-major order; else None.
 
-    Axes of length 1 count too: torch chooses kernels by their strides, and `is_contiguous` ignores these.
+    The strides of axes of length 1 are compared too, which `is_contiguous` ignores: torch chooses kernels by them.
     """
     stride = tuple(tensor.stride())
-    is_reordered = stride != torch.empty(tensor.shape, device="meta").stride() and is_dense(tensor.shape, stride)
-    return stride if is_reordered else None
+    row_major = torch.empty(tensor.shape, device="meta").stride()
+    return stride if stride != row_major and is_dense(tensor.shape, stride) else None
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of this shape and stride covers a block of memory, each element once."""
+    """Whether a tensor of this shape and stride fills a block of memory without gaps or overlaps."""
     expected = 1
-    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
+    for step, length in sorted(zip(stride, shape, strict=True)):
+        if length == 1:
+            continue
         if step != expected:
             return False
         expected *= length

@@ -20,14 +20,20 @@ from ftrain.errors import CheckpointError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Hugging Face's names of the file that says which tensor is in which file, and of a single file."""
 FLOATS = "F64", "F32", "F16", "BF16"
-"""Codes of dtypes whose numbers are values. Numbers of another dtype may have to be multiplied by a scale."""
+"""Codes of dtypes that hold weights as they are. Weights in another dtype, such as float8, may need a scale."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open safetensors file, to be read to a device in a dtype. Default: as stored, to the CPU.
+    """A tensor in an open safetensors file, which is read when it is needed.
 
-    `code` is the name that safetensors has for its dtype in the file.
+    Args:
+        file: the open file.
+        name: the name of the tensor in the file.
+        shape: its shape.
+        code: the name that safetensors has for its dtype in the file.
+        dtype: the dtype in which it is read. Default: that in the file.
+        device: the device to which it is read.
     """
 
     file: Any
@@ -43,15 +49,15 @@ class StoredTensor:
         return len(self.shape)
 
     def like(self, tensor: Tensor, device: torch.device) -> StoredTensor:
-        """Return this tensor, to be read to a device in the dtype of another tensor."""
+        """Return this tensor, to be read to `device` in the dtype of another tensor."""
         return dataclasses.replace(self, dtype=tensor.dtype, device=device)
 
     def read(self) -> Tensor:
-        """Read the whole tensor."""
+        """Read and return the whole tensor."""
         return self._converted(self.file.get_tensor(self.name))
 
     def narrow(self, axis: int, start: int, length: int) -> Tensor:
-        """Read a slice along one axis, and nothing else of the file."""
+        """Read and return a slice along one axis; no more of the file is read."""
         if length == 0:  # safetensors has no empty slices.
             shape = (*self.shape[:axis], 0, *self.shape[axis + 1 :])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -63,7 +69,7 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, or of a directory with Hugging Face's names, without reading them.
+    """Return the tensors of a safetensors file, or of a model directory of Hugging Face, without reading their values.
 
     Raises a CheckpointError if there is no such file, or one is malformed.
     """
@@ -85,11 +91,13 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file. Raises a CheckpointError if it cannot be read."""
     try:
         file: Any = safe_open(str(path), "pt")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
-        }
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            tensors[name] = StoredTensor(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
+        return tensors
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error

@@ -23,17 +23,25 @@ FORMAT, VERSION = "ftrain checkpoint", 2
 READABLE = 1, VERSION
 """Versions that can be read. Version 2 names classes by tags, version 1 by their modules."""
 MAX_BYTES = 64 * 2**20
+"""The largest size of a manifest that is written or read."""
 MAX_AXES = 64
+"""The largest number of axes of a tensor, that of torch."""
 FILE_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint: its path with dots, its dtype without ``torch.``, and the shape of the whole tensor.
+    """One tensor of a checkpoint.
 
-    `key` is its name in the `file`, and `sha256` the digest of its bytes in row-major order. The `stride` is None if
-    that is the order of its memory.
+    Args:
+        path: its path in the tree, with dots.
+        dtype: its dtype without ``torch.``.
+        shape: the shape of the whole tensor, also when it is divided over ranks.
+        file: the name of the file that holds it.
+        key: its name in this file.
+        sha256: the digest of its bytes in row-major order.
+        stride: its strides; None if they are those of row-major order.
     """
 
     path: str
@@ -58,10 +66,10 @@ class Manifest:
         step: number of training steps done; None for a tree that is not a training state.
         run: id of the run that wrote it; "" without a run.
         metrics: metrics of the state, by name.
-        environment: what `environment` returned.
-        tree: its structure as JSON, in which a tensor is an index into `tensors`; tied tensors share one index.
-        tensors: each tensor once.
-        files: name of each additional file -> its sha256.
+        environment: the result of the function `environment` when it was saved.
+        tree: the structure of the saved tree as JSON. A tensor is an index into `tensors`; tied tensors share one.
+        tensors: every tensor; tied ones once.
+        files: the sha256 of every additional file by its name.
     """
 
     step: int | None
@@ -74,7 +82,7 @@ class Manifest:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, threads, device and flags, on which the bits of a result may depend."""
+    """Return the versions, the number of threads, the device and the flags on which the bits of a result may depend."""
     return {
         "ftrain": __version__,
         "torch": str(torch.__version__),
@@ -96,13 +104,13 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def signed(text: bytes) -> bytes:
-    """Complete the text of a JSON object that lacks its closing brace with the digest of that text."""
+    """Return the text of a JSON object, given without its closing brace, with a last entry: the digest of the text."""
     return text + b',\n "digest": "%s"\n}' % hashlib.sha256(text).hexdigest().encode()
 
 
 def parse(data: bytes) -> Manifest:
     """Read and check a manifest. Raises a CheckpointError for anything that `dump` would not have written."""
-    # Checked before parsing, which may take a hundred times as long and as much memory.
+    # Before parsing, which takes up to 100 times as long and as much memory.
     if data != signed(data[: -len(signed(b""))]):
         raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
     try:
@@ -119,16 +127,17 @@ def parse(data: bytes) -> Manifest:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
+    """Return a manifest from its JSON object. Raises a CheckpointError, or one of `MALFORMED`, if it is not one."""
     step, run = body["step"], body["run"]
     _require(step is None or (type(step) is int and step >= 0), "step", step)
     _require(isinstance(run, str), "run", run)
-    for name, kind in (("metrics", dict), ("environment", dict), ("tensors", list), ("files", dict)):
-        _require(isinstance(body[name], kind), name, body[name])
+    for name, expected_type in (("metrics", dict), ("environment", dict), ("tensors", list), ("files", dict)):
+        _require(isinstance(body[name], expected_type), name, body[name])
     metrics = {name: decode(value) for name, value in body["metrics"].items()}
     tensors = tuple(_parse_tensor(item) for item in body["tensors"])
     keys = [(item.file, item.key) for item in tensors]
     _require(len(set(keys)) == len(keys), "tensors", "one name in a file twice")
-    items_by_path(body["tree"], tensors)
+    items_by_path(body["tree"], tensors)  # Raises an error if the tree is malformed.
     files = body["files"]
     for name, digest in files.items():
         _require(_is_file_name(name) and name not in {item.file for item in tensors}, "the name of a file", name)
@@ -137,6 +146,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def _parse_tensor(item: dict[str, Any]) -> TensorEntry:
+    """Return the entry of a tensor in a manifest. Raises a CheckpointError, or one of `MALFORMED`, if it is not one."""
     shape, stride = tuple(item["shape"]), item["stride"]
     entry = TensorEntry(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
     is_valid = (
@@ -166,6 +176,7 @@ def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and FILE_NAME.fullmatch(value) is not None and value != NAME
 
 
-def _require(holds: bool, what: str, value: Any) -> None:
-    if not holds:
-        raise CheckpointError(f"{NAME}: {what} is {value!r:.100}, which no checkpoint has")
+def _require(is_valid: bool, name: str, value: Any) -> None:
+    """Raise a CheckpointError that names a value of a manifest, unless it is valid."""
+    if not is_valid:
+        raise CheckpointError(f"{NAME}: {name} is {value!r:.100}, which no checkpoint has")

@@ -24,21 +24,23 @@ CHANGED = (
 )
 """What to do about a leaf of another shape or dtype."""
 OTHER_NAMES = "partial=True loads the leaves that it has, rename= maps names"
-FROZEN_THERE = (
+"""What to do about other differences."""
+SAVED_AS_FROZEN = (
     "a parameter that is None in it was frozen: to train it, load without like=, put the state into the module, "
     "ft.to_module(module, state), and begin with step.init()"
 )
 """What to do about a parameter that a state of `like` trains and the saved one does not."""
 STATE = Container(tree_tag(TrainState))
+"""The item at the path of a `TrainState`."""
 ADAPTER = re.compile(r"params\.(?:(?:.*\.)?lora_.*|adapters\..*\.[AB])")
-"""The path in a state of a tensor of `ftrain.lora`: of a module, or of a tree."""
+"""Matches the path in a state of an adapter of `ftrain.lora`: of a module, or of a tree of tensors."""
 
 
 def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
-    """Return the items of a checkpoint under their new paths, which are written with dots.
+    """Return the items of a checkpoint by their new paths, as texts with dots; unchanged if `rename` is empty.
 
-    A leaf that is renamed takes the place of one that has this path already: averages that of parameters, for example.
-    Raises an OptionError when no path begins with one of the old names.
+    A renamed leaf replaces one that has its new path, for example averages replace parameters. Raises an OptionError
+    when no path begins with one of the old names.
     """
     if not rename:
         return saved
@@ -53,11 +55,12 @@ def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -
         else:
             kept[name] = item
     if unused := [old for old in rename if old not in used]:
-        known = ", ".join(map(dotted, saved))
+        paths = ", ".join(map(dotted, saved))
         raise OptionError(
-            f"load: rename has {', '.join(map(repr, unused))}, and no path begins with it; there are {known:.300}"
+            f"load: rename has {', '.join(map(repr, unused))}, and no path begins with it; there are {paths:.300}"
         )
-    # Not so a container: the None of what is not frozen, say, if `frozen` becomes `params`.
+    # A renamed container does not replace a leaf. For example, if `frozen` becomes `params`, the None at the place of a
+    # parameter that is not frozen must not replace this parameter.
     containers = {name: item for name, item in moved.items() if isinstance(item, Container)}
     return {**containers, **kept, **{name: item for name, item in moved.items() if name not in containers}}
 
@@ -65,30 +68,36 @@ def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -
 def match_leaves(
     saved: dict[Any, Any], wanted: dict[tuple[Any, ...], Any], where: str, *, partial: bool
 ) -> dict[tuple[Any, ...], Any]:
-    """Return the saved item for each leaf of `like`.
+    """Return the saved item for each leaf of `like`, by its path.
 
-    Raises a StructureError that lists the differences; with ``partial`` only those in shape and dtype, or that it would
-    load nothing of a model, or a model without its adapters.
+    `saved` are the items of the checkpoint, by path or by text of `rename_paths`; `wanted` are the items of `like`;
+    `where` is the checkpoint for errors. Raises a StructureError that lists the differences. With ``partial`` missing
+    and additional leaves are allowed, but not a result without a parameter of a model, or without its adapters.
     """
     by_name = any(isinstance(key, str) for key in saved)
     if partial:
         saved = _with_frozen(saved, wanted, by_name=by_name)
     containers_may_differ = partial or by_name
-    chosen, problems, used, advice = {}, list[str](), set(), OTHER_NAMES
-    for path, need in wanted.items():
+    matched, used = {}, set()
+    problems, advice = list[str](), OTHER_NAMES
+    for path, wanted_item in wanted.items():
         key = dotted(path) if by_name else path
-        item = saved.get(key, need)
         used.add(key)
+        is_container = isinstance(wanted_item, Container)
         if key not in saved:
-            # Renaming gives the leaves of a container other paths, and not the container.
-            if not partial and not (by_name and isinstance(need, Container)):
-                problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
-        elif not _agree(item, need) and not (containers_may_differ and isinstance(need, Container)):
-            problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
-            if not isinstance(need, Container):
-                advice = FROZEN_THERE if isinstance(item, Container) and item.kind == "None" else CHANGED
-        elif not isinstance(need, Container):
-            chosen[path] = item
+            # A container may have no saved item when its leaves were renamed.
+            if not partial and not (by_name and is_container):
+                problems.append(f"{dotted(path)}: missing, needs {_description(wanted_item)}")
+            continue
+        if is_container and containers_may_differ:
+            continue
+        item = saved[key]
+        if not _matches(item, wanted_item):
+            problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(wanted_item)}")
+            if not is_container:
+                advice = SAVED_AS_FROZEN if item == Container("None") else CHANGED
+        elif not is_container:
+            matched[path] = item
     for key, item in saved.items():
         if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
@@ -97,29 +106,31 @@ def match_leaves(
         raise StructureError(f"{text}{advice}):{first_lines([*map(printable, problems)], MAX_LINES)}")
     if partial:
         tensors = [key for key, item in saved.items() if key not in used and isinstance(item, TensorEntry)]
-        _require_models(wanted, chosen, [key if by_name else dotted(key) for key in tensors], where)
-    return chosen
+        _require_models(wanted, matched, [key if by_name else dotted(key) for key in tensors], where)
+    return matched
 
 
 def _require_models(
-    wanted: Mapping[tuple[Any, ...], Any], chosen: Collection[tuple[Any, ...]], unused: Sequence[str], where: str
+    wanted: Mapping[tuple[Any, ...], Any], matched: Collection[tuple[Any, ...]], unused: Sequence[str], where: str
 ) -> None:
-    """Check that a run would not take what ``partial`` keeps of `like` for what was loaded.
+    """Check that a ``partial`` load would load the models in `like`; a user would not notice that one stays as it is.
 
-    Raises a StructureError when nothing was chosen, or no parameter of a state, or not the adapters of a state.
+    `matched` are the paths of the leaves to load, `unused` the saved tensors that would not be loaded. Raises a
+    StructureError when nothing would be loaded, or no parameter of a state, or a state without its saved adapters.
     """
-    needs = listed([dotted(path) for path, need in wanted.items() if isinstance(need, Tensor)])
+    needs = listed([dotted(path) for path, wanted_item in wanted.items() if isinstance(wanted_item, Tensor)])
     differs = (
         f"of like, which would stay as it is: it has {printable(listed(unused))}, and like has {printable(needs)}. "
         "Nest like as what was saved is, such as {'state': state}, or map names with rename="
     )
-    if not chosen:
+    if not matched:
         raise StructureError(f"load: {where} has no leaf {differs}")
-    for state in [path for path, need in wanted.items() if need == STATE]:
+    for state in [path for path, wanted_item in wanted.items() if wanted_item == STATE]:
         start = "".join(f"{part}." for part in state)
         within = [name.removeprefix(start) for name in unused if name.startswith(start)]
-        takes_parameter = any(path[: len(state) + 1] in ((*state, "params"), (*state, "frozen")) for path in chosen)
-        if not takes_parameter and any(name.startswith("params.") for name in within):
+        model_paths = (*state, "params"), (*state, "frozen")
+        loads_parameter = any(path[: len(state) + 1] in model_paths for path in matched)
+        if not loads_parameter and any(name.startswith("params.") for name in within):
             raise StructureError(f"load: {where} has no parameter {differs}")
         if adapters := [f"{start}{name}" for name in within if ADAPTER.fullmatch(name)]:
             raise StructureError(
@@ -131,14 +142,14 @@ def _require_models(
 
 
 def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *, by_name: bool) -> dict[Any, Any]:
-    """Return the saved items with the parameters that were trained, and are frozen in a state of `like`.
+    """Return the saved items; a trained parameter that is frozen in a state of `like` is also at its frozen path.
 
-    Without them that state would keep the values that it has, as if they had never been trained.
+    Without this, ``partial`` would not find it there, and the state would keep the untrained value of `like`.
     """
     frozen = {}
-    for path, need in wanted.items():
+    for path, wanted_item in wanted.items():
         for depth, field in enumerate(path):
-            if field == "frozen" and isinstance(need, Tensor) and wanted[path[:depth]] == STATE:
+            if field == "frozen" and isinstance(wanted_item, Tensor) and wanted[path[:depth]] == STATE:
                 trained = (*path[:depth], "params", *path[depth + 1 :])
                 new, old = (dotted(path), dotted(trained)) if by_name else (path, trained)
                 if isinstance(saved.get(old), TensorEntry) and not isinstance(saved.get(new), TensorEntry):
@@ -146,14 +157,23 @@ def _with_frozen(saved: dict[Any, Any], wanted: Mapping[tuple[Any, ...], Any], *
     return {**saved, **frozen}
 
 
-def _agree(item: Any, need: Any) -> bool:
-    """Whether a saved item has the container, or the dtype and shape, or the type, of an item of `like`."""
+def _matches(item: Any, wanted_item: Any) -> bool:
+    """Whether a saved item can take the place of an item of `like`.
+
+    Containers need the same tag, tensors the same dtype and shape, other leaves the same type.
+    """
     if isinstance(item, TensorEntry):
-        return isinstance(need, Tensor) and (item.dtype, item.shape) == (dtype_name(need.dtype), tuple(need.shape))
-    return item == need if isinstance(item, Container) else type(item) is type(need)
+        return isinstance(wanted_item, Tensor) and (item.dtype, item.shape) == (
+            dtype_name(wanted_item.dtype),
+            tuple(wanted_item.shape),
+        )
+    if isinstance(item, Container):
+        return bool(item == wanted_item)
+    return type(item) is type(wanted_item)
 
 
 def _description(item: Any) -> str:
+    """Return the tag of a container, the dtype and shape of a tensor, or the type of another leaf, for messages."""
     if isinstance(item, Container):
         return item.kind
     if isinstance(item, TensorEntry):
@@ -171,7 +191,7 @@ def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: b
 
 
 def _fill_leaf(leaf: Any, path: tuple[Any, ...], values: Mapping[tuple[Any, ...], Any], *, on_host: bool) -> Any:
-    """Return the new value of a leaf; a tensor that is made of others is made again of new ones."""
+    """Return the new value of a leaf; a tensor that is made of inner tensors is made again of their new values."""
     parts = parts_of(leaf) if isinstance(leaf, Tensor) else {}
     if not parts:
         return _to_device_of(values.get(path, leaf), leaf, on_host)
@@ -180,7 +200,11 @@ def _fill_leaf(leaf: Any, path: tuple[Any, ...], values: Mapping[tuple[Any, ...]
 
 
 def _to_device_of(value: Any, leaf: Any, on_host: bool) -> Any:
+    """Return a new value on the device of `leaf`, unless ``on_host``; a block of a DTensor becomes a DTensor."""
     if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
         return value
-    value = value if on_host else value.to(leaf.device)
-    return with_local_part(leaf, value.contiguous()) if is_dtensor(leaf) and not is_dtensor(value) else value
+    if not on_host:
+        value = value.to(leaf.device)
+    if is_dtensor(leaf) and not is_dtensor(value):
+        return with_local_part(leaf, value.contiguous())
+    return value

@@ -1,6 +1,7 @@
-"""The ranks of a run agree on checkpoints by short messages through the store of torch's process group.
+"""Short messages between the ranks of a run, with which they agree on a checkpoint.
 
-They are not collectives, so a thread may exchange them while the training thread computes.
+They go through the store of torch's process group and are not collectives, so a thread may exchange them while the
+training thread computes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make the same number of these objects, and call their methods in the same order. `name` says in
-    errors what they agree on; with `alone`, this process acts alone, though there may be other ranks.
+    Every rank must create the same number of these objects, and call their methods in the same order. `name` is the
+    function in errors. With `alone`, this process does not wait for other ranks even if there are some.
     """
 
     def __init__(self, name: str, *, alone: bool = False) -> None:
@@ -43,11 +44,11 @@ class Ranks:
         return self.rank == 0
 
     def abandon(self) -> None:
-        """Make calls that wait for other ranks, in any thread, raise at once."""
+        """Make every call that waits for other ranks, in any thread, raise an error at once."""
         self._abandoned.set()
 
-    def together(self, function: Callable[[], T]) -> list[T]:
-        """Call a function on every rank, and return the results in the order of ranks; JSON must be able to hold them.
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        """Call a function on every rank, and return the results in the order of ranks; each must fit into JSON.
 
         Raises:
             FtrainError: on every rank, the error of the first rank on which the function failed; on other ranks a
@@ -62,35 +63,35 @@ class Ranks:
         except BaseException as caught:
             error, message = caught, {"error": type(caught).__name__, "text": str(caught)}
         messages = self._exchange(message)
-        for rank, other in enumerate(messages):
-            if "error" in other:
+        for rank, received in enumerate(messages):
+            if "error" in received:
                 self._has_failed = True
                 if error is not None and rank == self.rank:
                     raise error
-                raise _error_of(rank, other["error"], other["text"]) from error
-        return [other["value"] for other in messages]
+                raise _error_of(rank, received["error"], received["text"]) from error
+        return [received["value"] for received in messages]
 
-    def each(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result on this rank, of any type; raises as `together`."""
+    def on_each(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank, and return its result on this rank, of any type. Raises like `gather`."""
         results = list[T]()
-        self.together(lambda: results.append(function()))
+        self.gather(lambda: results.append(function()))
         return results[0]
 
-    def first(self, function: Callable[[], T]) -> T:
-        """Call a function only on the first rank, and return its result on every rank; raises as `together`."""
-        return self.together(lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call a function on the first rank only, and return its result on every rank. Raises like `gather`."""
+        return self.gather(lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Context in which an error on one rank, in or between calls of `together`, is raised on every rank."""
+        """Context that raises an error of one rank on every rank, also one raised between calls of other methods."""
         self._has_failed = False
         try:
             yield
         except BaseException as error:
             if not self._has_failed:
-                self.together(partial(_raise, error))
+                self.gather(partial(_raise, error))
             raise
-        self.together(lambda: None)
+        self.gather(lambda: None)
 
     def _exchange(self, message: Json) -> list[Json]:
         """Send a message to all ranks, and return the messages of all."""
@@ -99,16 +100,18 @@ class Ranks:
         self._wait_for(keys)
         messages = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._count:
-            # All ranks have arrived here, so all have read the earlier messages.
+            # Every rank has sent this message, so every rank has read the messages before it.
             self._store.delete_key(f"{self._keys}/{self._count - 1}/{self.rank}")
         self._count += 1
         return messages
 
     def _wait_for(self, keys: list[str]) -> None:
+        """Wait until every rank has written its key. Raises a RankError if one cannot or does not."""
+
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
-        # A thread that writes waits while other ranks are in later steps.
+        # A thread that writes in the background may wait while other ranks are in later steps.
         in_order = threading.current_thread() is threading.main_thread()
         gave_up = wait_for_ranks(
             self._store,
@@ -131,7 +134,8 @@ def _raise(error: BaseException) -> None:
 
 
 def _error_of(rank: int, name: str, text: str) -> FtrainError:
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, FtrainError):
-        return kind(f"rank {rank}: {text}")
+    """Return the error of another rank, from the name of its class and its text."""
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, FtrainError):
+        return error_class(f"rank {rank}: {text}")
     return RankError(f"rank {rank}: {name}: {text}".removesuffix(": "))

@@ -34,11 +34,11 @@ from ftrain.errors import (
 from ftrain.types import PyTree
 
 NUM_READERS = 2
-"""Number of threads that read and hash; both release the GIL."""
+"""Number of threads that read and hash tensors; reading and hashing release the GIL."""
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was loaded: its trees by name, and its manifest."""
+    """A loaded checkpoint: its trees by name in `parts`, and its manifest."""
 
     step: int
     path: Path
@@ -46,17 +46,17 @@ class LoadedCheckpoint(NamedTuple):
     manifest: Manifest
 
     def __repr__(self) -> str:
-        # Not the manifest, which lists every tensor.
+        # Without the manifest, which lists every tensor.
         return f"LoadedCheckpoint(step={self.step}, path={str(self.path)!r}, parts={[*self.parts]})"
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Versions, threads, device and flags when it was saved."""
+        """The versions, the number of threads, the device and the flags of the process that saved it."""
         return self.manifest.environment
 
     @property
     def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` saved in addition to the state; raises a CheckpointError if it did not save this."""
+        """The tree that `ftrain.fit` saves next to the state. Raises a CheckpointError if `fit` did not save this."""
         run = self.parts.get("run")
         if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
             raise CheckpointError(
@@ -72,25 +72,25 @@ def load(
     partial: bool = False,
     rename: Mapping[str, str] | None = None,
 ) -> PyTree:
-    """Read a tree that `save` has written, and verify every byte of it.
+    """Return a tree that `save` has written, after verifying every byte of it.
 
     If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a share
-    of the tensors, and an error on one rank is an error on all.
+    of the tensors, and an error on one rank is raised on all.
 
     Args:
         path: the directory of the checkpoint.
         like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
             the devices of those of `like`. Default: the types that were saved, on the CPU.
         partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
-        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``. A leaf that is renamed
-            takes the place of one that has the new path.
+        rename: new prefixes of paths by old ones, such as ``{"params.encoder": "params.backbone"}``. A renamed leaf
+            replaces one that has its new path.
 
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists the paths, at most 20. With `partial`, when
             nothing would be loaded, or a model without its adapters.
-        OptionError: if `path` is no path, or no path in the tree begins with a name in `rename`.
+        OptionError: if `path` is not a path, or no path in the tree begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """
     path = as_path("load", "path", path)
@@ -105,7 +105,7 @@ def load(
                 raise StructureError("load: partial= and rename= need like=, which is missing")
             return reader.as_saved(reader.manifest.tree)
 
-    return Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like)))).each(read_tree)
+    return Ranks("load", alone=not any(map(has_many_ranks, trees.leaves(like)))).on_each(read_tree)
 
 
 def load_checkpoint(
@@ -119,8 +119,8 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Load the checkpoint of a step on all ranks; the arguments are those of `Checkpoints.latest`.
 
-    A tree that has no name in `like` is loaded as it was saved. Raises on every rank as `load` does, and a
-    CheckpointError when it is of another step, or rejected by `accept`.
+    A tree whose name is not in `like` is loaded as it was saved. Raises the errors of `load` on every rank, and a
+    CheckpointError when the checkpoint is of another step, or `accept` rejects it.
     """
 
     def load() -> LoadedCheckpoint:
@@ -139,11 +139,11 @@ def load_checkpoint(
             accept(loaded)
         return loaded
 
-    return ranks.each(load)
+    return ranks.on_each(load)
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
-    """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
+    """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises the errors of `load`."""
     with error_names(path):
         reader = _Reader(path, _read_manifest(path))
         return items_by_path(reader.manifest.tree, reader.read(reader.manifest.tensors))
@@ -175,6 +175,7 @@ class _Reader(NamedTuple):
         items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
         stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
         divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
+        # By identity: tied leaves have the same entry, which is read once.
         whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
         tensors = dict(zip(whole, self.read([*whole.values()]), strict=True))
         blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
@@ -183,7 +184,7 @@ class _Reader(NamedTuple):
         return fill_like(like, {**values, **local_blocks}, on_host=on_host)
 
     def read(self, items: Sequence[TensorEntry]) -> list[Tensor]:
-        """Read and verify tensors, to the CPU."""
+        """Read tensors to the CPU, and verify them."""
         with _open_tensor_files(self.path, self.manifest) as offsets:
             return _concurrently(lambda item: _read(item, *offsets[item.file, item.key]), items)
 
@@ -193,12 +194,16 @@ class _Reader(NamedTuple):
         verified = [item for item, _ in blocks[rank::size]]
         with _open_tensor_files(self.path, self.manifest) as offsets:
             _concurrently(lambda item: _check(item, *offsets[item.file, item.key]), verified)
-            return _concurrently(
-                lambda pair: _read_block(pair[0], pair[1], *offsets[pair[0].file, pair[0].key]), blocks
-            )
+
+            def read_block(item_and_block: tuple[TensorEntry, Block]) -> Tensor:
+                item, block = item_and_block
+                return _read_block(item, block, *offsets[item.file, item.key])
+
+            return _concurrently(read_block, blocks)
 
 
 def _read_block(item: TensorEntry, block: Block, descriptor: int, offset: int) -> Tensor:
+    """Return a block of a tensor, which begins at `offset` of an open file."""
     local = torch.empty(block.shape, dtype=item.info.dtype)
     target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
     for start, length in runs(block, item.shape):
@@ -209,18 +214,18 @@ def _read_block(item: TensorEntry, block: Block, descriptor: int, offset: int) -
 
 
 def verify(path: str | Path) -> Manifest:
-    """Verify every byte of a checkpoint, without loading it into memory, and return its manifest.
+    """Verify every byte of a checkpoint without loading it into memory, and return its manifest.
 
     Raises:
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
-        OptionError: when it is no path.
+        OptionError: when `path` is not a path.
     """
     return verify_files(as_path("verify", "path", path))
 
 
 def verify_files(path: Path, *, but: Collection[str] = ()) -> Manifest:
-    """Verify every byte of a checkpoint as `verify` does, except for the tensors in some of its files."""
+    """Verify a checkpoint as `verify` does, except for the tensors in the files `but`."""
     with error_names(path):
         manifest = _read_manifest(path)
         with _open_tensor_files(path, manifest) as offsets:
@@ -231,9 +236,9 @@ def verify_files(path: Path, *, but: Collection[str] = ()) -> Manifest:
 
 @contextmanager
 def error_names(path: Path) -> Iterator[None]:
-    """Context that names the path in errors of reading.
+    """Context that raises a CheckpointError that names the path in place of an error of reading.
 
-    Raises a CheckpointError in their place, or a DeviceError if memory ran out.
+    Raises a DeviceError if memory ran out, and an UnreachableError if the content of the checkpoint may be intact.
     """
     try:
         yield
@@ -252,12 +257,13 @@ def error_names(path: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises a CheckpointError unless it lists the files in the directory."""
+    """Return the manifest of a checkpoint. Raises a CheckpointError unless it lists exactly the files there."""
     with error_names(path):
         return _read_manifest(path)
 
 
 def _read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint, as `read_manifest`, with errors that do not name the path."""
     if not files.is_directory(path):
         if not files.exists(path):
             raise CheckpointError("there is no such checkpoint")
@@ -283,6 +289,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _require_no_run(path: Path) -> None:
+    """Raise a CheckpointError if a directory is that of a run, which holds checkpoints and is not one."""
     if files.exists(path / NAME):
         return
     checkpoints = [name for name in files.names(path) if files.exists(path / name / NAME)]
@@ -294,7 +301,7 @@ def _require_no_run(path: Path) -> None:
 
 
 def _files_below(path: Path, folder: str = "") -> Iterator[str]:
-    """Yield the files in a directory and its folders, but not hidden ones: other programs put these everywhere."""
+    """Yield the files in a directory and its folders, but not hidden ones, which other programs may write there."""
     for name in files.names(path / folder):
         if name.startswith("."):
             continue
@@ -306,29 +313,36 @@ def _files_below(path: Path, folder: str = "") -> Iterator[str]:
 
 @contextmanager
 def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], tuple[int, int]]]:
-    """Open the files, check their headers, and yield descriptor and offset of each tensor by its file and name."""
+    """Context of (descriptor, offset) of each tensor by its file and key.
+
+    Raises a CheckpointError if the size or the header of a file is not the expected one.
+    """
     offsets = {}
     with ExitStack() as stack:
         for file in sorted({item.file for item in manifest.tensors}):
-            plan = layout([item.info for item in manifest.tensors if item.file == file])
+            expected = layout([item.info for item in manifest.tensors if item.file == file])
             descriptor = stack.enter_context(files.opened(path / file))
             length = files.size(descriptor)
-            if length != plan.size:
-                raise CheckpointError(f"{file}: has {length:,} bytes and needs {plan.size:,}: cut off, or another file")
-            header = bytearray(len(plan.header))
+            if length != expected.size:
+                raise CheckpointError(
+                    f"{file}: has {length:,} bytes and needs {expected.size:,}: cut off, or another file"
+                )
+            header = bytearray(len(expected.header))
             files.read_into(descriptor, memoryview(header), 0)
-            if header != plan.header:
+            if header != expected.header:
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
-            offsets.update({(file, key): (descriptor, offset) for key, offset in plan.offsets.items()})
+            offsets.update({(file, key): (descriptor, offset) for key, offset in expected.offsets.items()})
         yield offsets
 
 
 def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Return the results of a function for each item, called in `NUM_READERS` threads."""
     with ThreadPoolExecutor(NUM_READERS) as pool:
         return list(pool.map(function, items))
 
 
 def _read(item: TensorEntry, descriptor: int, offset: int) -> Tensor:
+    """Return a tensor, which begins at `offset` of an open file, after verifying its bytes."""
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
     _check(item, descriptor, offset, as_bytes(tensor))
     if item.stride is None:
@@ -337,7 +351,7 @@ def _read(item: TensorEntry, descriptor: int, offset: int) -> Tensor:
 
 
 def _check(item: TensorEntry, descriptor: int, offset: int, target: memoryview | None = None) -> None:
-    """Check the bytes of a tensor; keep them in `target` unless it is None."""
+    """Read the bytes of a tensor, into `target` if it is given. Raises a CheckpointError if their digest differs."""
     size, digest = item.info.bytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))
     for start in range(0, size, CHUNK):

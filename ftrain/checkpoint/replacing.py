@@ -18,7 +18,7 @@ NEW = ".new"
 
 
 def current_path(path: Path) -> Path:
-    """Return the directory of a checkpoint; an interrupted replacement leaves it under the name with `NEW`."""
+    """Return the directory of a checkpoint: `path`, or that with `NEW` which an interrupted replacement has left."""
     new = _replacement_path(path)
     return new if files.exists(new) and not files.exists(path) else path
 
@@ -41,7 +41,7 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
     if _content(written) != _content(existing) and written.run == existing.run:
         finish_replacement(path, step)
         return written
-    # Writing the new one synced the directory, and so the name of the old one, which a failed save may not have synced.
+    # The old one stays. A failed save may not have synced its name, but writing the new one has synced the directory.
     discard(new)
     if _content(written) != _content(existing):
         raise CheckpointError(
@@ -52,7 +52,7 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
 
 
 def finish_replacement(path: Path, step: int) -> None:
-    """Replace a checkpoint by the complete one next to it, if there is one."""
+    """Replace a checkpoint by the one with `NEW` next to it, if there is one and it is intact."""
     new = _replacement_path(path)
     if not files.exists(new):
         return
@@ -64,7 +64,7 @@ def finish_replacement(path: Path, step: int) -> None:
         trash = temporary_path(path)
         files.rename(path, trash)
     files.rename(new, path)
-    # Before the old one is removed: else a power failure could give it its name back, without some of its files.
+    # Before the old one is removed: else, after a power failure, it could have its name again without all of its files.
     files.sync_directory(path.parent)
     if trash is not None:
         files.remove(trash)
@@ -82,7 +82,10 @@ def _replacement_path(path: Path) -> Path:
 
 
 def _intact_manifest(path: Path, step: int) -> Manifest | None:
-    """Return the manifest of a checkpoint if it is intact and of this step; else None, unless it is unreachable."""
+    """Return the manifest of a checkpoint if it is intact and of this step, else None.
+
+    Raises an UnreachableError if the checkpoint cannot be read and may be intact.
+    """
     try:
         manifest = verify(path)
     except UnreachableError:
@@ -93,5 +96,5 @@ def _intact_manifest(path: Path, step: int) -> Manifest | None:
 
 
 def _content(manifest: Manifest) -> bytes:
-    """Return the manifest without the run and its environment, for comparison."""
+    """Return a manifest as bytes without its run and environment, to compare what two checkpoints hold."""
     return dump(dataclasses.replace(manifest, run="", environment={}))

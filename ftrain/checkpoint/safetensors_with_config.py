@@ -1,4 +1,7 @@
-"""Read and write the directories of other libraries: a safetensors file, a JSON file, and our digests of both."""
+"""Read and write directories in the format of other libraries: a safetensors file and a JSON file.
+
+A third file has our digests of both.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ SAMPLES = 1024
 
 
 class TensorsAndConfig(NamedTuple):
-    """Tensors by name, the metadata in their header, and the content of the JSON file."""
+    """Tensors by name, the metadata in the header of their file, and the content of the JSON file."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -43,7 +46,7 @@ def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndCon
     for name, tensor in content.tensors.items():
         if tensor.dtype not in CODES:
             raise CheckpointError(f"{path}: {name} is {tensor.dtype}, which safetensors does not support")
-    infos = [TensorInfo(name, each.dtype, tuple(each.shape)) for name, each in content.tensors.items()]
+    infos = [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in content.tensors.items()]
     text = json.dumps(content.config, indent=2).encode()
     header = layout(infos, content.metadata).header
     with new_directory(path, infos) as temporary:
@@ -51,16 +54,17 @@ def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndCon
             temporary / names[0], list(zip(infos, content.tensors.values(), strict=True)), content.metadata
         )
         digests = {names[0]: {"header": _sha256(header), "tensors": digests_of_tensors}, names[1]: _sha256(text)}
-        for name, data in ((names[1], text), (DIGESTS, signed(json.dumps(digests, indent=1)[:-2].encode()))):
+        signed_digests = signed(json.dumps(digests, indent=1).removesuffix("\n}").encode())
+        for name, data in ((names[1], text), (DIGESTS, signed_digests)):
             with files.created(temporary / name) as descriptor:
                 files.write(descriptor, data)
         files.sync_directory(temporary)
 
 
 def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
-    """Read tensors to the CPU, from files of `write_safetensors` or of another library, whose bytes are not verified.
+    """Return the content of a directory that `write_safetensors` or another library wrote; tensors are on the CPU.
 
-    Raises a CheckpointError when a file is missing, malformed or changed.
+    Files without `DIGESTS` are not verified. Raises a CheckpointError when a file is missing, malformed or changed.
     """
     try:
         data = files.read(files.resolved(path / names[0]), MAX_TENSOR_BYTES)
@@ -78,25 +82,27 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
 
 
 def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
+    """Check the bytes of the two files by `DIGESTS`. Raises a CheckpointError that names the changed tensors."""
     saved = files.read(files.resolved(path / DIGESTS), MAX_TEXT_BYTES)
     if saved != signed(saved[: -len(signed(b""))]):
         raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")
-    digests, start = json.loads(saved), 8 + int.from_bytes(data[:8], "little")
-    wrong = []
+    digests = json.loads(saved)
+    start = 8 + int.from_bytes(data[:8], "little")
+    changed = []
     if _sha256(text) != digests[names[1]]:
-        wrong.append(names[1])
+        changed.append(names[1])
     if _sha256(data[:start]) != digests[names[0]]["header"]:
-        wrong.append(f"{names[0]}: the header")
+        changed.append(f"{names[0]}: the header")
     else:
         entries = json.loads(data[8:start]).items()
         offsets = {name: entry["data_offsets"] for name, entry in entries if name != "__metadata__"}
         for name, digest in digests[names[0]]["tensors"].items():
             begin, end = offsets[name]
             if _sha256(data[start + begin : start + end]) != digest:
-                wrong.append(f"{names[0]}: {printable(name)}")
-    if wrong:
+                changed.append(f"{names[0]}: {printable(name)}")
+    if changed:
         raise CheckpointError(
-            f"{path}: {', '.join(wrong)}: the bytes are not those that were saved; if they were changed on purpose, "
+            f"{path}: {', '.join(changed)}: the bytes are not those that were saved; if they were changed on purpose, "
             f"remove {DIGESTS}"
         )
 
@@ -106,7 +112,7 @@ def _sha256(data: bytes) -> str:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return the dtype of a tensor and a digest of its shape and of evenly spaced elements."""
+    """Return a text that identifies a tensor: its dtype, and a digest of its shape and evenly spaced elements."""
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
     digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())

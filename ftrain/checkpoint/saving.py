@@ -32,15 +32,15 @@ from ftrain.types import PyTree
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 MAX_ATTEMPTS = 100
-"""Number of attempts to make a temporary directory before another process removes it."""
+"""Number of attempts to make a temporary directory and lock it before another process removes it."""
 MIN_BYTES_FOR_THREAD = 2**16
-"""Number of bytes below which hashing in another thread takes longer than hashing in this one."""
+"""Number of bytes above which a chunk is hashed in another thread; for fewer, this takes longer."""
 MANIFEST_BYTES = 4096
-"""Number of bytes of a manifest per tensor, at most, to check the free space."""
+"""Upper estimate of the bytes of a manifest per tensor, to check the free space."""
 
 
 class Written(NamedTuple):
-    """A checkpoint that has the frozen parameters, their files in it, and the sha256 of each by its number."""
+    """The frozen parameters in an earlier checkpoint: its directory, their files, and the sha256 of each by number."""
 
     directory: Path
     files: Collection[str]
@@ -49,14 +49,14 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTree:
-    """A flattened tree of which this rank has some blocks; on one rank, all of them.
+    """A flattened tree, and the tensors and blocks in it that this rank writes.
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
         blocks: the blocks of each divided tensor, by the number of the tensor and the rank that writes them.
-        locals: what this rank writes, by the number of the tensor. The first rank writes what is not divided.
-        frozen: the numbers of the frozen parameters, which have a file of their own; empty if they have none.
-        written: what an earlier checkpoint has in such a file, and this one shares.
+        locals: the tensors that this rank writes, by number: its blocks, and on the first rank all undivided tensors.
+        frozen: the numbers of the frozen parameters that have a file of their own.
+        written: the frozen parameters in an earlier checkpoint, which this one shares. Default: this one writes them.
     """
 
     flat: FlatTree
@@ -67,7 +67,7 @@ class LocalTree:
 
     @functools.cached_property
     def entries(self) -> list[TensorEntry]:
-        """Its tensors as in the manifest, without digests; made in the thread that writes."""
+        """Its tensors as in the manifest, without digests; computed when needed, in the thread that writes."""
         return tensor_entries(self.flat, self.frozen)
 
     @functools.cached_property
@@ -77,17 +77,17 @@ class LocalTree:
 
     @property
     def to_write(self) -> list[int]:
-        """The numbers of the tensors that are not written yet."""
-        numbers = range(len(self.flat.leaves))
-        return [number for number in numbers if self.written is None or number not in self.frozen]
+        """The numbers of the tensors that are not in an earlier checkpoint."""
+        shared = frozenset() if self.written is None else self.frozen
+        return [number for number in range(len(self.flat.leaves)) if number not in shared]
 
 
 WriteLeaves: TypeAlias = Callable[[Path, LocalTree], list[str]]
-"""``(directory, tree) -> digests``: write the tensors ``tree.to_write``, and return the sha256 of each."""
+"""A function of a directory and a tree that writes the tensors ``tree.to_write``, and returns the sha256 of each."""
 
 
 def local_tree(flat: FlatTree, rank: int, frozen: frozenset[int] = frozenset()) -> LocalTree:
-    """Return what a rank writes of a flattened tree; the tensors with the numbers `frozen` get files of their own."""
+    """Return the part of a flattened tree that a rank writes; the numbers `frozen` get files of their own."""
     values = dict(enumerate(leaf.value for leaf in flat.leaves))
     blocks = {number: blocks_of_ranks(value) for number, value in values.items() if has_many_ranks(value)}
     locals_ = {number: local_part(value) for number, value in values.items() if rank in blocks.get(number, {0})}
@@ -96,13 +96,13 @@ def local_tree(flat: FlatTree, rank: int, frozen: frozenset[int] = frozenset()) 
 
 
 def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
-    """Return a tree with copies of the blocks in host memory; synchronize with an accelerator before reading them.
+    """Return a tree with its tensors copied to host memory; synchronize with an accelerator before reading them.
 
-    The copies go to `buffers`, those of the last call, where these have the same shapes, strides and dtypes.
+    `buffers` are the copies of the last call, in order; they are reused where shapes, strides and dtypes are the same.
     """
-    earlier, copies = dict(zip(tree.locals, buffers, strict=False)), {}
+    reusable, copies = dict(zip(tree.locals, buffers, strict=False)), {}
     for number, tensor in tree.locals.items():
-        buffer = earlier.get(number)
+        buffer = reusable.get(number)
         if buffer is None or _memory_format(buffer) != _memory_format(tensor):
             # Pinned, so that a copy from an accelerator is asynchronous.
             buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
@@ -116,19 +116,21 @@ def _memory_format(tensor: Tensor) -> tuple[Any, ...]:
 
 def _write_alone(directory: Path, tree: LocalTree) -> list[str]:
     """Write the tensors on one rank, and return the sha256 of each."""
-    entries, digests = {number: tree.entries[number] for number in tree.to_write}, dict[tuple[str, str], str]()
+    entries = {number: tree.entries[number] for number in tree.to_write}
+    digests = dict[tuple[str, str], str]()
     for file in sorted({entry.file for entry in entries.values()}):
         tensors = [(entry.info, tree.locals[number]) for number, entry in entries.items() if entry.file == file]
-        digests.update({(file, key): value for key, value in write_tensors(directory / file, tensors).items()})
+        for key, digest in write_tensors(directory / file, tensors).items():
+            digests[file, key] = digest
     return [digests[entry.file, entry.key] for entry in entries.values()]
 
 
 def write(
     path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str], write_leaves: WriteLeaves = _write_alone
 ) -> Manifest:
-    """Write a tree as a new directory, atomically, and return its manifest: the draft with tensors and files.
+    """Write a tree as a new directory, atomically, and return its manifest: `draft` with tensors and files added.
 
-    `write_leaves` may write the tensors on many ranks.
+    `texts` are additional files by name. `write_leaves` may write the tensors on many ranks.
     """
     _require_free_names(texts, tree)
     texts = {**texts, **tree.indices}
@@ -143,7 +145,7 @@ def write(
 
 
 def _link_written(directory: Path, tree: LocalTree) -> dict[int, str]:
-    """Give the files that are written already a name in a new checkpoint; return the sha256 of each tensor in them."""
+    """Link the files of the earlier checkpoint into a new one, and return the sha256 of each tensor in them."""
     if tree.written is None:
         return {}
     for file in sorted(tree.written.files):
@@ -159,25 +161,26 @@ def texts_by_name(function: str, texts: Mapping[str, str] | None) -> dict[str, s
 
 
 def require_named(function: str, name: str, trees: Any) -> None:
-    """Check that trees are given by name. Raises a StructureError if not."""
+    """Check that an argument is a mapping of trees by name. Raises a StructureError if not."""
     if not isinstance(trees, Mapping):
         raise StructureError(f"{function}: {name} is a {type(trees).__name__}; needs trees by name: {{'state': state}}")
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check what does not depend on the disk, without reading a tensor.
+    """Check that a tree and additional files can be saved, apart from the disk; reads no tensor.
 
-    Raises a CheckpointError for a tree that cannot be saved, and an OptionError for `texts` that cannot.
+    Raises a CheckpointError if the tree cannot be saved, and an OptionError if `texts` cannot.
     """
     flat = flatten(tree)
     _require_free_names(texts, local_tree(flat, 0, frozen_numbers(flat)))
 
 
 def _require_free_names(texts: Mapping[str, str], tree: LocalTree) -> None:
-    names = {NAME, *tree.indices, *(entry.file for entry in tree.entries)}
+    """Raise an OptionError unless `texts` are texts by names of files that the checkpoint does not have."""
+    used_names = {NAME, *tree.indices, *(entry.file for entry in tree.entries)}
     for name in texts:
-        is_name = isinstance(name, str) and FILE_NAME.fullmatch(name)
-        if not is_name or name in names:
+        is_file_name = isinstance(name, str) and FILE_NAME.fullmatch(name)
+        if not is_file_name or name in used_names:
             raise OptionError(
                 f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
             )
@@ -187,7 +190,7 @@ def _require_free_names(texts: Mapping[str, str], tree: LocalTree) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new name beside a directory, for its next or its last content; the next save removes leftovers."""
+    """Return a new path beside `path` for a directory that is being written or removed; the next save removes it."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
@@ -231,15 +234,16 @@ def _make_temporary(path: Path) -> tuple[Path, int]:
 
 
 def _require_room(path: Path, tensors: Iterable[TensorInfo]) -> None:
+    """Make the parent directory. Raises a CheckpointError if `path` exists or the disk has no room for `tensors`."""
     files.make_directories(path.parent)
     if files.exists(path):
         raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
     remove_abandoned(path.parent)
     needed = sum(tensor.bytes + MANIFEST_BYTES for tensor in tensors) + MANIFEST_BYTES
-    room = files.free(path.parent)
-    if room < needed:
+    free = files.free_bytes(path.parent)
+    if free < needed:
         raise CheckpointError(
-            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove other files, or older checkpoints"
+            f"save: {path} needs {needed:,} bytes and {free:,} are free; remove other files, or older checkpoints"
         )
 
 
@@ -251,14 +255,18 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
-    folders = sorted({parent for name in names for parent in (directory / name).parents if directory in parent.parents})
-    for folder in folders:
+    """Make the folders within a directory for files with these names, and return them."""
+    folders: set[Path] = set()
+    for name in names:
+        folders.update(parent for parent in (directory / name).parents if directory in parent.parents)
+    # A folder sorts before the folders in it.
+    for folder in sorted(folders):
         files.make_directory(folder)
-    return folders
+    return sorted(folders)
 
 
 def _write_texts(directory: Path, texts: Mapping[str, str]) -> dict[str, str]:
-    """Write additional files, and return the sha256 of each."""
+    """Write additional files, and return the sha256 of each by name."""
     digests = {}
     for name, text in texts.items():
         data = text.encode()
@@ -283,11 +291,12 @@ def _write_manifest(directory: Path, folders: Sequence[Path], manifest: Manifest
 
 
 def _commit(temporary: Path, path: Path) -> None:
+    """Rename a complete directory to `path`, and sync the new name to disk."""
     try:
         files.rename(temporary, path)
         files.sync_directory(path.parent)
     except OSError:
-        # The new name may not be on disk, so it is taken back. If the rename failed, `path` may be another process's.
+        # The new name may not be on disk, so undo the rename; unless it failed: `path` may be of another process.
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise
@@ -297,11 +306,11 @@ def write_tensors(
     path: Path, entries: Sequence[tuple[TensorInfo, Tensor]], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Write a safetensors file, and return the sha256 of each tensor, computed while its bytes are written."""
-    plan = layout([info for info, _ in entries], metadata)
+    file_layout = layout([info for info, _ in entries], metadata)
     digests = {}
     with files.created(path) as descriptor, ThreadPoolExecutor(1) as pool:
-        files.write(descriptor, plan.header)
-        for info, tensor in sorted(entries, key=lambda entry: plan.offsets[entry[0].key]):
+        files.write(descriptor, file_layout.header)
+        for info, tensor in sorted(entries, key=lambda entry: file_layout.offsets[entry[0].key]):
             digest = hashlib.sha256()
             for chunk in chunks(tensor):
                 if len(chunk) < MIN_BYTES_FOR_THREAD:

@@ -1,6 +1,7 @@
-"""Save a tree on one rank or on many, of which each writes its own blocks into the files that one rank would write.
+"""Save a tree on one rank or on many. Each rank writes its own blocks, into the same files that one rank would write.
 
-Ranks send each other only digests: what one has written is compared with what another reads from the disk.
+Ranks send each other only digests: another rank reads each block from the disk and compares its digest with that of
+the rank that wrote it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from ftrain.errors import CheckpointError, OptionError, as_path
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
-DIGEST_LETTERS = 32
-"""Number of hexadecimal digits of the sha256 of a block that are sent."""
+DIGEST_DIGITS = 32
+"""Number of hexadecimal digits of the sha256 of a block that ranks send each other."""
 
 
 class _Target(NamedTuple):
-    """A tensor of the first rank's tree: where it is written, its blocks by rank, and the block of this rank."""
+    """A tensor of the first rank's tree: the place where it is written, its blocks by rank, and that of this rank.
+
+    `offset` is that of the whole tensor in the file, in bytes; `local` is None if this rank writes no block.
+    """
 
     path: str
     dtype: torch.dtype
@@ -56,7 +60,7 @@ def save(
     next to `path`, which is renamed when they are on disk: a save that fails or is killed leaves `path` as it was.
 
     A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks, the first one also
-    what is not divided, and none holds a whole leaf. All must see one directory, whose path may differ. Any other
+    the undivided tensors, and none holds a whole leaf. All must see one directory; its path may differ. Any other
     tree, as at level 0 of `sharded`, is saved by the one rank that calls this.
 
     Args:
@@ -90,6 +94,7 @@ def save(
 
 
 def _write_alone(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[str, str]) -> None:
+    """Write a tree that is not divided over ranks; an error gets a note if other ranks may write to the same path."""
     try:
         write(path, tree, draft, texts)
     except CheckpointError as error:
@@ -105,7 +110,7 @@ def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[
     """Write and verify a checkpoint as a new directory, on the first rank; the others call `help_write`."""
     if ranks.size == 1:
         write(path, tree, draft, texts)
-        # What it shares with an earlier checkpoint was verified when that one was written.
+        # The files that it shares with an earlier checkpoint were verified when that one was written.
         return verify_files(path, but=tree.written.files if tree.written else ())
 
     def write_on_ranks(directory: Path, tree: LocalTree) -> list[str]:
@@ -115,13 +120,16 @@ def write_verified(path: Path, tree: LocalTree, draft: Manifest, texts: Mapping[
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
-    """Write and verify what a rank that is not the first has to, in the directory `parent` of the checkpoint."""
+    """Write and verify the share of a rank that is not the first; `parent` is the directory of the checkpoints."""
     _write_and_verify(parent, "", [], tree, ranks)
 
 
 def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> list[str]:
-    """Write and verify tensors on all ranks; return their digests. The first rank says which and where."""
-    name, tensors = ranks.first(lambda: (name, tensors))
+    """Write and verify tensors on all ranks, and return their digests.
+
+    The first rank sends the others the name of the directory in `parent`, and the tensors of `_make_files`.
+    """
+    name, tensors = ranks.on_first(lambda: (name, tensors))
     directory = parent / name
     targets: list[_Target] = []
 
@@ -130,7 +138,7 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
         with _opened(directory, targets, files.opened_to_write) as opened:
             return [_write_block(opened[target.file], target, ranks.rank) for target in targets]
 
-    digests_of_blocks = ranks.together(write_blocks)
+    digests_of_blocks = ranks.gather(write_blocks)
 
     def verify() -> list[str]:
         with _opened(directory, targets, files.opened) as opened:
@@ -140,20 +148,23 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
                 if number % ranks.size == ranks.rank
             ]
 
-    shares = ranks.together(verify)
+    shares = ranks.gather(verify)
     return [shares[number % ranks.size][number // ranks.size] for number in range(len(targets))]
 
 
 def _make_files(directory: Path, tree: LocalTree) -> list[Json]:
-    """Make the files with their headers and sizes; return for each tensor what the other ranks need to know."""
+    """Make the files with their headers and sizes.
+
+    Returns for each tensor: path, dtype, shape, file, offset in the file, and whether it is divided over ranks.
+    """
     offsets: dict[tuple[str, str], int] = {}
     entries = {number: tree.entries[number] for number in tree.to_write}
     for file in sorted({entry.file for entry in entries.values()}):
-        plan = layout([entry.info for entry in entries.values() if entry.file == file])
+        file_layout = layout([entry.info for entry in entries.values() if entry.file == file])
         with files.created(directory / file) as descriptor:
-            files.write(descriptor, plan.header)
-            files.resize(descriptor, plan.size)
-        offsets.update({(file, key): offset for key, offset in plan.offsets.items()})
+            files.write(descriptor, file_layout.header)
+            files.resize(descriptor, file_layout.size)
+        offsets.update({(file, key): offset for key, offset in file_layout.offsets.items()})
     return [
         [*_signature(entry), entry.file, offsets[entry.file, entry.key], number in tree.blocks]
         for number, entry in entries.items()
@@ -165,21 +176,26 @@ def _signature(entry: TensorEntry) -> list[Json]:
 
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
-    """Yield the tensors of the first rank's tree; this rank must have the divided ones in the same order."""
+    """Yield a target for each of `tensors`, the results of `_make_files` on the first rank.
+
+    Raises a CheckpointError if this rank has not the same divided tensors in the same order. Undivided tensors may
+    differ: the first rank alone writes them.
+    """
     divided = iter([number for number in tree.to_write if number in tree.blocks])
+    # The number of each tensor in the tree of this rank; -1 for an undivided one that another rank writes.
     numbers = tree.to_write if ranks.is_first else [-1] * len(tensors)
     for number, (*signature, file, offset, is_divided) in zip(numbers, tensors, strict=True):
         path, dtype, shape = signature
         blocks: Mapping[int, Block] = {0: Block((0,) * len(shape), tuple(shape))}
         local = tree.locals.get(number)
         if is_divided:
-            mine = next(divided, -1)
-            if mine < 0 or _signature(tree.entries[mine]) != signature:
+            number_here = next(divided, -1)
+            if number_here < 0 or _signature(tree.entries[number_here]) != signature:
                 raise CheckpointError(
                     f"save: the first rank saves {path}, {dtype}{shape}, and rank {ranks.rank} something else in its "
                     "place; every rank must save the same state"
                 )
-            blocks, local = tree.blocks[mine], tree.locals.get(mine)
+            blocks, local = tree.blocks[number_here], tree.locals.get(number_here)
         yield _Target(path, DTYPES[dtype], tuple(shape), file, offset, blocks, local)
 
 
@@ -187,7 +203,10 @@ def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator
 def _opened(
     directory: Path, targets: Sequence[_Target], opening: Callable[[Path], AbstractContextManager[int]]
 ) -> Iterator[dict[str, int]]:
-    """Context of the descriptors of all files by name."""
+    """Context of the descriptors of all files of `targets` by name, each opened with `opening`.
+
+    Raises a CheckpointError in place of an error of the system.
+    """
     try:
         with ExitStack() as stack:
             names = sorted({target.file for target in targets})
@@ -200,7 +219,7 @@ def _opened(
 
 
 def _write_block(descriptor: int, target: _Target, rank: int) -> str:
-    """Write the block of this rank, and return the digest of its bytes; "" if it has none."""
+    """Write the block of this rank, and return the digest of its bytes; "" if this rank writes none."""
     if target.local is None:
         return ""
     digest, itemsize = hashlib.sha256(), target.dtype.itemsize
@@ -210,13 +229,17 @@ def _write_block(descriptor: int, target: _Target, rank: int) -> str:
             digest.update(chunk)
             files.write_at(descriptor, chunk, offset)
             offset += len(chunk)
-    return digest.hexdigest()[:DIGEST_LETTERS]
+    return digest.hexdigest()[:DIGEST_DIGITS]
 
 
 def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
-    """Return the digest of a tensor on disk; raise a CheckpointError unless each block is what its rank has written."""
+    """Return the digest of a tensor that is read from the disk.
+
+    `digests` are those of its blocks by rank, as `_write_block` returned them. Raises a CheckpointError if one differs.
+    """
     whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
+    # The runs of all ranks in the order of the file: the digest of the whole tensor needs its bytes in this order.
     runs_of_ranks = (zip(runs(block, target.shape), repeat(rank)) for rank, block in target.blocks.items())
     for (start, length), rank in heapq.merge(*runs_of_ranks):
         for first in range(0, length * itemsize, CHUNK):
@@ -225,6 +248,6 @@ def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
             whole.update(chunk)
             by_rank[rank].update(chunk)
     for rank, digest in by_rank.items():
-        if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
+        if digest.hexdigest()[:DIGEST_DIGITS] != digests[rank]:
             raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")
     return whole.hexdigest()

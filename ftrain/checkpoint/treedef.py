@@ -24,13 +24,13 @@ Path: TypeAlias = tuple[Any, ...]
 CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 KEYS = str, int, bool
 NAMED_TUPLE = "namedtuple "
-"""Begins the tag of a named tuple; no tag of a class in `TREE_CLASSES` has a space."""
+"""Prefix of the tag of a named tuple; no tag of a class in `TREE_CLASSES` has a space."""
 WRAPPER = "tensor "
-"""Begins the tag of a tensor that is made of others, such as a quantised weight of torchao: their container."""
+"""Prefix of the tag of a tensor that is made of inner tensors, such as a quantised weight of torchao."""
 OTHER_CLASS = "class "
-"""Begins the tag of another class that optree takes for a container, such as a dataclass of `optree.dataclasses`."""
+"""Prefix of the tag of another class that optree takes for a container, such as one of `optree.dataclasses`."""
 MALFORMED = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
-"""Errors that Python may raise for JSON that has not been written here."""
+"""Errors that the functions here may raise for JSON that is not a saved tree."""
 VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
 """Tags of manifests of version 1, which held the module of each class."""
 
@@ -54,7 +54,7 @@ class FlatTree(NamedTuple):
 
 
 class Container(NamedTuple):
-    """A node of a tree that is not a leaf, by the tag of its type."""
+    """A node of a tree that is not a leaf: the tag of its type, which is saved as ``kind``."""
 
     kind: str
 
@@ -73,7 +73,7 @@ def flatten(tree: PyTree) -> FlatTree:
 
 
 class _Flattener:
-    """Visits a tree once, and collects its tensors and what cannot be saved."""
+    """Visits a tree once, and collects its tensors and the problems that prevent saving it."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
@@ -81,12 +81,13 @@ class _Flattener:
         self.problems: list[str] = []
 
     def node(self, path: Path, tree: Any) -> Json:
+        """Return the JSON of a tree at a path."""
         if tree is None:
             return None
         if isinstance(tree, Tensor):
-            parts = parts_of(tree)
-            if parts:
-                return self.container(path, f"{WRAPPER}{type(tree).__name__}", list(parts), list(parts.values()))
+            inner = parts_of(tree)
+            if inner:
+                return self.container(path, f"{WRAPPER}{type(tree).__name__}", list(inner), list(inner.values()))
             return {"tensor": self.number(path, tree)}
         if type(tree) in (dict, OrderedDict):
             # In the order of insertion; optree would sort the keys.
@@ -102,18 +103,20 @@ class _Flattener:
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
-        new = len(self.leaves)
-        identity: tuple[Any, ...] = (new,)
-        # Numbers must agree on all ranks, so divided tensors are never tied: a block may be empty, without memory.
+        next_number = len(self.leaves)
+        identity: tuple[Any, ...] = (next_number,)
+        # Empty tensors have no memory to compare. Divided tensors are never tied: a block may be empty on one rank and
+        # not on another, and the numbers must be the same on all ranks.
         if tensor.numel() and not has_many_ranks(tensor):
             view = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tuple(tensor.shape), tensor.stride()
             identity = tensor.device, tensor.data_ptr(), *view
-        number = self._numbers.setdefault(identity, new)
-        if number == new:
+        number = self._numbers.setdefault(identity, next_number)
+        if number == next_number:
             self.leaves.append(Leaf(path, tensor))
         return number
 
     def registered(self, path: Path, tree: Any) -> Json:
+        """Return the JSON of a container that optree knows, other than a dict."""
         static: Any
         children, static, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
         kind = type(tree)
@@ -128,8 +131,10 @@ class _Flattener:
         return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
 
     def container(self, path: Path, kind: str, keys: Sequence[Any], children: Sequence[Any]) -> Json:
-        bad = [key for key in keys if type(key) not in KEYS]
-        self.problems.extend(f"{dotted(path)}: the key {key!r} is not a str, int or bool" for key in bad)
+        """Return the JSON of a container with the tag `kind`, after visiting its children."""
+        for key in keys:
+            if type(key) not in KEYS:
+                self.problems.append(f"{dotted(path)}: the key {key!r} is not a str, int or bool")
         return {
             "kind": kind,
             "keys": list(keys),
@@ -137,12 +142,14 @@ class _Flattener:
         }
 
     def scalar(self, path: Path, value: Any) -> Json:
+        """Return the JSON of a leaf that is not a tensor."""
         try:
             return encode(value)
         except CheckpointError:
-            plain = "a tensor, bool, int, float, complex, str or bytes"
-            needed = "its state_dict()" if isinstance(value, torch.nn.Module) else plain
-            text = " ".join(repr(value).split())
+            needed = "a tensor, bool, int, float, complex, str or bytes"
+            if isinstance(value, torch.nn.Module):
+                needed = "its state_dict()"
+            text = " ".join(repr(value).split())  # On one line.
             self.problems.append(f"{dotted(path)}: {text:.60} is a {class_name(type(value))}; needs {needed}")
             return None
 
@@ -151,9 +158,9 @@ def _why_not_savable(tensor: Tensor) -> str:
     """Return why a tensor cannot be saved; "" if it can."""
     if is_dtensor(tensor):
         # Exactly these classes: torch's subclasses order the blocks differently.
-        other = [each for each in tensor.placements if type(each).__name__ not in ("Shard", "Replicate")]
-        if other:
-            return f"a DTensor of placement {other[0]}; needs Shard or Replicate"
+        for placement in tensor.placements:
+            if type(placement).__name__ not in ("Shard", "Replicate"):
+                return f"a DTensor of placement {placement}; needs Shard or Replicate"
     elif type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {class_name(type(tensor))}; needs a plain tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -165,10 +172,10 @@ def _why_not_savable(tensor: Tensor) -> str:
 
 
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
-    """Make a tree from its structure as JSON, which `items_by_path` accepts, and its tensors.
+    """Return a tree from its structure as JSON, which `items_by_path` has checked, and its tensors by number.
 
-    Raises a CheckpointError for containers that need ``like=``: named tuples, quantised tensors, and classes that are
-    not ftrain's own.
+    Raises a CheckpointError for containers that can only be loaded with ``like=``: named tuples, quantised tensors, and
+    classes that are not in `TREE_CLASSES`.
     """
     if treedef is None:
         return None
@@ -216,17 +223,22 @@ def _is_container(node: Json) -> bool:
 
 
 def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any], list[Any]]:
-    """Return the tag, the keys, the nodes and the static values of a container."""
+    """Return the tag, the keys, the nodes and the static values of a container in JSON.
+
+    Raises a CheckpointError, or one of `MALFORMED`, if the JSON is not one that was saved.
+    """
     kind, keys, nodes = VERSION_1_TAGS.get(node["kind"], node["kind"]), node["keys"], node["nodes"]
-    # Compared as in a dict, in which True and 1 are the same key.
-    has_keys = all(type(key) in KEYS for key in keys) and len({*keys}) == len(keys) == len(nodes)
-    is_numbered = kind not in ("list", "tuple") or keys == [*range(len(keys))]
-    if not isinstance(kind, str) or not has_keys or not is_numbered:
+    are_keys = all(type(key) in KEYS for key in keys)
+    # A set, because it compares keys as a dict does, in which True and 1 are the same key.
+    are_unique = are_keys and len({*keys}) == len(keys) == len(nodes)
+    are_numbers = kind not in ("list", "tuple") or keys == [*range(len(keys))]
+    if not (isinstance(kind, str) and are_unique and are_numbers):
         raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
     return kind, keys, nodes, [decode(value) for value in node.get("static", [])]
 
 
 def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """Return one of `tensors`, or the value of another leaf. Raises a CheckpointError, or one of `MALFORMED`."""
     if not isinstance(node, dict) or node.keys() != {"tensor"}:
         return decode(node)
     number = node["tensor"]
@@ -236,7 +248,9 @@ def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def encode(value: Any) -> Json:
-    """Encode a bool, int, float, complex, str or bytes exactly. Raises a CheckpointError for other (sub)classes.
+    """Return a bool, int, float, complex, str or bytes as JSON that holds it exactly.
+
+    Raises a CheckpointError for another class, also for a subclass of these.
 
     >>> encode(0.1), encode(3), encode("x")
     ({'float': '0x1.999999999999ap-4'}, 3, 'x')
@@ -254,7 +268,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`. Raises a CheckpointError, or one of `MALFORMED`, for other JSON."""
+    """Return the value that `encode` has encoded. Raises a CheckpointError, or one of `MALFORMED`, for other JSON."""
     if type(node) in (bool, int, str):
         return node
     ((kind, value),) = node.items()

@@ -1,6 +1,6 @@
 """Data loading: a reproducible order, positions that can be saved, and batches of fixed shapes.
 
-Built on torch's `Dataset` and `DataLoader`, whose worker processes it uses.
+It takes torch's `Dataset`, and uses the worker processes of torch's `DataLoader`.
 """
 
 from ftrain.data.array_dataset import arrays

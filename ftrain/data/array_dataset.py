@@ -1,4 +1,4 @@
-"""In-memory data: a tree of arrays whose first axis is the samples."""
+"""A dataset in memory: a tree of arrays with one row per sample."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class ArrayDataset(Dataset[PyTree]):
 
     def rows(self, indices: Sequence[int]) -> PyTree:
         """Return several samples as one tree, stacked on a new first axis, as ``default_collate`` would."""
-        index = np.asarray(indices, dtype=np.int64)
+        array_index = np.asarray(indices, dtype=np.int64)
+        tensor_index = torch.from_numpy(array_index)
         return tree.map(
-            lambda leaf: leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else _to_tensor(leaf[index]),
-            self._data,
+            lambda leaf: leaf[tensor_index] if isinstance(leaf, Tensor) else _to_tensor(leaf[array_index]), self._data
         )
 
     def __getitem__(self, index: int) -> PyTree:
-        # Indexing a range raises the IndexError of a list, which ends `for sample in arrays(...)`.
+        # Allows negative indices, and raises the IndexError that ends `for sample in arrays(...)`.
         row = range(self._length)[index]
-        # Rows of numpy are copied: torch warns about read-only memory.
+        # Rows of numpy are copied, because torch warns about read-only memory, such as that of a memory map.
         return tree.map(
             lambda leaf: leaf[row] if isinstance(leaf, Tensor) else _to_tensor(np.array(leaf[row])), self._data
         )
 
 
 def _to_tensor(array: npt.NDArray[Any]) -> Tensor:
-    # Files may have another byte order than this machine.
+    """Return a numpy array as a tensor; one from a file may have another byte order than this machine."""
     return torch.as_tensor(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
 
 
 def arrays(data: PyTree) -> ArrayDataset:
-    """Return a dataset whose sample i is the same tree with row i of every leaf, as a tensor.
+    """Return a dataset whose sample i is the tree `data` with row i of every leaf, as a tensor.
 
     Args:
         data: a tree (a dict, say) of tensors or numpy arrays, memory-mapped ones included, all of one length.

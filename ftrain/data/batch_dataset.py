@@ -21,7 +21,7 @@ from ftrain.errors import DataError
 from ftrain.types import PyTree
 
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
-"""``list of samples -> batch``."""
+"""A function that makes a batch of a list of samples."""
 
 MAX_LISTED = 8
 """The largest number of samples that a message names."""
@@ -33,10 +33,11 @@ class BatchDataset(Dataset[FetchedBatch]):
     """The batches of a map-style dataset, indexed by `BatchRequest`; read in this process or by workers.
 
     Seeding takes longer than reading a small sample. So if the dataset has no attribute ``draws``, samples are read
-    without it until one draws. Its batch is then read again with seeding, as are all later ones in this process.
+    without seeding until one draws a random number. Its batch is then read again with seeding, and all later batches
+    of this process are seeded too.
 
-    With `skip_errors`, samples that raise are left out; with `refill`, good ones of the batch are repeated in their
-    place.
+    With `skip_errors`, samples that raise an error are left out; with `refill`, good samples of the batch are repeated
+    in their place.
     """
 
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip_errors: bool, refill: bool) -> None:
@@ -44,11 +45,12 @@ class BatchDataset(Dataset[FetchedBatch]):
         self._collate = _default_collate if collate is default_collate else collate
         self._collate_remedy = collate_remedy(collate)
         self._skip_errors, self._refill = skip_errors, refill
-        collated_rows = isinstance(dataset, ArrayDataset | TokenFile) and collate is default_collate
-        self._rows = dataset.rows if collated_rows else None
+        # These datasets make a whole batch faster than sample by sample, and it is the same as with `default_collate`.
+        has_rows = isinstance(dataset, ArrayDataset | TokenFile) and collate is default_collate
+        self._rows = dataset.rows if has_rows else None
         self._getitems = getattr(dataset, "__getitems__", None)
         draws = getattr(dataset, "draws", None)
-        # None: not known yet.
+        # Whether samples draw random numbers; None until that is known.
         self._draws = None if draws is None else bool(draws)
         self._collate_draws = collate is not default_collate and getattr(collate, "draws", True)
 
@@ -71,9 +73,9 @@ class BatchDataset(Dataset[FetchedBatch]):
         if self._getitems is not None and not seeded and indices:
             # If this fails, reading them one by one finds the sample at fault.
             with suppress(Exception):
-                together = list(self._getitems(indices))
-                if len(together) == len(indices):
-                    return together, []
+                batch = list(self._getitems(indices))
+                if len(batch) == len(indices):
+                    return batch, []
         samples, errors = [], []
         for index in indices:
             if seeded:
@@ -88,6 +90,7 @@ class BatchDataset(Dataset[FetchedBatch]):
         return samples, errors
 
     def _fetch(self, request: BatchRequest, samples: list[Any], errors: list[DataError]) -> FetchedBatch:
+        """Return the batch of some samples, after `errors` were handled as the options say."""
         position, skipped = request.position, tuple(errors)
         if errors and not self._skip_errors:
             return FetchedBatch(position, error=errors[0])
@@ -101,13 +104,19 @@ class BatchDataset(Dataset[FetchedBatch]):
 
 
 def _default_collate(samples: list[Any]) -> PyTree:
-    """Return `default_collate` of samples; of dicts of small tensors without its search, and its shared memory."""
+    """Return the batch that `default_collate` makes of samples; for dicts of small tensors in a faster way.
+
+    `default_collate` looks at the type of every value. In a worker it also makes each tensor in shared memory, which
+    `worker_messages` does not need for small ones.
+    """
     first = samples[0]
-    most_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
-    if type(first) is dict and all(
-        type(value) is Tensor and value.layout is torch.strided and not value.is_nested and value.nbytes <= most_bytes
-        for value in first.values()
-    ):
+    max_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
+
+    def is_small_tensor(value: Any) -> bool:
+        is_dense = type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+        return is_dense and value.nbytes <= max_bytes
+
+    if type(first) is dict and all(map(is_small_tensor, first.values())):
         return {key: torch.stack([sample[key] for sample in samples]) for key in first}
     return default_collate(samples)
 
@@ -119,7 +128,7 @@ def _built(
     skipped: tuple[DataError, ...] = (),
     remedy: str = READ_REMEDY,
 ) -> FetchedBatch:
-    """Return the batch that `build` returns, or its error."""
+    """Return the batch that `build` returns, or the error that it raises; `action` is its verb in the error."""
     try:
         return FetchedBatch(request.position, build(), skipped)
     except Exception as error:

@@ -17,7 +17,7 @@ from ftrain.data.permutation import Indices
 from ftrain.errors import DataError
 
 Lengths: TypeAlias = Callable[[Indices], Indices]
-"""``indices -> lengths`` of the samples with these indices."""
+"""A function that returns the lengths of the samples with some indices."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class BatchSampler:
     """Divides the indices of a window into the batches of one rank."""
 
     divide: Callable[[Any], list[Any]]
-    """``indices of a window -> indices of each batch of this rank``."""
+    """A function of the indices of a window that returns the indices of each batch of this rank."""
     num_ranks: int
     granularity: int
-    """With ``drop_last`` the number of samples that are used is a multiple of this, and so is `window_size`."""
+    """`window_size` is a multiple of this number, and so is the number of samples that ``drop_last`` keeps."""
     window_size: int
     fixed_size: bool
     """Whether every batch has `granularity` samples on all ranks together."""
     keeps_order: bool = False
-    """Whether a window is one batch. `divide` then takes lists too."""
+    """Whether a window is one batch, in order. `divide` then takes lists too."""
 
 
 def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
@@ -75,7 +75,7 @@ def by_tokens(
                 f"loader: sample {indices[-1]} has {sizes[-1]} tokens, more than max_tokens={max_tokens}; cut it, "
                 "leave it out, or raise max_tokens"
             )
-        # Row k holds one sample for every rank; lengths rise, so its last sample is its longest.
+        # Row k of a batch takes one sample for each rank. Lengths ascend, so the last of these samples is the longest.
         row_lengths = [int(size) for size in sizes[num_ranks - 1 :: num_ranks]]
         starts = _batch_starts(row_lengths, max_tokens, max_rows)
         rows = indices[rank::num_ranks]
@@ -84,9 +84,10 @@ def by_tokens(
     return BatchSampler(divide, num_ranks, num_ranks, _round_up(window_size, num_ranks), fixed_size=False)
 
 
-def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
+def _batch_starts(ascending_lengths: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
+    """Return the rows at which batches start: each batch takes as many rows as the limits allow."""
     starts: list[int] = []
-    for row, length in enumerate(rising_lengths):
+    for row, length in enumerate(ascending_lengths):
         num_rows = row - starts[-1] + 1 if starts else 0
         if not starts or num_rows * length > max_tokens or (max_rows is not None and num_rows > max_rows):
             starts.append(row)
@@ -105,7 +106,7 @@ def by_packing(
         rows = _best_fit_decreasing(indices, lengths(indices), row_length)
         step = num_rows * num_ranks
         global_batches = [rows[start : start + step] for start in range(0, len(rows), step)]
-        # `pack` places documents one after another, and so restores these rows, or needs fewer of them.
+        # `pack` gets the documents without the rows. It fills rows in order, so it makes the same rows, or fewer.
         return [np.array(list(chain.from_iterable(batch[rank::num_ranks])), dtype=np.int64) for batch in global_batches]
 
     return BatchSampler(divide, num_ranks, 1, window_size, fixed_size=False)
@@ -117,7 +118,7 @@ def _best_fit_decreasing(indices: Indices, lengths: Indices, row_length: int) ->
     Empty documents are left out.
     """
     rows: list[list[int]] = []
-    free_space: list[tuple[int, int]] = []  # (space, row), sorted
+    free_space: list[tuple[int, int]] = []  # (free tokens, row), sorted: a binary search finds the fullest row.
     for k in np.argsort(-lengths, kind="stable"):
         length = int(lengths[k])
         if length > row_length:
@@ -143,7 +144,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples: int) -> Lengths:
-    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices."""
+    """Return a function from an array of indices to lengths, for the lengths of all samples or a function of an index.
+
+    Raises a DataError, also in the function, if they are not whole numbers of at least 0.
+    """
     if callable(lengths):
         return lambda indices: _checked([_length(lengths, int(index)) for index in indices], len(indices))
     table = _checked(lengths, num_samples)
@@ -151,6 +155,7 @@ def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples:
 
 
 def _length(lengths: Callable[[int], int], index: int) -> int:
+    """Return the length of a sample by a function of the user. Raises a DataError in place of its errors."""
     try:
         return lengths(index)
     except Exception as error:
@@ -161,6 +166,7 @@ def _length(lengths: Callable[[int], int], index: int) -> int:
 
 
 def _checked(lengths: Sequence[int], count: int) -> Indices:
+    """Return lengths as an int64 array. Raises a DataError unless they are `count` whole numbers of at least 0."""
     try:
         table = np.asarray(lengths)
     except ValueError as error:

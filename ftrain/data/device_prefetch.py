@@ -57,7 +57,7 @@ class DevicePrefetcher:
         self._epoch_start: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch; raises as `len` of the data does."""
+        """Return the number of batches in an epoch; raises the error of ``len(data)``."""
         return len(self._data)  # type: ignore[arg-type]
 
     @property
@@ -73,22 +73,23 @@ class DevicePrefetcher:
         return self._batches()
 
     def _batches(self) -> Iterator[PyTree]:
+        """Yield the batches of an epoch, and read `depth` batches ahead. Raises the errors of the data."""
         stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
 
-        def copied(batch: PyTree) -> _Copy:
+        def start_copy(batch: PyTree) -> _Copy:
             return _Copy(*_copy(tree.as_tree(batch), self._device, stream), position(self._data))
 
-        ahead, queue = map(copied, self._data), deque[_Copy]()
+        copies, queue = map(start_copy, self._data), deque[_Copy]()
         failure: Exception | None = None
         is_over = False
         while True:
             try:
                 if not is_over:
-                    queue.extend(itertools.islice(ahead, self._depth + 1 - len(queue)))
+                    queue.extend(itertools.islice(copies, self._depth + 1 - len(queue)))
             except Exception as error:
-                # Raised after the earlier batches, which are good.
+                # It is raised after the batches in the queue, which are good.
                 failure = error
-            # Not read again: iterators that start over after their end would make one endless epoch.
+            # The data is not read after its end: an iterator that then starts again would make one endless epoch.
             is_over = len(queue) <= self._depth
             if not queue:
                 break
@@ -104,56 +105,60 @@ class DevicePrefetcher:
         return position(self._data) if self._position is None else self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position of `data`; raises as `seek` does."""
+        """Set the position of `data`; raises the errors of `seek`."""
         seek(self._data, state)
         self._epoch_start = self._position = None
 
 
 class _Copy(NamedTuple):
-    """A batch on the device, the event of its copy, and the position of the data after it."""
+    """A batch on the device, the event after its copy (None if no stream copies it), and the position after it."""
 
     batch: PyTree
     copied: torch.Event | None
     position: dict[str, Any] | None
 
     def wait(self) -> PyTree:
-        """Return the batch. The current stream waits for its copy, and its memory is kept until that stream is done."""
+        """Return the batch, after making the current stream wait for its copy; the host does not wait.
+
+        The allocator keeps the memory of the batch until the work of the current stream is done.
+        """
         if self.copied is None:
             return self.batch
         current = torch.accelerator.current_stream(self.copied.device)
         current.wait_event(self.copied)
-        _each_tensor(lambda tensor: tensor.record_stream(current), self.batch)
+        _map_tensors(lambda tensor: tensor.record_stream(current), self.batch)
         return self.batch
 
 
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
-    """Return a tree on a device, and the event of the copy if it is on a separate stream.
+    """Return a batch on a device, and the event after its copy if a separate stream makes it.
 
-    The host waits for the copy if the data has pinned the batch itself: it may fill that memory again.
+    The host waits for the copy if the batch is in pinned memory already: the data may fill that memory again.
     """
     if stream is None:
-        # Tensors on the device are copied too: the data may fill them again for the batches that are read ahead.
-        return _each_tensor(lambda tensor: tensor.to(device, non_blocking=True, copy=True), batch), None
-    with_own_memory = _each_tensor(_pin, batch)
+        # Tensors on the device are copied too: the data may write the batches that are read ahead to the same tensors.
+        return _map_tensors(lambda tensor: tensor.to(device, non_blocking=True, copy=True), batch), None
+    pinned = _map_tensors(_pin, batch)
     with stream:
-        copy = _each_tensor(lambda tensor: tensor.to(device, non_blocking=True), with_own_memory)
+        copy = _map_tensors(lambda tensor: tensor.to(device, non_blocking=True), pinned)
     copied = stream.record_event()
     if any(isinstance(leaf, Tensor) and leaf.is_pinned() for leaf in tree.leaves(batch)):
         copied.synchronize()
     return copy, copied
 
 
-def _each_tensor(function: Callable[[Tensor], Any], batch: PyTree) -> PyTree:
-    """Apply a function to every tensor that is a leaf, and not to those of other objects, which `tree.to` moves.
+def _map_tensors(function: Callable[[Tensor], Any], batch: PyTree) -> PyTree:
+    """Return a batch with a function applied to every leaf that is a tensor; other leaves stay as they are.
 
-    What objects move by themselves is unknown to `_Copy.wait`, which must tell the allocator what is in use.
+    Unlike `tree.to`, it does not move objects with a method ``to``: `_Copy.wait` could not record which tensors they
+    hold.
     """
     values, spec = tree.flatten(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
     return tree.unflatten(spec, [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in values])
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Return a tensor of the host in pinned memory, and one of a device as a copy, which nothing else may change."""
+    """Return a tensor of the host in pinned memory; for one of a device a copy, which the data cannot change."""
     if tensor.device != tree.HOST:
         return tensor.clone()
     return tensor if tensor.is_pinned() else tensor.pin_memory()

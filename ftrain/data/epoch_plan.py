@@ -1,7 +1,7 @@
 """The batches of an epoch as indices of samples: a pure function of seed, epoch and position.
 
-An epoch is a sequence of windows of the (shuffled) order, each divided into batches by itself. So a position is the
-number of a window and that of a batch in it, and resuming costs one window anywhere.
+An epoch is a sequence of windows of the (shuffled) order, and each window is divided into batches by itself. So a
+position is the number of a window and the number of a batch in it, and resuming computes only one window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ftrain.data.permutation import BLOCK, Indices, permuted
 
 
 class BatchRequest(NamedTuple):
-    """A batch to be read: the epoch, the indices of the samples, and the position after this batch."""
+    """A batch to be read: the epoch, the indices of its samples, and the position after it."""
 
     epoch: int
     indices: list[int]
@@ -33,7 +33,7 @@ class EpochPlan:
     """The batches of one rank in every epoch.
 
     With ``drop_last`` the last samples are left out if they do not fill a batch on all ranks. Otherwise they are
-    divided among the ranks; if there are fewer than ranks, the first samples of the epoch are repeated.
+    divided among the ranks; if there are fewer samples than ranks, the first samples of the epoch are repeated.
     """
 
     num_samples: int
@@ -81,8 +81,9 @@ class EpochPlan:
         return permuted(positions, self.num_samples, rng_streams.stream(self.seed, epoch, rng_streams.ORDER))
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[BatchRequest]:
-        """Yield the batches of an epoch from a position on."""
+        """Yield the batches of an epoch from a position on: that of `batch` in `window`."""
         if self.batch_sampler.keeps_order:
+            # Each window is one batch; after it, the next window starts.
             window, batch = window + (batch > 0), 0
             for indices in self._batches_in_order(epoch, window):
                 window += 1
@@ -96,7 +97,7 @@ class EpochPlan:
             batch = 0
 
     def _batches_in_order(self, epoch: int, window: int) -> Iterator[list[int]]:
-        """Yield the batches of the full windows, one per window; computed many at a time."""
+        """Yield the batches of the full windows, one per window; the order of many windows is computed at once."""
         sampler = self.batch_sampler
         size, num_full = sampler.window_size, self.num_used // sampler.window_size
         step = max(BLOCK // size, 1)
@@ -108,5 +109,5 @@ class EpochPlan:
 
 
 def _to_list(indices: Indices) -> list[int]:
-    """Return Python's integers, which index any dataset."""
+    """Return indices as Python's integers, which index any dataset."""
     return list(memoryview(indices))  # type: ignore[arg-type]

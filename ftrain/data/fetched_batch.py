@@ -28,25 +28,25 @@ class FetchedBatch(NamedTuple):
     skipped: tuple[DataError, ...] = ()
     """The errors of samples that were left out."""
     error: DataError | None = None
-    """The error because of which there is no batch."""
+    """The error if there is no batch because of one."""
     empty: bool = False
     """Whether there is no batch because all its samples were left out."""
 
 
 def collate_remedy(collate: Any) -> str:
-    """Return what to do about an error of a collate function."""
+    """Return a text for messages: what to do about an error of a collate function."""
     if collate is default_collate:
         return "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
     return "repair the samples, or pass another function as collate="
 
 
 def read_error(subject: str, error: Exception, remedy: str = "repair it") -> DataError:
-    """Return what the loader raises because of an error of the data; a worker can send it."""
+    """Return the DataError that the loader raises for an error of the data; a worker can send it."""
     if NO_SHARED_MEMORY in str(error):
         remedy = MEMORY_REMEDY
     failure = DataError(f"loader: {subject}: {type(error).__name__}: {error}; {remedy}")
     failure.__cause__ = error
     if get_worker_info():
-        # Pickling leaves out the cause.
+        # The traceback goes into a note, because pickling leaves out the cause.
         failure.add_note(f"In a worker:\n{''.join(traceback.format_exception(error))}")
     return failure

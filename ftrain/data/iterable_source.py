@@ -19,8 +19,8 @@ from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 from ftrain.errors import warn
 
 START: Position = {"batch": 0, "ended": 0}
-"""The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be at its start again,
-and its own position is no longer a position in this epoch."""
+"""The start of an epoch. ``ended`` is 1 after the dataset has raised StopIteration: its own position, in ``source``,
+may then be the start of the next epoch, and not a position in this one."""
 
 
 @dataclass(eq=False)
@@ -45,8 +45,9 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             with rng_streams.PreservedState():
                 samples, stateful = self._open(start)
                 batch = self._fetch(samples, stateful, start["batch"])
-                if batch is None and not start["batch"] and "source" in start and self.first_source is not None:
-                    # This dataset takes the end of an epoch for a position without samples.
+                starts_after_an_epoch = not start["batch"] and "source" in start
+                if batch is None and starts_after_an_epoch and self.first_source is not None:
+                    # The position of this dataset after an epoch is its end, and not the start of the next epoch.
                     samples, stateful = self._open({**START, "source": self.first_source})
                     batch = self._fetch(samples, stateful, 0)
         except Exception as error:
@@ -63,7 +64,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             yield FetchedBatch({"batch": number - 1, "ended": 1, "source": position(stateful)}, empty=True)
 
     def _open(self, start: Position) -> tuple[Iterator[Any], Any]:
-        """Return the samples from a position on, and the object that has their position: dataset, iterator or None."""
+        """Return the samples from a position on, and the object that has a position: dataset, iterator or None."""
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(self.epoch)
         saved = start.get("source")
@@ -72,6 +73,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             seek(self.dataset, saved)
         samples = iter(self.dataset)
         if saved is None:
+            # Without a saved position, the earlier samples are read again.
             for ordinal in range(start["batch"] * self.batch_size):
                 self._seed(ordinal)
                 next(samples, None)
@@ -82,11 +84,15 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
         return samples, samples if has_position(samples) else None
 
     def _seed(self, ordinal: int) -> None:
-        # Seeded for every sample, unless the dataset says that it draws nothing: a stream cannot be read twice.
+        """Seed the global generators for a sample, unless the dataset says that it draws no random numbers.
+
+        `BatchDataset` seeds only when a sample has drawn, but it reads that sample again, which a stream cannot do.
+        """
         if getattr(self.dataset, "draws", True):
             rng_streams.seed_sample(self.seed, self.epoch, ordinal)
 
     def _fetch(self, samples: Iterator[Any], stateful: Any, number: int) -> FetchedBatch | None:
+        """Return the batch with this number in the epoch, or its error; None if no batch is left."""
         batch: list[Any] = []
         ended = 0
         first = number * self.batch_size
@@ -123,8 +129,8 @@ class IterableSource:
     def __init__(self, stream: IterableBatchDataset, options: WorkerOptions) -> None:
         self._stream, self._options = replace(stream, first_source=position(stream.dataset)), options
         self._epoch_start, self._unfinished, self._finished = self._stream.first_source, False, False
-        self._is_at: Position | None = None
-        """The start of an epoch, if the dataset of this process is there because it has finished the one before."""
+        self._start_reached: Position | None = None
+        """The start of the next epoch, if the dataset of this process is already there after it finished an epoch."""
         self.start = START
         self.num_windows: int | None = None
         self.num_dropped = 0
@@ -144,7 +150,7 @@ class IterableSource:
         return length // size if self._stream.drop_last else -(-length // size)
 
     def for_state(self, state: Mapping[str, Any]) -> IterableSource:
-        """Return this source: its order is that of the dataset in every version."""
+        """Return this source, which fits every saved state: a `MapSource` is adapted to it."""
         return self
 
     def next_start(self, end: Position) -> Position:
@@ -152,17 +158,17 @@ class IterableSource:
         if "source" not in end or not has_position(self._stream.dataset):
             return START
         start = {**START, "source": end["source"]}
-        self._is_at = start if self._finished else None
+        self._start_reached = start if self._finished else None
         return start
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""
         if position["batch"] and "source" not in position and not position["ended"]:
-            has = "had no position when this one was saved"
+            reason = "had no position when this one was saved"
             if not has_position(self._stream.dataset):
-                has = "has neither state_dict nor get_state"
+                reason = "has neither state_dict nor get_state"
             warn(
-                f"loader: {type(self._stream.dataset).__name__} {has}, so "
+                f"loader: {type(self._stream.dataset).__name__} {reason}, so "
                 f"{position['batch'] * self._stream.batch_size} samples are read again and thrown away to resume"
             )
         stream = replace(self._stream, epoch=epoch, position=position)
@@ -172,14 +178,16 @@ class IterableSource:
             return
         if "source" not in position and has_position(stream.dataset):
             self._rewind()
-        elif position is self._is_at:
+        elif position is self._start_reached:
+            # The dataset is there already. To set its position could start the epoch that it has finished again.
             stream = replace(stream, position=START)
-        self._unfinished, self._finished, self._is_at = True, False, None
+        self._start_reached = None
+        self._unfinished, self._finished = True, False
         yield from stream
         self._unfinished, self._finished = False, not position["ended"]
 
     def _rewind(self) -> None:
-        """After an unfinished epoch, set a dataset that has a position back to where that epoch started."""
+        """After an unfinished epoch, set the dataset back to the position at which that epoch started."""
         if self._unfinished and self._epoch_start is not None:
             seek(self._stream.dataset, self._epoch_start)
         self._epoch_start = position(self._stream.dataset)

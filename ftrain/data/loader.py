@@ -1,4 +1,4 @@
-"""`Loader`: epochs of batches with a position; and `loader`, which makes one from a dataset and options."""
+"""`Loader`, an iterable of batches with a position; and `loader`, which makes one from a dataset and options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Source: TypeAlias = MapSource | IterableSource
 MIN_WINDOW, MIN_WINDOW_BATCHES = 4096, 64
 """The smallest number of samples and of batches in a window if batches depend on lengths."""
 
-SHARES = "batch_size", "num_ranks"
+BATCH_FACTORS = "batch_size", "num_ranks"
 """The options whose product is the number of samples in a batch of all ranks."""
 
 
@@ -58,6 +58,7 @@ class Loader:
         self._source, self._num_ranks = source, num_ranks
         self._epoch, self._start, self._position = 0, source.start, source.start
         self._skipped_at_start, self._warned = 0, False
+        # The number of calls of `iter()`, by which an iterator learns that it is no longer the latest.
         self._num_iterators = 0
 
     def __len__(self) -> int:
@@ -81,6 +82,7 @@ class Loader:
         return self._batches(self._num_iterators)
 
     def _batches(self, iterator: int) -> Iterator[PyTree]:
+        """Yield the batches from `_start` to the end of the epoch; raises the error of a batch that has one."""
         self._require_latest(iterator)
         for batch in self._source.batches(self._epoch, self._start):
             if batch.error is not None:
@@ -95,7 +97,7 @@ class Loader:
                         "left out; repair one of them"
                     ) from batch.skipped[0]
                 continue
-            # This frame must not keep a batch alive that the caller has dropped.
+            # A variable of this generator would keep the batch in memory after the caller has dropped it.
             yielded = [batch.batch]
             del batch
             yield yielded.pop()
@@ -112,12 +114,12 @@ class Loader:
         return {"epoch": self._epoch, **self._position, "skipped": self.skipped, **self._source.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
+        """Continue from a state that `state_dict` returned: the next ``iter()`` yields the remaining batches.
 
-        The number of ranks may be another one, if all together have as many samples in a batch as before.
+        The number of ranks may differ, if a batch of all ranks has as many samples as before.
 
         Raises:
-            DataError: if it is not such a state, or from a loader of other data or options; lists the differences.
+            DataError: if it is not such a state, or is from a loader of other data or options; lists the differences.
         """
         source = self._source.for_state(state)
         differences = _differences(source, state)
@@ -137,6 +139,7 @@ class Loader:
         self._start = self._position = {key: state[key] for key in keys}
 
     def _require_latest(self, iterator: int) -> None:
+        """Raise a DataError if an iterator is not the latest one, by its number."""
         if iterator != self._num_iterators:
             raise DataError(
                 "loader: an earlier iterator is used after iter() was called again, or a position was loaded; a loader "
@@ -144,6 +147,7 @@ class Loader:
             )
 
     def _count_skipped(self, errors: Sequence[DataError]) -> None:
+        """Count the samples that were left out; warn of the first one."""
         if not self._warned:
             self._warned = True
             warn(f"{errors[0]}. loader.skipped counts such samples; there is no further warning")
@@ -151,6 +155,7 @@ class Loader:
 
 
 def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
+    """Return why a state is not one of this source, a line for each reason; [] if it is."""
     counters = ["epoch", "skipped", *source.start]
     options = source.fingerprint
     differences = [f"{name}: missing" for name in [*counters, *options] if name not in state]
@@ -160,24 +165,26 @@ def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
         for name in counters
         if name in state and not _is_count(state[name])
     ]
-    alike = SHARES if _global_batch_size(state) == _global_batch_size(options) is not None else ()
+    may_differ: tuple[str, ...] = ()
+    if (size := _global_batch_size(options)) is not None and _global_batch_size(state) == size:
+        may_differ = BATCH_FACTORS
     differences += [
         f"{name}: found {state[name]!r}, this loader has {value!r}"
         for name, value in options.items()
-        if name in state and state[name] != value and name not in alike
+        if name in state and state[name] != value and name not in may_differ
     ]
-    windows = source.num_windows
-    if not differences and windows is not None and state["window"] > windows:
-        return [f"window is {state['window']}, and an epoch has {windows}"]
+    num_windows = source.num_windows
+    if not differences and num_windows is not None and state["window"] > num_windows:
+        return [f"window is {state['window']}, and an epoch has {num_windows}"]
     return differences
 
 
 def _global_batch_size(options: Mapping[str, Any]) -> int | None:
     """Return the number of samples in a batch of all ranks; None if it is not fixed."""
-    shares = [options.get(name) for name in SHARES]
-    if "max_tokens" in options or "pack" in options or not all(map(_is_count, shares)):
+    factors = [options.get(name) for name in BATCH_FACTORS]
+    if "max_tokens" in options or "pack" in options or not all(map(_is_count, factors)):
         return None
-    return math.prod(shares)  # type: ignore[arg-type]
+    return math.prod(factors)  # type: ignore[arg-type]
 
 
 def _is_count(value: Any) -> bool:
@@ -211,13 +218,13 @@ def loader(
     read one batch at a time.
 
     The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample: random
-    augmentation does not depend on workers or resuming. Seeding is slow, so it starts only when a sample has drawn,
-    whose batch is then read again. Not detected are samples that draw and then restore the state of the generator
-    (``torch.random.fork_rng``), or seed one from ``torch.initial_seed()``: give the dataset an attribute
-    ``draws = True``. With ``draws = False`` nothing is seeded.
+    augmentation does not depend on workers or resuming. Seeding is slow, so it starts only when a sample has drawn a
+    random number; the batch of this sample is then read again. A sample that draws and then restores the state of the
+    generator (``torch.random.fork_rng``), or seeds one from ``torch.initial_seed()``, is not detected: give the dataset
+    an attribute ``draws = True``. With ``draws = False`` nothing is seeded.
 
-    With `lengths`, batches are formed within windows of the shuffled order: of `batch_size` samples of similar
-    lengths; with `max_tokens`, of as many as fit; or with `pack`, of `batch_size` rows of this length, filled with
+    With `lengths`, batches are formed within windows of the shuffled order, of samples of similar lengths: `batch_size`
+    samples, or with `max_tokens` as many as fit. With `pack`, a batch has `batch_size` rows of this length, filled with
     whole documents (see `ftrain.data.pack`).
 
     An iterable dataset keeps its own order (``shuffle=False``), is read by at most one worker, and must already be
@@ -240,13 +247,14 @@ def loader(
         pack: the length of a row.
         window: number of samples whose lengths are compared. Default: 4096, or 64 batches if that is more.
         timeout: seconds to wait for a worker.
-        on_error: "raise" what a sample raises; or "skip" it, count it in ``loader.skipped``, and repeat good samples of
-            the batch in its place (not with `pack`). A batch without any is left out; with several ranks, an error.
+        on_error: "raise" the error of a sample; or "skip" the sample, count it in ``loader.skipped``, and repeat good
+            samples of the batch in its place (not with `pack`). A batch without a good sample is left out; with several
+            ranks it is an error.
         prefetch_factor: number of batches that each worker reads ahead.
         context: start method of workers: "fork", "spawn" or "forkserver". Default: Python's.
 
     Raises:
-        OptionError: if an option is out of range, or excludes another.
+        OptionError: if an option is out of range, or two exclude each other.
         ComposeError: if `seed` is not an integer.
         DataError: if `dataset` is not a dataset, or has too few samples for one batch.
 
@@ -264,7 +272,7 @@ def loader(
         )
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
-        # The same samples, read one batch at a time.
+        # The same samples, which `arrays` reads one batch at a time.
         dataset = arrays(dataset.tensors)
     if not _is_map_style(dataset):
         uses_lengths = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
@@ -279,7 +287,7 @@ def loader(
     _require_batches(plan)
     batches = BatchDataset(dataset, collate, seed=seed, skip_errors=on_error == "skip", refill=pack is None)
     sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
-    # Python's own numbers, whatever was given: checkpoints save them.
+    # As Python's numbers, because checkpoints save them; numpy's integers are allowed as arguments.
     fingerprint = {
         "seed": index(seed),
         "samples": num_samples,
@@ -303,6 +311,7 @@ def _batch_sampler(
     pack: int | None,
     window: int | None,
 ) -> BatchSampler:
+    """Return the sampler for the options of `loader`. Raises an OptionError if they exclude each other."""
     for name, value in (("max_tokens", max_tokens), ("pack", pack), ("window", window)):
         if value is not None:
             require_positive("loader", name, value)
@@ -325,25 +334,26 @@ def _batch_sampler(
 
 
 def _is_map_style(dataset: Any) -> bool:
+    """Whether a dataset is map-style, else iterable. Raises a DataError if it is neither."""
     if isinstance(dataset, DataLoader):
         raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its .dataset, of samples")
-    has_rows = (
-        not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    )
-    # A pair of inputs and labels, most likely, and not two samples.
-    are_arrays = isinstance(dataset, tuple) and all(isinstance(each, Tensor | np.ndarray) for each in dataset)
-    is_other = are_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type)
-    if is_other or not (has_rows or isinstance(dataset, Iterable)):
+    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    is_map_style = has_index and not isinstance(dataset, IterableDataset)
+    # A tuple of arrays is most likely inputs and labels, and not two samples.
+    is_tuple_of_arrays = isinstance(dataset, tuple) and all(isinstance(item, Tensor | np.ndarray) for item in dataset)
+    is_no_dataset = is_tuple_of_arrays or isinstance(dataset, Iterator | Mapping | str | bytes | type)
+    if is_no_dataset or not (is_map_style or isinstance(dataset, Iterable)):
         raise DataError(
             f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset "
             "with __len__, an IterableDataset, a list of samples, or ft.data.arrays(tree of tensors)"
         )
-    return has_rows
+    return is_map_style
 
 
 def _require_options(
     batch_size: int | None, rank: int, num_ranks: int, on_error: str, worker_options: WorkerOptions
 ) -> None:
+    """Raise an OptionError if an option of `loader` is out of range."""
     num_workers, timeout, prefetch_factor, context = worker_options
     require_positive("loader", "num_ranks", num_ranks)
     require_positive("loader", "prefetch_factor", prefetch_factor)
@@ -360,6 +370,7 @@ def _require_options(
 def _require_iterable_options(
     dataset: Any, shuffle: bool, num_workers: int, num_ranks: int, uses_lengths: bool, on_error: str
 ) -> None:
+    """Raise an OptionError for an option that an iterable dataset does not support."""
     requirements = [
         (not shuffle, "shuffle=False: it has its own order; shuffle in the dataset"),
         (num_workers <= 1, f"num_workers=1 instead of {num_workers}: each worker would read all of it"),
@@ -370,12 +381,13 @@ def _require_iterable_options(
         ),
         (on_error == "raise", 'on_error="raise": a stream that raised has ended; catch errors in the dataset'),
     ]
-    for fulfilled, requirement in requirements:
-        if not fulfilled:
+    for is_met, requirement in requirements:
+        if not is_met:
             raise OptionError(f"loader: {type(dataset).__name__} is an iterable dataset, and needs {requirement}")
 
 
 def _require_batches(plan: EpochPlan) -> None:
+    """Raise a DataError if an epoch has no batch."""
     if plan.num_samples == 0:
         raise DataError("loader: the dataset has no sample")
     if plan.num_windows == 0:

@@ -14,13 +14,13 @@ from ftrain.data.fetched_batch import FetchedBatch, Position
 from ftrain.data.worker_pool import WorkerPool
 
 LENGTHS = "lengths"
-"""The option with the checksum of all lengths, which is not known of a function."""
+"""The option with the checksum of all lengths; absent if they are a function, which is not called for all samples."""
 ORDER = 2
-"""The version of the order, so that a position of another one is refused."""
+"""The version of the order of samples: a position that was saved with another version is refused."""
 
 
 def options_of_lengths(lengths: Sequence[int] | Callable[[int], int] | None, window_size: int) -> dict[str, int]:
-    """Return the options that depend on lengths; those of a function are not compared, which would call it for each."""
+    """Return the options of a loader that depend on the lengths of samples; {} without lengths."""
     if lengths is None:
         return {}
     checksum = {} if callable(lengths) else {LENGTHS: zlib.crc32(np.asarray(lengths).astype("<i8").tobytes())}
@@ -46,12 +46,12 @@ class MapSource:
         self._plan, self._workers, self._options = plan, workers, options
 
     def for_state(self, state: Mapping[str, Any]) -> MapSource:
-        """Return the source for a saved state: without lengths that one of the two does not know."""
+        """Return a source to compare with a saved state: the lengths count only if both have their checksum."""
         source = MapSource(self._plan, self._workers, self._options)
         if LENGTHS not in state:
             source.fingerprint.pop(LENGTHS, None)
         elif "window_size" in source.fingerprint:
-            # Those of a function are taken to be the same; what is saved from now on keeps their checksum.
+            # Lengths of a function are taken to be the same. The states that are saved from now on keep the checksum.
             source.fingerprint.setdefault(LENGTHS, state[LENGTHS])
         return source
 

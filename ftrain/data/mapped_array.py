@@ -1,6 +1,6 @@
-"""Send arrays of memory-mapped files to worker processes by the name of the file; pickling would copy all of it.
+"""Pickle arrays of memory-mapped files as the name of the file; numpy's pickle would copy the whole file.
 
-Workers that are not forked receive the dataset as a pickle: on macOS, and since Python 3.14 on Linux.
+Worker processes that are not forked receive the dataset as a pickle: on macOS, and since Python 3.14 on Linux.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 
 def sendable(array: Any) -> Any:
-    """Return what to pickle instead of an array: it is unpickled as the same array, mapped from the same file.
+    """Return an object to pickle in place of an array; it is unpickled as the same part of the same mapped file.
 
-    Returns the argument itself, if it is not a part without gaps of a file that is mapped for all processes.
+    Returns the array itself if it is not a contiguous part of a mapped file, or of a copy-on-write map, whose changes
+    are not in the file.
     """
+    # Views of a memory map may be memory maps too: follow the bases to the one that opened the file.
     file = array
-    while isinstance(file, np.ndarray) and not (isinstance(file, np.memmap) and not isinstance(file.base, np.ndarray)):
+    while isinstance(file, np.ndarray) and (not isinstance(file, np.memmap) or isinstance(file.base, np.ndarray)):
         file = file.base
     if not isinstance(file, np.memmap) or file.filename is None or file.mode == "c":
         return array

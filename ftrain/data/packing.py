@@ -21,7 +21,7 @@ Document: TypeAlias = "Sequence[int] | Tensor | Mapping[str, Any]"
 """Tokens, or a mapping with tokens and optionally ``"labels"``."""
 
 _Tokens: TypeAlias = tuple[Tensor, Tensor]
-"""The tokens and labels of a document, or of the part of one that fits in a row."""
+"""The tokens and labels of a document, or of a part of it that fits in a row."""
 
 
 def pack(
@@ -33,15 +33,15 @@ def pack(
     field: str = "tokens",
     cut: bool = False,
 ) -> dict[str, Tensor]:
-    """Place documents one after another in rows of one length, starting a new row when the next one does not fit.
+    """Return documents as rows of one length: one after another, and a new row when the next one does not fit.
 
-    Documents keep their order; ``loader(..., pack=length)`` gives them in one that leaves little padding. The label of
-    a token is the next one of its document, and -100 for the last one.
+    Documents keep their order; ``loader(..., pack=length)`` orders them so that little padding is left. The label of a
+    token is the next token of its document, and -100 for the last one.
 
     Args:
         documents: tokens, or mappings with tokens; empty documents are left out.
         length: number of tokens in a row.
-        rows: the number of rows, of which the last ones may be empty. Default: as many as needed.
+        rows: the number of rows; the last ones may be empty. Default: as many as needed.
         pad: the padding token.
         field: the key of the tokens in a mapping. Its ``"labels"``, if any, are used as they are, one for each token.
         cut: split a document that is longer than a row into several documents; else it is an error.
@@ -92,7 +92,7 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function; raises an OptionError as `pack` does."""
+    """Return `pack` with these options as a collate function. Raises an OptionError if one is out of range."""
     _require_options("packed", length, rows, cut)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
@@ -102,8 +102,9 @@ def packed(
 def block_mask(documents: Tensor) -> Tensor:
     """Return the attention mask of packed rows: causal, and only within a document.
 
-    For ``scaled_dot_product_attention(..., attn_mask=)``; for code that adds a mask to the scores, as some attention of
-    transformers, ``torch.where(mask, 0.0, -torch.inf)``. Padding attends to padding: attention without a key is NaN.
+    Pass it to ``scaled_dot_product_attention(..., attn_mask=)``. To a model that adds its mask to the scores, as some
+    of transformers do, pass ``torch.where(mask, 0.0, -torch.inf)``. Padding attends to padding, because attention
+    without a key is NaN.
 
     Args:
         documents: the ``documents`` of `pack`, of shape (rows, length).
@@ -132,6 +133,7 @@ def _require_options(function: str, length: int, rows: int | None, cut: bool) ->
 
 
 def _read_all(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[_Tokens]:
+    """Yield the tokens and labels of documents, cut into parts of at most `length` tokens. Raises a DataError."""
     for index, document in enumerate(documents):
         tokens, labels = _read(document, field, index)
         if len(tokens) > length and not cut:
@@ -144,6 +146,7 @@ def _read_all(documents: Iterable[Document], length: int, field: str, cut: bool)
 
 
 def _read(document: Document, field: str, index: int) -> _Tokens:
+    """Return the tokens and labels of a document. Raises a DataError if it has none."""
     if not isinstance(document, Mapping):
         return _with_next_token_labels(_tokens(document, field, index))
     if field not in document:
@@ -167,6 +170,7 @@ def _with_next_token_labels(tokens: Tensor) -> _Tokens:
 
 
 def _tokens(values: Any, name: str, index: int) -> Tensor:
+    """Return integers as an int64 tensor of one axis. Raises a DataError if they are not integers on one axis."""
     try:
         tokens = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -36,7 +36,7 @@ class Pad:
         """Return the batch of some samples, mappings with the same fields.
 
         Raises:
-            DataError: if there are none, or they are something else; or naming a field that cannot be padded.
+            DataError: if there are no samples, if they are not such mappings, or if a field cannot be padded.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
@@ -57,14 +57,16 @@ class Pad:
         return batch
 
     def _field(self, name: str, values: list[Any]) -> Tensor:
+        """Return the values of a field as one tensor, padded if the options say so. Raises a DataError."""
         tensors = [_tensor(name, value) for value in values]
-        # An empty list has no dtype of its own.
+        # An empty list has no dtype, so it gets that of the other values.
         dtype = next((tensor.dtype for tensor in tensors if tensor.numel()), torch.float32)
         tensors = [
             tensor.to(dtype) if isinstance(value, list | tuple) and not tensor.numel() else tensor
             for tensor, value in zip(tensors, values, strict=True)
         ]
-        is_padded = all(tensor.ndim == 1 for tensor in tensors) if self.fields is None else name in self.fields
+        has_one_axis = all(tensor.ndim == 1 for tensor in tensors)
+        is_padded = has_one_axis if self.fields is None else name in self.fields
         if is_padded:
             return self._padded(name, tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
@@ -73,6 +75,7 @@ class Pad:
         return torch.stack(tensors)
 
     def _padded(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Return tensors padded along their first axis, as one tensor. Raises a DataError if they do not fit."""
         if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1 or not tensors[0].ndim:
             listed = sorted({f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors})
             raise DataError(f"pad: field {name} has {', '.join(listed)} in one batch; only the first axis may differ")
@@ -83,10 +86,12 @@ class Pad:
         batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
         for row, tensor in zip(batch, tensors, strict=True):
             tensor = tensor[:length]
-            row[slice(length - len(tensor), None) if self.side == "left" else slice(len(tensor))] = tensor
+            start = length - len(tensor) if self.side == "left" else 0
+            row[start : start + len(tensor)] = tensor
         return batch
 
     def _length(self, name: str, longest: int) -> int:
+        """Return the length to which a field is padded. Raises a DataError if the longest sample is longer."""
         if self.length is None:
             return -(-longest // self.multiple) * self.multiple
         if longest > self.length and not self.cut:
@@ -118,7 +123,7 @@ def pad(
         cut: cut samples that are longer than `length` at their end; else they are an error.
 
     Raises:
-        OptionError: if an option is out of range, or excludes another.
+        OptionError: if an option is out of range, or two exclude each other.
 
     >>> batch = pad(mask="tokens")([{"tokens": [1, 2, 3], "labels": [2, 3, 4]}, {"tokens": [5], "labels": [6]}])
     >>> batch["tokens"].tolist(), batch["labels"].tolist()
@@ -163,11 +168,12 @@ def padding(batch: PyTree) -> Mean:
 
 
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
+    """Raise a DataError if a dtype cannot hold the padding value of a field."""
     if dtype.is_floating_point or dtype.is_complex:
         return
     # torch would store -100 as 156 in uint8, and as True in bool.
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not (least <= fill <= most and fill == int(fill)):
+    lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (lowest <= fill <= highest and fill == int(fill)):
         raise DataError(
             f"pad: field {name} is {dtype_name(dtype)}, which cannot hold the padding value {fill}; "
             f"convert it (to int64), or pass values={{{name!r}: ...}}"
@@ -175,6 +181,7 @@ def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
 
 
 def _names(samples: list[Any]) -> list[str]:
+    """Return the names of the fields of samples. Raises a DataError unless these are mappings with the same fields."""
     if not samples:
         raise DataError("pad: the batch has no samples; needs at least one")
     for sample in samples:
@@ -188,6 +195,7 @@ def _names(samples: list[Any]) -> list[str]:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
+    """Return the value of a field as a tensor. Raises a DataError if it is not one of numbers."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,9 +1,11 @@
 """The shuffled order of an epoch, in bounded memory.
 
-Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. More are mapped one by one by a
-generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which does not
-reach all orders of a few indices equally often: over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the
-number of indices, ``x += F(y)`` and ``y += F(x)`` in turn. A result outside of the range is mapped again.
+Up to `BLOCK` indices are sorted by random draws, so that all orders are equally likely.
+
+More indices are mapped one by one by a generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002). An index is a pair ``(x, y)`` with ``x < a`` and ``y < b``, where ``a b`` is a little more than
+the number of indices. Rounds of ``x += F(y) mod a`` and ``y += F(x) mod b`` permute the pairs; a result that is outside
+of the range is mapped again. Of a few indices this does not give all orders equally often, hence the sort.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
         index: positions, integers in ``[0, size)``, of any shape.
         size: the number of elements.
         seed: the seed of the run.
-        epoch: the number of the epoch, each of which has its own permutation.
+        epoch: the number of the epoch; each epoch has another permutation.
 
     Returns:
         int64 array of the shape of `index`.
@@ -61,7 +63,7 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
 
 
 def permuted(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:
-    """Return `shuffled` for given key data, without a check of the range."""
+    """Return the result of `shuffled` for this key data, without checking the positions."""
     return sorted_draws(size, key_data)[positions] if size <= BLOCK else feistel(positions, size, key_data)
 
 
@@ -73,7 +75,7 @@ def sorted_draws(size: int, key_data: tuple[int, int]) -> Indices:
 
 def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:
     """Return the elements at some positions of the permutation that the Feistel network computes."""
-    # Even, so that one round can be an odd permutation: otherwise only half of all permutations could be reached.
+    # Even, so that one round can be an odd permutation: with only even ones, half of all permutations are impossible.
     left = math.isqrt(max(size - 1, 0)) + 1
     left += left % 2
     right = max(-(-size // left), 1)
@@ -87,6 +89,7 @@ def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices
 
 
 def _rounds(values: _UInts, left: int, right: int, key_data: tuple[int, int]) -> _UInts:
+    """Return the results of the network for numbers below ``left * right``."""
     a, b = np.uint64(left), np.uint64(right)
     keys = _round_keys(key_data)
     x, y = values // b, values % b
@@ -98,6 +101,7 @@ def _rounds(values: _UInts, left: int, right: int, key_data: tuple[int, int]) ->
 
 
 def _mix(value: _UInts) -> Any:
+    """Return the hash of each number, 64 bits."""
     for factor in _FACTORS:
         value = (value ^ (value >> _SHIFT)) * factor
     return value ^ (value >> _SHIFT)
@@ -105,5 +109,6 @@ def _mix(value: _UInts) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(key_data: tuple[int, int]) -> list[np.uint64]:
+    """Return a key of 64 bits for each round."""
     folded = (random.fold_in_key_data(key_data, number) for number in range(ROUNDS))
     return [np.uint64(high << 32 | low) for low, high in folded]

@@ -13,9 +13,9 @@ from numpy.random import mtrand
 from ftrain import random
 
 ORDER, WINDOW, SAMPLE, COLLATION = range(4)
-"""Purposes of the keys of an epoch. Keys of different purposes give independent numbers."""
+"""The purposes of random numbers in an epoch; each has its own key, and so independent numbers."""
 
-# Folded into the key of the seed; a number that users are unlikely to fold into a key of the same seed themselves.
+# The bytes "data", folded into the key of the seed: users are unlikely to fold this number into a key of the same seed.
 _DATA = 0x64617461
 
 
@@ -37,20 +37,21 @@ def seed_collation(seed: int, epoch: int, index: int) -> None:
 
 
 def _seed(key_data: tuple[int, int]) -> None:
+    """Seed the global generators of torch, Python and numpy."""
     number = random.seed_of(key_data)
     # Not torch.manual_seed, which also seeds the devices, even in workers.
     torch.default_generator.manual_seed(number)
     python_random.seed(number)
-    # Not `_SPARE`, by which `PreservedState` detects draws.
+    # Not `_SPARE`, whose state must stay that of its copy, by which `PreservedState` detects draws.
     mtrand.set_bit_generator(_SEEDED)
-    # One number: to seed numpy with several takes six times as long.
+    # One number of 32 bits: to seed numpy with an array takes six times as long.
     np.random.seed(key_data[0])
 
 
 class PreservedState:
     """Context that restores the global generators of torch, Python and numpy; `detect` makes `has_drawn` possible.
 
-    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once.
+    One thing is not restored: ``np.random.randn`` computes two normal numbers at once, and may have kept the second.
     """
 
     __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
@@ -61,7 +62,7 @@ class PreservedState:
     def __enter__(self) -> PreservedState:
         self._torch = torch.default_generator.get_state()
         self._python = _PythonState.now()
-        # Replaced by another generator: to copy the state takes a hundred times as long.
+        # Another generator takes its place in this context: to copy its state takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
         if self._detect:
             self._resets, self._torch_numbers = _SPARE.resets, _next_numbers_of_torch()
@@ -77,12 +78,12 @@ class PreservedState:
         mtrand.set_bit_generator(self._numpy)
 
     def has_drawn(self) -> bool:
-        """Return whether a global generator was used or set in this context; can be called once.
+        """Whether a global generator was used or set in this context; may be called only once.
 
-        Not detected is code that draws and then restores the earlier state, or sets one of an earlier batch.
+        It does not detect code that draws and then restores the earlier state, or sets a state of an earlier batch.
         """
         return (
-            # First, because this call also restores the generator.
+            # Called first, and so in any case: it also restores the generator.
             _SPARE.has_drawn()
             or _SPARE.resets != self._resets
             or self._python.has_drawn()
@@ -95,9 +96,10 @@ _NUMBERS = torch.from_numpy(_MEMORY)
 
 
 def _next_numbers_of_torch() -> bytes:
-    """Draw from torch's global generator. This takes a third of the time of comparing its states.
+    """Return the next two normal numbers of torch's global generator, as bytes.
 
-    Two normal numbers: the generator may have stored the first one, but not the second one.
+    To compare these takes a third of the time of comparing states. Two, because the generator may hold the first number
+    since an earlier draw; the second one then depends on the rest of its state.
     """
     _NUMBERS.normal_()
     return _MEMORY.tobytes()
@@ -106,8 +108,8 @@ def _next_numbers_of_torch() -> bytes:
 class _PythonState:
     """A state of Python's global generator, from `random.getstate`.
 
-    To read it takes longer than to read a small sample. So the state that was restored last is kept: while the next
-    numbers are those that follow this state, nothing has drawn since.
+    `random.getstate` takes longer than reading a small sample. So the state that was restored last is kept. If the next
+    numbers are those that follow this state, nothing has drawn since, and it is still the current state.
     """
 
     __slots__ = ("_after", "_first", "_second", "_state")
@@ -129,7 +131,8 @@ class _PythonState:
             return last
         version, memory, normal = python_random.getstate()
         # Undo the draws of `_words_until_another`: the generator computes 624 words at once, and the last element of
-        # its memory counts those that were drawn. Wrong once in 2**41 times, if a new block has begun by chance.
+        # its memory counts the words that were drawn. This fails if these draws began a new block of words and the
+        # first word was the expected one by chance: once in 2**41 times.
         cls._last = state = cls((version, (*memory[:-1], max(memory[-1] - (words or 0), 0)), normal))
         state.restore()
         python_random.getrandbits(64)
@@ -147,7 +150,7 @@ class _PythonState:
         python_random.setstate(self._state)
 
     def has_drawn(self) -> bool:
-        """Return whether the generator has been used after `now`."""
+        """Whether the generator has been used after `now`."""
         return python_random.getrandbits(64) != self._after or _GENERATOR.gauss_next != self._state[2]
 
 
@@ -159,16 +162,16 @@ _SEEDED = np.random.MT19937(0)
 
 
 class _Spare:
-    """numpy's global generator while samples that may draw are read, and a copy of it in the same state.
+    """The global generator of numpy while samples that may draw are read, and a copy of it in the same state.
 
-    When their states differ, the first one is set to the state of the copy, and `resets` increases by one.
+    When a draw has made their states differ, the generator gets the state of the copy, and `resets` increases by one.
     """
 
     def __init__(self) -> None:
         self.generator, self._copy, self.resets = np.random.MT19937(0), np.random.MT19937(0), 0
 
     def has_drawn(self) -> bool:
-        """Return whether the generator has been used since the last call."""
+        """Whether the generator has been used since the last call; advances it and its copy by one number."""
         if self.generator.random_raw() == self._copy.random_raw():
             return False
         self.generator.state, self.resets = self._copy.state, self.resets + 1

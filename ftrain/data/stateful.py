@@ -13,7 +13,7 @@ PROTOCOLS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
 
 
 def has_position(data: Any) -> bool:
-    """Return whether a source can save its position."""
+    """Whether a source has a position that can be saved."""
     return _methods(data) is not None
 
 
@@ -41,9 +41,10 @@ def seek(data: Any, position: Mapping[str, Any]) -> None:
 
 
 def _methods(data: Any) -> tuple[str, str] | None:
-    # A loader of Accelerate has these methods even if the one that it wraps has no position.
+    """Return the names of the methods that read and set the position of a source; None if it has none."""
+    # A loader of Accelerate always has these methods; they work only if the loader in it has them too.
     owners = data, getattr(data, "base_dataloader", data)
-    pairs = (
-        pair for pair in PROTOCOLS if all(callable(getattr(owner, name, None)) for owner in owners for name in pair)
-    )
-    return next(pairs, None)
+    for pair in PROTOCOLS:
+        if all(callable(getattr(owner, name, None)) for owner in owners for name in pair):
+            return pair
+    return None

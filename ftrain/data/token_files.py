@@ -97,7 +97,7 @@ class TokenWriter:
             self._part.replace(self._path)
 
     def _write_header(self, count: int) -> None:
-        # numpy pads the header, so that one with a larger count can overwrite it.
+        # numpy pads the header, so that the final count fits in the place of the first one, which is 0.
         header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
@@ -117,7 +117,7 @@ class TokenWriter:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Context that raises a DataError that names the file in place of a system error."""
+    """Context that raises a DataError that names the file in place of an error of the system."""
     try:
         yield
     except OSError as error:
@@ -130,7 +130,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 def write_tokens(
     path: str | Path, documents: Iterable[Sequence[int] | Tensor | Tokens], dtype: npt.DTypeLike = np.uint16
 ) -> None:
-    """Write documents, integers of shape (length,), to a token file, as `TokenWriter` does; raises as it does."""
+    """Write documents, integers of shape (length,), to a token file; raises the errors of `TokenWriter`."""
     with TokenWriter(path, dtype) as writer:
         for tokens in documents:
             writer.add(tokens)
@@ -142,7 +142,10 @@ def ends_path(path: Path) -> Path:
 
 
 class _TokenArray:
-    """An array of tokens. Each process memory-maps the file when it first reads it. Raises a DataError if it cannot."""
+    """An array of tokens, or a file that each process memory-maps when it first reads it.
+
+    Raises a DataError if the file cannot be read, or does not hold integers on one axis.
+    """
 
     def __init__(self, source: str | Path | Tokens) -> None:
         if not isinstance(source, str | os.PathLike | np.ndarray):

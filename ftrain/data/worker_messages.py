@@ -1,6 +1,6 @@
-"""Send batches from a worker process: small tensors by value, within the message.
+"""Messages in which a worker process sends its batches, with the values of small tensors.
 
-Torch sends a file descriptor of shared memory for each tensor, which takes half a millisecond whatever the size.
+torch would send a file descriptor of shared memory for each tensor, which takes half a millisecond for any size.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ftrain import _torch, tree
 from ftrain.data.fetched_batch import FetchedBatch, read_error
 
 MAX_BYTES = 1 << 19
-"""The largest memory of a tensor that is sent by value. To copy more takes as long as to send a file descriptor."""
+"""The largest number of bytes of a tensor whose values are sent; to copy more takes as long as a file descriptor."""
 
 
 def to_message(fetched: FetchedBatch) -> bytes:
-    """Return the pickle that a worker sends of a batch."""
+    """Return the message that a worker sends: the pickle of a batch, or of the error if it cannot be pickled."""
     try:
         return _pickled(fetched)
     except Exception as error:
@@ -35,12 +35,15 @@ def _pickled(value: Any) -> bytes:
 
 
 class _ByValuePickler(ForkingPickler):
-    """Pickles as torch does between processes, except for small plain tensors; shared memory stays shared."""
+    """Pickles as torch does between processes, but pickles the bytes of small plain tensors.
+
+    Tensors that share memory share it again after unpickling.
+    """
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
         self._memories: dict[int, Tensor] = {}
-        """The memory of each tensor as another tensor of bytes, which is pickled once."""
+        """The memory of each pickled tensor, as a tensor of bytes by the id of its storage; each is pickled once."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that rebuild a small tensor, or NotImplemented for the default."""
@@ -55,6 +58,7 @@ class _ByValuePickler(ForkingPickler):
 
 
 def _is_small(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are sent: it is dense, on the host, without a gradient, and at most `MAX_BYTES`."""
     return (
         tensor.device == tree.HOST
         and tensor.layout is torch.strided
@@ -71,7 +75,7 @@ def _to_bytes(tensor: Tensor) -> bytes:
 def _from_bytes(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
-    # Copied for the alignment of other tensors: with another one, kernels may add up in another order.
+    # A clone has the alignment of other tensors. With another alignment, kernels may sum in another order.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 

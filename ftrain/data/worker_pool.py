@@ -33,26 +33,28 @@ class WorkerOptions(NamedTuple):
 
 
 def _data_loader(
-    dataset: Dataset[FetchedBatch], options: WorkerOptions, generator: torch.Generator, **more: Any
+    dataset: Dataset[FetchedBatch], options: WorkerOptions, generator: torch.Generator, **arguments: Any
 ) -> DataLoader[FetchedBatch]:
+    """Return a `DataLoader` of a dataset of whole batches, whose workers send the messages of `to_message`."""
     return WatchedLoader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        # Called with what the dataset returns, a batch; this makes a message of it.
+        # `batch_size=None` passes each item of the dataset, a batch, to this function.
         collate_fn=to_message,  # type: ignore[arg-type]
         timeout=options.timeout,
-        # Each epoch draws a number from this generator; the default is the user's global one.
+        # torch draws a number from this generator in each epoch; the default is the global one, which is the user's.
         generator=generator,
         multiprocessing_context=options.context,
         worker_init_fn=partial(_prepare_worker, torch.get_default_dtype()),
         prefetch_factor=options.prefetch_factor,
-        **more,
+        **arguments,
     )
 
 
 def _prepare_worker(dtype: torch.dtype, worker: int) -> None:
-    # One that is not forked would have torch's default.
+    """Prepare a worker process when it starts."""
+    # A worker that is not forked does not have the default dtype of the main process.
     torch.set_default_dtype(dtype)
     # Ctrl-C reaches every process of a terminal; the main process decides which processes it ends, and when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,10 +69,13 @@ class WorkerPool:
         self._loader: DataLoader[FetchedBatch] | None = None
 
     def __call__(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
-        """Return an iterator over the batches of some requests; raises as `read_from_workers` does."""
-        return self._from_workers(requests) if self._options.num_workers else map(self._dataset.__getitem__, requests)
+        """Return an iterator over the batches of some requests; raises the errors of `read_from_workers`."""
+        if self._options.num_workers:
+            return self._from_workers(requests)
+        return map(self._dataset.__getitem__, requests)
 
     def _from_workers(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
+        """Yield the batches of some requests, read by workers that are kept for the next epoch."""
         self._requests.start(requests)
         if self._loader is None:
             self._loader = _data_loader(
@@ -93,7 +98,7 @@ class WorkerPool:
 def read_in_one_worker(
     stream: IterableDataset[FetchedBatch], seed: int, options: WorkerOptions
 ) -> Iterator[FetchedBatch]:
-    """Yield the batches of an iterable dataset, read in one worker process, whose seed this is."""
+    """Return an iterator over the batches of an iterable dataset, which one worker process with this seed reads."""
     loader = _data_loader(stream, options, torch.Generator().manual_seed(seed))
     return read_from_workers(loader, options.timeout, lambda: "the next batch of the stream")
 
@@ -101,7 +106,7 @@ def read_in_one_worker(
 def read_from_workers(
     loader: DataLoader[Any], timeout: float, describe_next: Callable[[], str]
 ) -> Iterator[FetchedBatch]:
-    """Yield what workers send. Stop them at the first batch that has an error.
+    """Yield the batches that workers send, and stop the workers after one that has an error.
 
     Raises a DataError when a worker cannot be started, dies, or sends no batch within `timeout` seconds; the message
     has the text of `describe_next`, which names the next batch.
@@ -130,7 +135,7 @@ def read_from_workers(
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {describe_next()} "
                 f"was awaited: {reason}. Run with num_workers=0 to see what it does, or "
-                f"raise timeout={_how_it_starts(loader)}"
+                f"raise timeout={_advice_for_start(loader)}"
             ) from error
         if batch.error is not None:
             stop_workers(batches)
@@ -139,12 +144,12 @@ def read_from_workers(
 
 def _on_host() -> AbstractContextManager[Any]:
     """Return a context in which torch's workers start, read and send on the host, whatever the default device."""
-    # Not otherwise: in this context, which forked workers inherit, each call of torch takes longer.
+    # Only if needed: each call of torch takes longer in a context of a default device, which forked workers inherit.
     return nullcontext() if torch.get_default_device() == tree.HOST else tree.HOST
 
 
-def _how_it_starts(loader: DataLoader[FetchedBatch]) -> str:
-    """Return what the program needs if workers are not forked, as on macOS and Windows; empty if they are."""
+def _advice_for_start(loader: DataLoader[FetchedBatch]) -> str:
+    """Return a text for messages: what the program needs if workers are not forked, as on macOS; "" if they are."""
     method = (getattr(loader, "multiprocessing_context", None) or multiprocessing).get_start_method()
     if method == "fork":
         return ""
@@ -161,7 +166,7 @@ class _PendingRequests:
         self._requests: Iterator[BatchRequest] = iter(())
         self._pending: deque[BatchRequest] = deque()
         self.error: DataError | None = None
-        """The error that ended the requests. The batches that were requested before are good, and may still come."""
+        """The error that ended the requests. Batches that were requested before it are good, and may still arrive."""
 
     def start(self, requests: Iterable[BatchRequest]) -> None:
         self._requests, self.error = iter(requests), None

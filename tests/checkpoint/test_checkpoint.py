@@ -1,4 +1,7 @@
-"""Checkpoints: what is saved comes back to the bit, in files that others read, or is refused with all reasons."""
+"""Checkpoints: a tree is loaded with the bits that were saved, from files that other programs read.
+
+A tree that cannot be saved is refused with all reasons.
+"""
 
 import collections
 import json
@@ -41,29 +44,31 @@ def bits(tensor):
     return tensor.resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def same(one, other):
-    """Whether two tensors agree in all that there is to them."""
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    assert one.device == other.device
-    return torch.equal(bits(one), bits(other))
+def same(first, second):
+    """Whether two tensors have the same bits; asserts that they have the same dtype, shape and device."""
+    assert first.dtype == second.dtype
+    assert first.shape == second.shape
+    assert first.device == second.device
+    return torch.equal(bits(first), bits(second))
 
 
-def same_trees(one, other):
-    actual, spec = ft.tree.flatten(one)
-    expected, other_spec = ft.tree.flatten(other)
-    assert spec == other_spec
-    for a, b in zip(actual, expected, strict=True):
+def same_trees(first, second):
+    """Assert that two trees have the same structure and leaves, to the bit; return True, for use in an assert."""
+    first_leaves, first_spec = ft.tree.flatten(first)
+    second_leaves, second_spec = ft.tree.flatten(second)
+    assert first_spec == second_spec
+    for a, b in zip(first_leaves, second_leaves, strict=True):
         if isinstance(a, torch.Tensor):
             assert same(a, b)
         else:
             assert type(a) is type(b)
+            # As text, because NaN is not equal to itself.
             assert repr(a) == repr(b)
     return True
 
 
 def raw(dtype, count=6, seed=0):
-    """A tensor of any bits at all, NaN with payloads among them."""
+    """Return a tensor of random bits, which may be NaN with any payload."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(2, (count,), generator=generator).bool()
@@ -195,7 +200,7 @@ def test_named_tuples_need_a_template_to_come_back(tmp_path):
 
 
 def test_a_named_tuple_is_known_by_its_name_and_fields(tmp_path):
-    """Not by its module, so that a class can move; and none is taken for a class of ftrain with its name."""
+    """Not by its module, so that a class can move. A named tuple `Mean` is not taken for `ft.Mean`."""
     checkpoint.save(tmp_path / "a", {"pair": Pair(torch.ones(2), 3)})
     moved = collections.namedtuple("Pair", "first second", module="elsewhere")
     assert checkpoint.load(tmp_path / "a", like={"pair": moved(torch.zeros(2), 0)})["pair"][1] == 3
@@ -248,8 +253,8 @@ def test_the_model_is_a_plain_safetensors_file_of_dotted_names(tmp_path):
     ft.to_module(module, state)
     assert actual.keys() == module.state_dict().keys()
     assert all(same(actual[name], leaf) for name, leaf in module.state_dict().items())
-    rest = load_file(tmp_path / "a" / "state.safetensors")
-    assert same(rest["slots.ema.0.weight"], state.slots["ema"]["0.weight"])
+    others = load_file(tmp_path / "a" / "state.safetensors")
+    assert same(others["slots.ema.0.weight"], state.slots["ema"]["0.weight"])
 
 
 def test_two_states_have_a_model_each(tmp_path):
@@ -275,7 +280,7 @@ def test_transformers_reads_the_model_beside_its_config(tmp_path):
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
-def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_path):
+def test_the_error_of_a_leaf_of_another_shape_or_dtype_says_what_to_do(other, tmp_path):
     checkpoint.save(tmp_path / "a", {"head": {"w": torch.ones(2)}, "body": torch.ones(1)})
     like = {"head": {"w": other}, "body": torch.zeros(1)}
     for partial in (False, True):
@@ -290,13 +295,8 @@ def test_what_to_do_about_a_leaf_of_another_shape_or_dtype_is_said(other, tmp_pa
 
 
 def test_a_state_of_float32_is_converted_to_that_of_another_dtype_as_the_error_says(tmp_path):
-    def step_of(dtype):
-        return ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adam(0.1)), {
-            "w": torch.ones(2, dtype=dtype)
-        }
-
-    step, params = step_of(torch.float32)
-    state, _ = step(step.init(params), torch.ones(2))
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adam(0.1))
+    state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
     checkpoint.save(tmp_path / "a", state)
     like = step.init({"w": torch.ones(2, dtype=torch.bfloat16)})
     with pytest.raises(
@@ -348,7 +348,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch)
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "free", lambda path: 10_000)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10_000)
     with pytest.raises(CheckpointError, match=r"needs .* bytes and 10,000 are free"):
         checkpoint.save(tmp_path / "a", {"x": torch.ones(10_000)})
     assert not list(tmp_path.iterdir())
@@ -362,13 +362,13 @@ def test_a_checkpoint_is_never_written_over(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", NAME, "state.safetensors", ".hidden", "a//b", ""])
-def test_texts_stay_inside(name, tmp_path):
+def test_a_text_with_a_name_that_is_outside_hidden_or_in_use_is_refused(name, tmp_path):
     with pytest.raises(OptionError, match="texts has the name"):
         checkpoint.save(tmp_path / "a", {"x": torch.ones(2)}, texts={name: "text"})
     assert not list(tmp_path.iterdir())
 
 
-def test_structures_that_differ_are_listed_whole(tmp_path):
+def test_all_differences_of_two_structures_are_listed(tmp_path):
     checkpoint.save(tmp_path / "a", {"a": torch.ones(2), "b": (torch.ones(1), 3), "c": {"d": torch.ones(1)}, "n": 1})
     like = {"a": torch.ones(3), "b": [torch.ones(1), 3.0], "e": torch.ones(1), "n": 1}
     with pytest.raises(StructureError) as caught:
@@ -384,7 +384,7 @@ def test_structures_that_differ_are_listed_whole(tmp_path):
     ]
 
 
-def test_partial_loading_and_renaming_are_asked_for(tmp_path):
+def test_partial_loads_the_leaves_that_match_and_rename_maps_their_paths(tmp_path):
     checkpoint.save(tmp_path / "a", {"enc": {"w": torch.ones(2)}, "head": torch.ones(1)})
     like = {"body": {"w": torch.zeros(2)}, "other": torch.zeros(3)}
     actual = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"enc": "body"})
@@ -401,14 +401,12 @@ def test_partial_loading_and_renaming_are_asked_for(tmp_path):
     with pytest.raises(OptionError, match=r"'encoder'.*enc"):
         checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"encoder": "body"})
     deeper = {"whole": {"enc": {"w": torch.zeros(2)}}, "head": torch.zeros(1)}
-    assert checkpoint.load(tmp_path / "a", like=deeper, rename={"enc": "whole.enc"})["whole"]["enc"]["w"].tolist() == [
-        1,
-        1,
-    ]
+    actual = checkpoint.load(tmp_path / "a", like=deeper, rename={"enc": "whole.enc"})
+    assert actual["whole"]["enc"]["w"].tolist() == [1, 1]
 
 
-def test_a_leaf_that_is_renamed_takes_the_place_of_one_that_has_the_name(tmp_path):
-    for names in ("ab", "ba"):
+def test_a_renamed_leaf_replaces_one_that_has_its_new_name(tmp_path):
+    for names in ("ab", "ba"):  # In both orders of the leaves.
         checkpoint.save(tmp_path / names, {name: {"w": torch.tensor(float(ord(name)))} for name in names})
         actual = checkpoint.load(
             tmp_path / names, like={"b": {"w": torch.tensor(0.0)}}, partial=True, rename={"a": "b"}
@@ -416,7 +414,7 @@ def test_a_leaf_that_is_renamed_takes_the_place_of_one_that_has_the_name(tmp_pat
         assert actual["b"]["w"] == ord("a")
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_a_missing_path_and_an_empty_directory_are_errors_that_name_the_path(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(CheckpointError, match=str(path)):
             checkpoint.load(path)
@@ -440,16 +438,16 @@ def test_inspect_verify_and_diff(tmp_path, capsys):
     checkpoint.save(tmp_path / "a", state, step=2)
     checkpoint.save(tmp_path / "b", other, step=3)
     assert command.main(["inspect", str(tmp_path / "a")]) == 0
-    shown = capsys.readouterr().out
-    assert "params.0.weight" in shown
-    assert "float32[8, 4]  128 B" in shown
+    output = capsys.readouterr().out
+    assert "params.0.weight" in output
+    assert "float32[8, 4]  128 B" in output
     assert command.main(["verify", str(tmp_path / "a")]) == 0
     assert command.main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
     capsys.readouterr()
     assert command.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    shown = capsys.readouterr().out
-    assert "params.0.weight: 32 of 32 elements differ" in shown
-    assert "rng" not in shown
+    output = capsys.readouterr().out
+    assert "params.0.weight: 32 of 32 elements differ" in output
+    assert "rng" not in output
     for run, state_of_run in ("first", state), ("second", other):
         with ft.Checkpoints(tmp_path / run, every=1) as checkpoints:
             checkpoints.save(2, {"state": state_of_run}, wait=True)
@@ -465,21 +463,22 @@ def test_inspect_verify_and_diff(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(": there is no checkpoint, which is a directory with a MANIFEST.json\n")
 
 
-def test_inspect_shows_what_is_no_tensor(tmp_path, capsys):
+def test_inspect_shows_leaves_that_are_not_tensors(tmp_path, capsys):
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2), "n": float("nan")})
     assert command.main(["inspect", str(tmp_path / "a")]) == 0
-    shown = capsys.readouterr().out
-    assert "x  float32[2]  8 B" in shown
-    assert "n  nan" in shown
+    output = capsys.readouterr().out
+    assert "x  float32[2]  8 B" in output
+    assert "n  nan" in output
 
 
 @pytest.mark.parametrize("command", [["ftrain.checkpoint", "verify"], ["ftrain", "doctor", "cpu"]])
 def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(command, tmp_path):
-    """Each is run as a module, and has written something."""
+    """As in `command | head -1`, when the reader has ended: the pipe here has no reader from the start."""
     checkpoint.save(tmp_path / "a", {"x": torch.ones(3)})
     reader, writer = os.pipe()
     os.close(reader)
-    run = [sys.executable, "-m", *command, *([str(tmp_path / "a")] if command[-1] == "verify" else [])]
-    ended = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    arguments = [str(tmp_path / "a")] if command[-1] == "verify" else []
+    run = [sys.executable, "-m", *command, *arguments]
+    process = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
+    assert (process.returncode, process.stderr) == (-signal.SIGPIPE, "")

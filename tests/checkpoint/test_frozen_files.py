@@ -60,7 +60,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_that_has_changed_is_written(change, tmp_path):
+def test_a_frozen_parameter_that_has_changed_is_written_again(change, tmp_path):
     _, state, _ = fine_tuned()
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state}, wait=True)
@@ -70,9 +70,9 @@ def test_one_that_has_changed_is_written(change, tmp_path):
         expected = changed.clone()
         assert not torch.equal(first, expected)
         checkpoints.save(2, {"state": state})
-    one, two = (ft.checkpoint.load(checkpoints.path(step))["state"].frozen["0.weight"] for step in (1, 2))
-    assert torch.equal(one, first)
-    assert torch.equal(two, expected)
+    loaded = [ft.checkpoint.load(checkpoints.path(step))["state"].frozen["0.weight"] for step in (1, 2)]
+    assert torch.equal(loaded[0], first)
+    assert torch.equal(loaded[1], expected)
 
 
 ODD = {
@@ -88,10 +88,10 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_any_tensor_may_be_frozen(kind, tmp_path):
+@pytest.mark.parametrize("case", ODD)
+def test_any_tensor_may_be_frozen(case, tmp_path):
     _, state, _ = fine_tuned()
-    state = replace(state, frozen={**state.frozen, "extra": ODD[kind]()})
+    state = replace(state, frozen={**state.frozen, "extra": ODD[case]()})
     with Checkpoints(tmp_path, every=1) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"state": state}, wait=True)
@@ -99,7 +99,7 @@ def test_any_tensor_may_be_frozen(kind, tmp_path):
         assert same_trees(checkpoints.latest({"state": state}).parts["state"], state)
 
 
-def test_without_second_names_for_files_every_checkpoint_has_its_own(tmp_path, monkeypatch):
+def test_without_hard_links_every_checkpoint_has_a_file_of_its_own(tmp_path, monkeypatch):
     def refuse(path, new):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_was_removed_is_not_shared(reopen, tmp_path):
             shutil.rmtree(checkpoints.path(1))
             checkpoints.save(2, {"state": state}, wait=True)
     if reopen:
-        # Another run writes there, whose frozen parameters are others.
+        # Another run with other frozen parameters writes to the same directory.
         shutil.rmtree(checkpoints.path(1))
         other = replace(state, frozen=ft.tree.map(torch.zeros_like, state.frozen))
         ft.checkpoint.save(checkpoints.path(1), {"state": other}, step=1)
@@ -183,7 +183,7 @@ def test_readers_of_hugging_face_find_both_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", [FROZEN, INDEX])
-def test_texts_do_not_take_their_names(name, tmp_path):
+def test_texts_with_the_names_of_these_files_are_refused(name, tmp_path):
     _, state, _ = fine_tuned()
     with (
         Checkpoints(tmp_path, every=1, texts={name: "{}"}) as checkpoints,

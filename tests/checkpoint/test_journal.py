@@ -1,4 +1,4 @@
-"""The history of a run: an append-only file beside the checkpoints, of which each knows how much is its own."""
+"""The history of a run: an append-only file beside the checkpoints; each checkpoint has the length of its part."""
 
 import errno
 import json
@@ -24,6 +24,7 @@ HARD = [
 
 
 def written(directory, records, count=None):
+    """Write records to a new journal; return the journal and the mark after them."""
     journal = Journal(directory)
     mark, append = journal.prepare_append(records[:count])
     append()
@@ -32,13 +33,13 @@ def written(directory, records, count=None):
 
 def test_records_are_read_as_they_were(tmp_path):
     _, mark = written(tmp_path, HARD)
-    actual = list(read(tmp_path, mark))
-    # By what is written of them, since NaN is not equal to itself, and -0.0 is to 0.0.
-    assert [repr(record) for record in actual] == [repr(record) for record in HARD]
+    records = list(read(tmp_path, mark))
+    # As text, since NaN is not equal to itself, and -0.0 is equal to 0.0.
+    assert [repr(record) for record in records] == [repr(record) for record in HARD]
     assert parse_mark(mark._asdict()) == mark
 
 
-def test_only_what_is_new_is_written(tmp_path, monkeypatch):
+def test_only_new_records_are_written(tmp_path, monkeypatch):
     records = [{"step": step, "loss": 1 / step} for step in range(1, 3001)]
     journal, first = written(tmp_path, records, 2000)
     sizes, write = [], files.write
@@ -46,32 +47,33 @@ def test_only_what_is_new_is_written(tmp_path, monkeypatch):
     mark, append = journal.prepare_append(records)
     append()
     assert sum(sizes) == mark.bytes - first.bytes == (tmp_path / NAME).stat().st_size - first.bytes
-    for each, count in ((first, 2000), (mark, 3000)):
-        check(tmp_path, each)
-        assert list(read(tmp_path, each)) == records[:count]
+    check(tmp_path, first)
+    check(tmp_path, mark)
+    assert list(read(tmp_path, first)) == records[:2000]
+    assert list(read(tmp_path, mark)) == records
 
 
-def test_what_is_behind_a_mark_is_cut_off_by_the_next_record(tmp_path):
+def test_bytes_after_a_mark_are_cut_off_by_the_next_append(tmp_path):
     _, mark = written(tmp_path, HARD[:1])
     journal = Journal(tmp_path)
-    for torn in (b'{"step": 2, "lo', b'{"step": 2}\n' * 3):
+    for remainder in (b'{"step": 2, "lo', b'{"step": 2}\n' * 3):
         with (tmp_path / NAME).open("ab") as file:
-            file.write(torn)
+            file.write(remainder)
         journal.continue_after(mark)
-        new, append = journal.prepare_append([*HARD[:1], {"step": 2}])
+        new_mark, append = journal.prepare_append([*HARD[:1], {"step": 2}])
         append()
-        assert (tmp_path / NAME).stat().st_size == new.bytes
-        assert list(read(tmp_path, new))[1:] == [{"step": 2}]
+        assert (tmp_path / NAME).stat().st_size == new_mark.bytes
+        assert list(read(tmp_path, new_mark))[1:] == [{"step": 2}]
 
 
-def test_what_could_not_be_written_is_written_with_the_next(tmp_path, monkeypatch):
+def test_records_that_could_not_be_written_are_written_by_the_next_append(tmp_path, monkeypatch):
     journal, _ = written(tmp_path, HARD[:1])
+    write = files.write
 
     def full(descriptor, data):
-        real(descriptor, data[:5])
+        write(descriptor, data[:5])
         raise OSError(28, "No space left on device")
 
-    real = files.write
     monkeypatch.setattr(files, "write", full)
     with pytest.raises(CheckpointError, match=rf"{NAME} could not be written: .*No space left"):
         journal.prepare_append(HARD[:3])[1]()
@@ -84,16 +86,16 @@ def test_what_could_not_be_written_is_written_with_the_next(tmp_path, monkeypatc
 def test_every_flipped_bit_is_found(tmp_path):
     _, mark = written(tmp_path, HARD)
     whole = (tmp_path / NAME).read_bytes()
-    for place in range(mark.bytes):
+    for index in range(mark.bytes):
         data = bytearray(whole)
-        data[place] ^= 1 << place % 8
+        data[index] ^= 1 << index % 8
         (tmp_path / NAME).write_bytes(data)
         with pytest.raises(CheckpointError, match=rf"{NAME}: the first {mark.bytes} bytes are not those"):
             check(tmp_path, mark)
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "expected"),
     [
         (lambda file: file.unlink(), "is missing; it has the history of the run. Copy it"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it was cut off"),
@@ -101,12 +103,12 @@ def test_every_flipped_bit_is_found(tmp_path):
     ],
     ids=["missing", "cut off", "a directory"],
 )
-def test_a_file_that_was_harmed_is_named(harm, said, tmp_path):
+def test_a_file_that_was_harmed_is_named(harm, expected, tmp_path):
     journal, mark = written(tmp_path, HARD)
     harm(tmp_path / NAME)
-    for act in (check, lambda *where: list(read(*where))):
-        with pytest.raises(CheckpointError, match=rf"{NAME}: .*{said}"):
-            act(tmp_path, mark)
+    for read_or_check in (check, read):
+        with pytest.raises(CheckpointError, match=rf"{NAME}: .*{expected}"):
+            read_or_check(tmp_path, mark)
     _, append = journal.prepare_append([*HARD, {"step": 9}])
     with pytest.raises(CheckpointError, match=rf"{NAME} could not be written"):
         append()
@@ -125,7 +127,7 @@ def test_records_that_cannot_be_saved(record, tmp_path):
     [None, {}, {"order": 1, "tables": []}, {"records": 1, "bytes": -1, "sha256": "0" * 64}, (1, 2, "0" * 64)],
     ids=str,
 )
-def test_what_is_no_mark(saved):
+def test_other_saved_values_are_not_taken_for_a_mark(saved):
     assert parse_mark(saved) is None
 
 
@@ -156,7 +158,7 @@ def without_times(history):
     return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
 
 
-def test_what_a_checkpoint_holds_of_the_history_does_not_grow(tmp_path):
+def test_the_size_of_a_checkpoint_does_not_grow_with_the_history(tmp_path):
     train(tmp_path, 60, every=20)
     sizes = {
         path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -166,7 +168,7 @@ def test_what_a_checkpoint_holds_of_the_history_does_not_grow(tmp_path):
     assert max(sizes.values()) - min(sizes.values()) < 32
 
 
-def test_a_save_encodes_what_is_new_and_nothing_else_however_long_the_run(tmp_path, monkeypatch):
+def test_a_save_encodes_only_the_new_records(tmp_path, monkeypatch):
     encoded = []
 
     def noting(record):
@@ -184,21 +186,21 @@ def test_the_directory_of_a_run_may_be_moved_and_copied(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "c")
     for name in "bc":
-        actual = train(tmp_path / name, 7)
-        assert without_times(actual.history) == without_times(train(tmp_path / "whole", 7).history)
+        result = train(tmp_path / name, 7)
+        assert without_times(result.history) == without_times(train(tmp_path / "whole", 7).history)
 
 
-def test_a_flip_in_what_the_newest_one_has_added_goes_back_to_the_one_before(tmp_path, capsys):
+def test_after_a_flipped_bit_in_the_newest_records_a_run_goes_back_to_the_checkpoint_before(tmp_path, capsys):
     train(tmp_path, 4)
     file = tmp_path / NAME
     data = bytearray(file.read_bytes())
     data[-20] ^= 1
     file.write_bytes(data)
     assert command.main(["verify", str(tmp_path)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("whole")
-    assert said[1].startswith("DAMAGED")
-    assert NAME in said[1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("whole")
+    assert lines[1].startswith("DAMAGED")
+    assert NAME in lines[1]
     with pytest.warns(UserWarning, match=rf"going back to step 2(.|\n)*{NAME}"):
         actual = train(tmp_path, 6)
     assert without_times(actual.history) == without_times(train(tmp_path / "whole", 6).history)
@@ -215,7 +217,7 @@ def test_a_run_without_its_history_is_an_error_that_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])
-def test_a_history_that_may_not_be_read_now_is_not_taken_for_damaged(code, tmp_path, monkeypatch):
+def test_a_history_that_cannot_be_opened_now_is_not_taken_for_damaged(code, tmp_path, monkeypatch):
     train(tmp_path, 4)
     opened, refused = os.open, []
 

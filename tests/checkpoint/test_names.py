@@ -1,4 +1,4 @@
-"""Names that are worse than anything that a checkpoint makes."""
+"""Hostile names of files and leaves: bytes that are not UTF-8, and control characters of terminals."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def save(path, step=1):
     return checkpoints
 
 
-def test_names_that_are_no_text_are_written_out(tmp_path, capsysbinary):
+def test_file_names_that_are_not_text_are_shown_escaped(tmp_path, capsysbinary):
     path = save(tmp_path).path(1)
     (tmp_path / WORST).mkdir()
     save(tmp_path, 2)
@@ -29,9 +29,9 @@ def test_names_that_are_no_text_are_written_out(tmp_path, capsysbinary):
     with pytest.raises(CheckpointError, match=SHOWN):
         checkpoint.verify(path)
     assert command.main(["verify", str(path)]) == 1
-    said = capsysbinary.readouterr().out
-    assert re.search(SHOWN.encode(), said)
-    assert b"\x1b" not in said
+    output = capsysbinary.readouterr().out
+    assert re.search(SHOWN.encode(), output)
+    assert b"\x1b" not in output
 
 
 def test_names_in_a_checkpoint_cannot_write_on_a_terminal(tmp_path, capsysbinary):
@@ -47,11 +47,11 @@ def test_names_in_a_checkpoint_cannot_write_on_a_terminal(tmp_path, capsysbinary
         checkpoint.load(tmp_path / "0")
     with pytest.raises(StructureError) as different:
         checkpoint.load(tmp_path / "1", like={"y": torch.ones(2)})
-    said = capsysbinary.readouterr().out.decode() + str(damaged.value) + str(different.value)
-    assert said.count(r"weight\x1b]0;title\x07\r\n\u202egone") >= 5
-    assert all(letter.isprintable() or letter == "\n" for letter in said)
+    output = capsysbinary.readouterr().out.decode() + str(damaged.value) + str(different.value)
+    assert output.count(r"weight\x1b]0;title\x07\r\n\u202egone") >= 5
+    assert all(letter.isprintable() or letter == "\n" for letter in output)
 
 
-def test_a_path_without_characters_in_the_file_system(tmp_path):
+def test_a_path_that_the_file_system_cannot_encode_is_an_error_that_names_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"Checkpoints: '.*\\ud800' cannot be used: .*surrogates not allowed"):
         save(tmp_path / "\ud800")

@@ -1,4 +1,4 @@
-"""Resuming: however a run was cut into pieces, it is the uninterrupted one, to the bit."""
+"""Resuming: a run that was interrupted at any step has the bits of an uninterrupted run."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ STEPS, BATCHES, EVERY = 12, 5, 3
 
 
 class KilledError(BaseException):
-    """The end of the process, as far as `fit` can tell: after an Exception it would save."""
+    """Stands for the end of the process. No Exception, after which `fit` would save."""
 
 
 def batches(count=BATCHES, length=4):
@@ -36,16 +36,16 @@ def batches(count=BATCHES, length=4):
 class Positioned:
     """Data that keeps its position, as torchdata's StatefulDataLoader does."""
 
-    def __init__(self, given):
-        self.given, self.at, self.resumed, self.read = given, 0, False, 0
+    def __init__(self, batches):
+        self.batches, self.at, self.resumed, self.read = batches, 0, False, 0
 
     def __iter__(self):
         self.at = self.at if self.resumed else 0
         self.resumed = False
-        while self.at < len(self.given):
+        while self.at < len(self.batches):
             self.at += 1
             self.read += 1
-            yield self.given[self.at - 1]
+            yield self.batches[self.at - 1]
 
     def state_dict(self):
         return {"at": self.at}
@@ -59,12 +59,12 @@ class WrapsAround(Positioned):
 
     def __iter__(self):
         self.resumed = True
-        for _ in range(self.at, len(self.given)):
-            self.at = (self.at + 1) % len(self.given)
-            yield self.given[self.at - 1]
+        for _ in range(self.at, len(self.batches)):
+            self.at = (self.at + 1) % len(self.batches)
+            yield self.batches[self.at - 1]
 
     def __len__(self):
-        return len(self.given)
+        return len(self.batches)
 
 
 def squares(model, batch):
@@ -104,29 +104,30 @@ def killed(step, data, at, **options):
 
 
 def assert_same(actual, expected):
-    for one, other in zip(ft.tree.leaves(actual.state), ft.tree.leaves(expected.state), strict=True):
-        assert torch.equal(one, other)
-    without = [
+    """Assert that two results of `fit` have the same state, to the bit, and the same history except for times."""
+    for first, second in zip(ft.tree.leaves(actual.state), ft.tree.leaves(expected.state), strict=True):
+        assert torch.equal(first, second)
+    histories = [
         [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
         for result in (actual, expected)
     ]
-    assert without[0] == without[1]
+    assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize(("stack", "kind"), [("plain", list), *((stack, Positioned) for stack in STACKS)])
-def test_a_run_in_pieces_is_the_whole_run(stack, kind, tmp_path):
-    expected = fit(make(*STACKS[stack]), kind(batches()))
-    # One step for all of the pieces: what it holds is code, and compiling it takes longer than all of a run.
+@pytest.mark.parametrize(("stack", "data_class"), [("plain", list), *((stack, Positioned) for stack in STACKS)])
+def test_a_run_in_pieces_is_the_whole_run(stack, data_class, tmp_path):
+    expected = fit(make(*STACKS[stack]), data_class(batches()))
+    # One step for all pieces: it holds no state of the run, and compiling it takes longer than the run.
     step = make(*STACKS[stack])
     # Before the first save, right after one, within a pass, at the end of a pass.
     for at in (2, 3, 8, 10, 11):
-        killed(step, kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    actual = fit(step, kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+        killed(step, data_class(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    actual = fit(step, data_class(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     assert_same(actual, expected)
     assert actual.history.stopped == "steps"
 
 
-def test_position_is_sought_and_not_walked_to(tmp_path):
+def test_a_position_is_set_without_reading_the_batches_before_it(tmp_path):
     data = Positioned(batches(50))
     killed(make(), data, 40, steps=50, checkpoints=ft.Checkpoints(tmp_path, every=30))
     data = Positioned(batches(50))
@@ -135,21 +136,21 @@ def test_position_is_sought_and_not_walked_to(tmp_path):
 
 
 @pytest.mark.parametrize(("epochs", "at"), [(1, 5), (2, 5), (3, 6), *exhaustive_rows([(1, 4)])])
-@pytest.mark.parametrize("kind", [list, Positioned, WrapsAround])
-def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
+@pytest.mark.parametrize("data_class", [list, Positioned, WrapsAround])
+def test_passes_are_counted_over_pieces(epochs, data_class, at, tmp_path):
     options = {"steps": None, "epochs": epochs}
-    expected = fit(make(), kind(batches()), **options)
-    killed(make(), kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
-    actual = fit(make(), kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
+    expected = fit(make(), data_class(batches()), **options)
+    killed(make(), data_class(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
+    actual = fit(make(), data_class(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
     assert_same(actual, expected)
     assert len(actual.history) == epochs * BATCHES
 
 
-@pytest.mark.parametrize("kind", ["list", "stateful", "loader", "prefetched"])
-def test_passes_that_are_completed_are_not_made_again(kind, tmp_path, caplog):
-    data = {"list": batches, **DATA}[kind]
+@pytest.mark.parametrize("source", ["list", "stateful", "loader", "prefetched"])
+def test_completed_epochs_are_not_repeated(source, tmp_path, caplog):
+    data = {"list": batches, **DATA}[source]
     for epochs in (1, 1, 2, 4):
-        # Saved at the end alone: when the data has ended, and some data is at the beginning of the next pass.
+        # Saved only at the end, where the position of some data is the end of the epoch, and of other data a new start.
         checkpoints = ft.Checkpoints(tmp_path, every=100)
         actual = fit(make(), data(), steps=None, epochs=epochs, checkpoints=checkpoints)
         assert_same(actual, fit(make(), data(), steps=None, epochs=epochs))
@@ -181,16 +182,16 @@ ENDS = [*(("stateful", steps) for steps in (4, 5, 7)), ("loader", 5), ("loader w
 OTHER_ENDS = [end for end in itertools.product(DATA, (4, 5, 7)) if end not in ENDS]
 
 
-@pytest.mark.parametrize(("data", "steps"), [*ENDS, *exhaustive_rows(OTHER_ENDS)])
-def test_two_fits_of_one_process_go_on_in_the_data(data, steps):
-    step, given = make(), DATA[data]()
-    first = fit(step, given, steps=steps)
-    second = fit(step, given, first.state, steps=STEPS)
-    expected = fit(make(), DATA[data]())
+@pytest.mark.parametrize(("source", "steps"), [*ENDS, *exhaustive_rows(OTHER_ENDS)])
+def test_a_second_fit_in_one_process_continues_in_the_data(source, steps):
+    step, data = make(), DATA[source]()
+    first = fit(step, data, steps=steps)
+    second = fit(step, data, first.state, steps=STEPS)
+    expected = fit(make(), DATA[source]())
     assert_same(ft.FitResult(second.state, first.history + second.history), expected)
 
 
-def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
+def test_data_without_a_position_is_read_again_with_a_warning(tmp_path):
     def data():
         return DataLoader(batches(), batch_size=None)
 
@@ -201,14 +202,14 @@ def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
     assert_same(actual, expected)
 
 
-def test_data_that_has_a_position_now_and_had_none_before_is_not_said_to_keep_none(tmp_path):
+def test_the_warning_says_if_data_has_a_position_now_and_had_none_when_it_was_saved(tmp_path):
     killed(make(), DataLoader(batches(), batch_size=None), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     loader = ft.data.loader(ft.data.arrays({"x": torch.ones(16, 3)}), 4, seed=0, collate=lambda rows: batches()[0])
     with pytest.warns(UserWarning, match="Loader had no position in the run that is resumed, so"):
         fit(make(), loader, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
 
 
-def test_a_run_of_another_step_is_refused_and_what_fits_can_be_taken(tmp_path):
+def test_a_run_of_another_step_is_refused_and_the_matching_leaves_can_be_loaded(tmp_path):
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY)
     first = fit(make(), batches(), steps=EVERY, checkpoints=checkpoints)
     averaging = make(ft.ema(0.9))
@@ -223,7 +224,7 @@ def test_a_run_of_another_step_is_refused_and_what_fits_can_be_taken(tmp_path):
     assert int(fit(averaging, batches(), state).state.step) == STEPS
 
 
-def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(tmp_path):
+def test_parameters_that_were_trained_and_are_now_frozen_keep_their_trained_values(tmp_path):
     params = {"a": torch.ones(2), "b": torch.ones(2)}
 
     def loss(params, batch):
@@ -240,16 +241,16 @@ def test_parameters_that_are_frozen_from_now_on_keep_what_they_were_trained_to(t
         assert torch.equal(actual.params["b"], state.params["b"])
         freezing(actual, torch.ones(2))
     ft.checkpoint.save(tmp_path / "b", {"state": freezing.init(params)})
-    said = (
+    message = (
         r"a parameter that is None in it was frozen: to train it, load without like=.*\n  state\.params\.a: found None"
     )
-    with pytest.raises(StructureError, match=said):
+    with pytest.raises(StructureError, match=message):
         ft.checkpoint.load(
             tmp_path / "b", like={"state": step.init(params)}, partial=True, rename={"state.opt_state": "unused"}
         )
 
 
-def test_parameters_that_were_frozen_and_trained_are_put_together_by_a_rename(tmp_path):
+def test_rename_loads_frozen_parameters_into_a_state_that_trains_them(tmp_path):
     step = ft.train_step(lambda params, batch: (params["a"] * params["b"] * batch).sum(), ft.optim.adam(0.1))
     freezing = ft.compose(ft.train_step(step.base, ft.optim.adam(0.1), trainable=["b"]))
     params = {"a": torch.ones(2), "b": torch.ones(2)}
@@ -263,7 +264,7 @@ def test_parameters_that_were_frozen_and_trained_are_put_together_by_a_rename(tm
 
 
 @pytest.mark.parametrize("rename", [{}, {"state.step": "unused"}])
-def test_parameters_under_other_names_are_not_taken_for_loaded_ones(rename, tmp_path):
+def test_partial_refuses_to_load_none_of_the_parameters_of_a_model(rename, tmp_path):
     step = make()
     ft.checkpoint.save(tmp_path / "a", {"state": step.init()})
     wrapped = make(module=nn.Sequential(step.loss.module))
@@ -289,21 +290,21 @@ def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
     expected = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     step = make()
     given = step.init(seed=3)
-    places = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
+    addresses = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
     actual = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     state = actual.state
-    assert [leaf.data_ptr() for leaf in ft.tree.leaves((state.params, state.buffers, state.opt_state))] == places
+    assert [leaf.data_ptr() for leaf in ft.tree.leaves((state.params, state.buffers, state.opt_state))] == addresses
     assert_same(actual, expected)
     with pytest.raises(ft.errors.ConsumedError):
         _ = given.params
-    # Of a state that others may hold, nothing is overwritten.
+    # A state that other code may hold is not overwritten.
     shared = ft.tree.clone(step.init(seed=3))
     kept = ft.tree.clone(shared)
     assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), expected)
     assert all(map(torch.equal, ft.tree.leaves(shared), ft.tree.leaves(kept)))
 
 
-def test_loggers_have_no_row_twice(tmp_path):
+def test_a_log_has_one_row_per_step_after_resuming(tmp_path):
     path = tmp_path / "log" / "steps.jsonl"
     for at in (5, 8):
         killed(
@@ -352,15 +353,14 @@ def test_the_last_evaluation_is_made_and_logged_once(tmp_path):
     assert [row["step"] for row in rows] == [*range(1, 11), 10]
 
 
-def best_is_known(directory, evaluations):
-    checkpoints = ft.Checkpoints(directory, every=EVERY, best="eval_score", mode="max")
-    return checkpoints.latest(best=True).step == max(evaluations)
+def best_step(directory):
+    return ft.Checkpoints(directory, every=EVERY, best="eval_score", mode="max").latest(best=True).step
 
 
 @pytest.mark.parametrize("limits", [{"steps": 6}, {"steps": None, "epochs": 3}], ids=["steps", "epochs"])
-@pytest.mark.parametrize("kind", [list, Positioned])
-def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(limits, kind, tmp_path):
-    """Where the last step is one after which to save: it was saved before that evaluation, once."""
+@pytest.mark.parametrize("data_class", [list, Positioned])
+def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(limits, data_class, tmp_path):
+    """Step 6 is saved by ``every=3`` before the last evaluation, and again after it with the metrics."""
     evaluations = []
 
     def evaluate(state):
@@ -369,12 +369,12 @@ def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(limits, kind, tm
 
     def run(**more):
         checkpoints = ft.Checkpoints(tmp_path, every=EVERY, best="eval_score", mode="max")
-        return fit(make(), kind(batches(2)), **limits, evaluate=evaluate, checkpoints=checkpoints, **more)
+        return fit(make(), data_class(batches(2)), **limits, evaluate=evaluate, checkpoints=checkpoints, **more)
 
     first = run()
     assert evaluations == [6]
-    assert best_is_known(tmp_path, evaluations)
-    # And so it does when the run was killed in it.
+    assert best_step(tmp_path) == 6
+    # A finished run is not evaluated again.
     assert_same(run(), first)
     assert evaluations == [6]
 
@@ -392,25 +392,26 @@ def test_a_run_that_was_killed_in_its_last_evaluation_makes_and_saves_it(tmp_pat
         run(killing)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [3, 6]
     actual = run(lambda state: {"score": float(state.step)})
-    assert best_is_known(tmp_path, [6])
+    assert best_step(tmp_path) == 6
     assert_same(run(killing), actual)
 
 
 class FailedError(Exception):
-    """Of something that `fit` was given."""
+    """Raised by one of the functions that are arguments of `fit`."""
 
 
 FAILING = {"logger": 5, "evaluate": 4, "stop": 4, "adapt": 4}
+"""The step after which each function fails."""
 
 
-@pytest.mark.parametrize("part", FAILING)
-def test_an_error_between_steps_loses_nothing(part, tmp_path):
-    """The step that failed is saved, and what was still to be done after it is done by the run that goes on."""
-    rule, at = ft.schedules.reduce_on_plateau(factor=0.5, patience=0), FAILING[part]
+@pytest.mark.parametrize("failing_part", FAILING)
+def test_an_error_between_steps_loses_nothing(failing_part, tmp_path):
+    """The step is saved, and the resumed run makes the calls that were missing after it."""
+    rule, at = ft.schedules.reduce_on_plateau(factor=0.5, patience=0), FAILING[failing_part]
 
     def failing(name, function):
         def failed(*args):
-            if name == part == broken and step_of(args) == at:
+            if name == failing_part == broken and step_of(args) == at:
                 raise FailedError
             return function(*args)
 
@@ -429,7 +430,7 @@ def test_an_error_between_steps_loses_nothing(part, tmp_path):
         for leaf in module.parameters():
             nn.init.normal_(leaf)
         step = ft.train_step(ft.from_module(module, squares), ft.optim.adjustable(ft.optim.adamw(0.05)))
-        told = [] if directory is None else [ft.loggers.jsonl(directory / "log.jsonl")]
+        log_loggers = [] if directory is None else [ft.loggers.jsonl(directory / "log.jsonl")]
         return fit(
             step,
             Positioned(batches()),
@@ -438,7 +439,7 @@ def test_an_error_between_steps_loses_nothing(part, tmp_path):
             evaluate_every=2,
             stop=failing("stop", ft.patience("eval_score", 3)),
             adapt=failing("adapt", ft.plateau("eval_score", rule)),
-            loggers=[failing("logger", lambda record: None), *told],
+            loggers=[failing("logger", lambda record: None), *log_loggers],
             checkpoints=None if directory is None else ft.Checkpoints(directory / "run", every=7),
         )
 
@@ -446,7 +447,7 @@ def test_an_error_between_steps_loses_nothing(part, tmp_path):
     expected = run()
     assert len(set(expected.history["lr"])) > 2
     assert expected.history.stopped == "patience(eval_score)"
-    broken = part
+    broken = failing_part
     with pytest.raises(FailedError) as caught:
         run(tmp_path)
     assert caught.value.result.history[-1]["step"] == at
@@ -498,12 +499,12 @@ def test_early_stopping_and_the_best_go_on(tmp_path):
 )
 def test_patience(values, count, options, stopped):
     stop = ft.patience("x", count, **options)
-    said = [stop(History([{"x": value} for value in values[:end]])) for end in range(1, len(values) + 1)]
-    first = next((index for index, text in enumerate(said, 1) if text), None)
+    reasons = [stop(History([{"x": value} for value in values[:end]])) for end in range(1, len(values) + 1)]
+    first = next((index for index, reason in enumerate(reasons, 1) if reason), None)
     assert first == stopped
 
 
-def test_resume_says_what_is_wanted_and_where_it_continues(tmp_path, capsys):
+def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*resume='must'"):
         fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path / "typo", every=EVERY), resume="must")
     assert not (tmp_path / "typo").exists()
@@ -527,7 +528,7 @@ def test_another_model_is_refused_before_a_step(tmp_path):
         fit(step, batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
 
 
-def test_another_machine_is_noted(tmp_path):
+def test_another_number_of_threads_than_in_the_saved_run_is_warned_of(tmp_path):
     fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), steps=4)
     torch.set_num_threads(2)
     try:
@@ -567,9 +568,9 @@ def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("at", choose([1, 2, 4, 5, 6, 9, STEPS], [1, 4, 6, STEPS]))
-@pytest.mark.parametrize("kind", [list, Positioned])
-def test_a_step_is_replayed(at, kind, tmp_path):
-    step, data = make(ft.clip(1.0)), kind(batches())
+@pytest.mark.parametrize("data_class", [list, Positioned])
+def test_a_step_is_replayed(at, data_class, tmp_path):
+    step, data = make(ft.clip(1.0)), data_class(batches())
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=2)
     expected = fit(step, data, checkpoints=checkpoints)
     first = step.init(seed=3)
@@ -593,13 +594,13 @@ def test_a_run_that_resumes_keeps_the_lines_of_earlier_runs_in_one_log(at, tmp_p
     fit(step, batches(), **options)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert lines[: len(first)] == first
-    steps = [[json.loads(line)["step"] for line in part] for part in (first, lines[len(first) :])]
-    assert steps[0] == steps[1]
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps[: len(first)] == steps[len(first) :]
 
 
 @pytest.mark.parametrize(("every", "at"), [(6, 11), (6, 10), (4, 11), (6, 9), (6, 8)])
 def test_a_replay_that_is_not_the_run_is_warned_of(every, at, tmp_path):
-    """The rate falls after steps 4 and 8; step 9 is the first one with that rate, and 10 has another state."""
+    """The learning rate falls after steps 4 and 8. A replay does not repeat that: one across step 8 is wrong."""
     step = ft.train_step(
         lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.adjustable(ft.optim.sgd(0.1))
     )
@@ -620,7 +621,7 @@ def test_a_replay_that_is_not_the_run_is_warned_of(every, at, tmp_path):
     assert (float(step(before, batch)[1]["lr"]) != history["lr"][at - 1]) == differs
 
 
-def test_replay_needs_a_beginning(tmp_path):
+def test_replay_needs_a_checkpoint_or_a_first_state_before_the_step(tmp_path):
     step = make()
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=1)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
@@ -632,18 +633,18 @@ def test_replay_needs_a_beginning(tmp_path):
         ft.replay(step, step.init(seed=3), batches(), checkpoints, at=0)
 
 
-def test_nothing_is_warned_of_in_the_usual_case(tmp_path):
+def test_saving_and_resuming_a_plain_run_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for steps in (4, 8):
             fit(make(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
 
 
-def test_what_cannot_be_saved_is_refused_before_a_step(tmp_path):
-    made = []
+def test_a_state_or_text_that_cannot_be_saved_is_refused_before_a_step(tmp_path):
+    batches_seen = []
 
     def count(state, batch):
-        made.append(batch)
+        batches_seen.append(batch)
         return state, {}
 
     texts = {"../config.json": "{}"}
@@ -651,7 +652,7 @@ def test_what_cannot_be_saved_is_refused_before_a_step(tmp_path):
         ft.fit(count, {"names": {1, 2}}, batches(), checkpoints=ft.Checkpoints(tmp_path, every=9), progress=False)
     with pytest.raises(OptionError, match=r"texts has the name '\.\./config\.json'"):
         ft.fit(count, {}, batches(), checkpoints=ft.Checkpoints(tmp_path, every=9, texts=texts), progress=False)
-    assert not made
+    assert not batches_seen
 
 
 SAVE_FROM_A_CHECKOUT = """
@@ -667,7 +668,7 @@ print(checkpoints.latest().environment["ftrain"])
 
 
 def test_a_checkout_that_is_not_installed_saves(tmp_path):
-    """Every installed package, and the sources of this one without the metadata of an installation."""
+    """The import path has every installed package, and ftrain as sources without the metadata of an installation."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for installed in Path(torch.__file__).parents[1].iterdir():
@@ -677,14 +678,14 @@ def test_a_checkout_that_is_not_installed_saves(tmp_path):
     (packages / "ftrain").symlink_to(ROOT / "ftrain")
     environment = {**os.environ, "PYTHONPATH": str(packages)}
     command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
-    actual = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (actual.returncode, actual.stdout.strip()) == (0, ft.__version__), actual.stderr
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout.strip()) == (0, ft.__version__), process.stderr
 
 
 @pytest.mark.parametrize("steps", [EVERY, EVERY + 1])
 def test_a_disk_that_is_full_at_the_end_loses_nothing(steps, tmp_path, monkeypatch):
     step = make()
-    monkeypatch.setattr(files, "free", lambda path: 10)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match="10 are free") as caught:
         ft.fit(step, step.init(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path / "run", every=EVERY))
     assert int(caught.value.result.state.step) == steps

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which stay, which is loaded, and who may write."""
+"""The checkpoints of a run: which are kept, which is loaded, and which process may write."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def test_the_newest_stay(tmp_path, async_):
 
 
 @pytest.mark.parametrize(
-    ("mode", "values", "kept"),
+    ("mode", "values", "expected"),
     [
         ("min", [3.0, 1.0, 2.0, 4.0, 5.0], [2, 5]),
         ("max", [3.0, 1.0, 2.0, 4.0, 0.0], [4, 5]),
@@ -54,17 +54,17 @@ def test_the_newest_stay(tmp_path, async_):
         ("min", [None, 7, None, None, None], [2, 5]),
     ],
 )
-def test_the_best_stays(mode, values, kept, tmp_path):
+def test_the_best_stays(mode, values, expected, tmp_path):
     metrics = {step: {"eval_value": value} for step, value in enumerate(values, 1) if value is not None}
-    # In two sessions: what is the best is known from the disk.
+    # The second context reads from the disk which one is the best.
     fill(tmp_path, [1, 2, 3], metrics, keep=1, best="eval_value", mode=mode)
     checkpoints = fill(tmp_path, [4, 5], metrics, keep=1, best="eval_value", mode=mode)
-    assert checkpoints.steps() == kept
+    assert checkpoints.steps() == expected
     actual = checkpoints.latest(best=True)
-    assert actual.step == kept[0]
+    assert actual.step == expected[0]
 
 
-def test_the_best_must_be_known(tmp_path):
+def test_loading_the_best_needs_its_metric(tmp_path):
     checkpoints = fill(tmp_path, [1, 2], best="eval_loss")
     with pytest.raises(CheckpointError, match="eval_loss"):
         checkpoints.latest(best=True)
@@ -94,44 +94,44 @@ def test_a_context_is_not_opened_twice(tmp_path, async_):
 
 
 def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
+    has_begun, may_write = threading.Event(), threading.Event()
     write = saving_runs.write
 
     def slow(*args):
-        begun.set()
-        go.wait(10)
+        has_begun.set()
+        may_write.wait(10)
         write(*args)
 
     monkeypatch.setattr(saving_runs, "write", slow)
-    given = tree(1)
+    trees = tree(1)
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
-        checkpoints.save(1, given)
-        assert begun.wait(10)
-        given["state"]["x"].zero_()
-        given["run"]["step"] = 0
+        checkpoints.save(1, trees)
+        assert has_begun.wait(10)
+        trees["state"]["x"].zero_()
+        trees["run"]["step"] = 0
         assert checkpoints.steps() == []
-        go.set()
+        may_write.set()
     actual = ft.Checkpoints(tmp_path, every=1).latest()
     assert actual.parts["state"]["x"].tolist() == [1, 1, 1]
     assert actual.parts["run"] == {"step": 1}
 
 
-def test_memory_of_copies_is_used_again(tmp_path):
-    given = {"state": {"x": torch.randn(1000), "t": torch.randn(3, 4).T, "tied": None}}
-    given["state"]["tied"] = given["state"]["x"]
+def test_the_memory_of_copies_is_reused(tmp_path):
+    trees = {"state": {"x": torch.randn(1000), "t": torch.randn(3, 4).T, "tied": None}}
+    trees["state"]["tied"] = trees["state"]["x"]
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
-        places = []
+        addresses = []
         for step in (1, 2):
-            checkpoints.save(step, given, wait=True)
-            places.append([buffer.data_ptr() for buffer in checkpoints._buffers])
-    assert places[0] == places[1]
-    assert len(places[0]) == 2
+            checkpoints.save(step, trees, wait=True)
+            addresses.append([buffer.data_ptr() for buffer in checkpoints._buffers])
+    assert addresses[0] == addresses[1]
+    assert len(addresses[0]) == 2
     actual = checkpoints.latest().parts["state"]
     assert actual["tied"] is actual["x"]
-    assert torch.equal(actual["t"], given["state"]["t"])
+    assert torch.equal(actual["t"], trees["state"]["t"])
 
 
-def test_an_error_in_the_background_surfaces(tmp_path, monkeypatch):
+def test_check_raises_the_error_of_a_save_in_the_background_once(tmp_path, monkeypatch):
     def full(descriptor, data):
         raise OSError(28, "No space left on device")
 
@@ -173,13 +173,13 @@ def damage(path):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_damage_is_passed_over_aloud_and_put_aside(tmp_path):
+def test_damaged_checkpoints_are_passed_over_with_a_warning_and_renamed(tmp_path):
     checkpoints = fill(tmp_path, [1, 2, 3])
     damage(checkpoints.path(3))
     damage(checkpoints.path(2))
     with pytest.warns(UserWarning, match=r"(?s)step 1.*0003.*0002.*cut off"):
         assert checkpoints.latest().step == 1
-    # Going on, step 2 comes again.
+    # The resumed run saves step 2 again.
     assert fill(tmp_path, [2]).steps() == [1, 2, 3]
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("damaged-step-000000000002")]) == 1
     checkpoint.verify(checkpoints.path(2))
@@ -210,7 +210,7 @@ def test_damaged_ones_do_not_push_out_those_that_are_whole(tmp_path):
     checkpoint.verify(checkpoints.path(3))
 
 
-def test_a_step_that_is_there_and_whole_is_not_written_again(tmp_path):
+def test_an_intact_checkpoint_with_the_same_content_is_not_replaced(tmp_path):
     checkpoints = fill(tmp_path, [1])
     before = (checkpoints.path(1) / "MANIFEST.json").read_bytes()
     fill(tmp_path, [1])
@@ -221,7 +221,7 @@ def test_a_step_of_the_same_run_is_replaced(tmp_path, async_):
     with ft.Checkpoints(tmp_path, every=1, best="loss", async_=async_) as checkpoints:
         checkpoints.save(1, tree(1), metrics={"loss": 1.0})
         checkpoints.save(2, tree(2))
-        # More is known of the same state, then the state is another one.
+        # First the same state with a metric, then another state.
         checkpoints.save(2, tree(2), metrics={"loss": 0.5})
         checkpoints.wait()
         assert checkpoints.latest(best=True).step == 2
@@ -241,7 +241,7 @@ def test_a_step_of_another_run_is_not_replaced(tmp_path):
         checkpoints.save(1, tree(2))
     assert torch.equal(checkpoints.latest().parts["state"]["x"], before.parts["state"]["x"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001"]
-    # Gone on from, it is the same run.
+    # After loading it, this is the same run.
     with checkpoints:
         checkpoints.latest()
         checkpoints.save(1, tree(2))
@@ -249,12 +249,12 @@ def test_a_step_of_another_run_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_process_that_ended_while_it_replaced_one(damaged, tmp_path):
+def test_a_replacement_that_was_interrupted_is_finished_or_undone(damaged, tmp_path):
     checkpoints = fill(tmp_path, [1])
     with checkpoints:
         shutil.copytree(checkpoints.path(1), tmp_path / "step-000000000001.new")
         shutil.rmtree(checkpoints.path(1))
-        # Who only reads finds it, too.
+        # A reader finds the new one under its temporary name.
         assert ft.Checkpoints(tmp_path, every=1).steps() == [1]
         assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
     with checkpoints:
@@ -273,7 +273,7 @@ def test_another_structure_is_no_damage(tmp_path):
         checkpoints.latest({"state": {"x": torch.zeros(4)}})
 
 
-def test_one_writes_and_all_read(tmp_path):
+def test_only_one_process_writes_and_others_may_read(tmp_path):
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, tree(1), wait=True)
         with pytest.raises(CheckpointError, match="is being written to by"), ft.Checkpoints(tmp_path, every=1):
@@ -285,7 +285,7 @@ def test_one_writes_and_all_read(tmp_path):
         ft.Checkpoints(tmp_path, every=1).save(2, tree(2))
 
 
-def test_what_a_run_removes_while_it_is_read_is_not_taken_for_damaged(tmp_path, recwarn):
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_taken_for_damaged(tmp_path, recwarn):
     reader, removed = fill(tmp_path, [1], keep=1), []
     with ft.Checkpoints(tmp_path, every=1, keep=1) as writer:
 
@@ -315,19 +315,19 @@ WRONG = [("every", 0), ("keep", 0), ("mode", "least"), ("best", 3), ("texts", "a
 
 
 @pytest.mark.parametrize(("name", "value"), [*WRONG, ("directory", "a\0b")])
-def test_options(name, value, tmp_path):
+def test_wrong_options_are_errors_that_name_them(name, value, tmp_path):
     with pytest.raises(OptionError, match=re.escape(f"Checkpoints: {name} is {value!r}")):
         ft.Checkpoints(**{"directory": tmp_path, "every": 1, name: value})
 
 
 @pytest.mark.parametrize("call", [checkpoint.load, checkpoint.verify, lambda path: checkpoint.save(path, {})])
-def test_a_path_that_is_none_is_named(call):
+def test_an_argument_that_is_not_a_path_is_an_error(call):
     for path in (None, "a\0b", b"a", ""):
         with pytest.raises(OptionError, match=r": path is .*, needs a path as a str or pathlib\.Path"):
             call(path)
 
 
-def test_a_step_that_could_not_be_loaded_is_not_saved(tmp_path):
+def test_save_refuses_a_wrong_step_and_a_wrong_name_of_a_text(tmp_path):
     for step in (-1, "3", True):
         with pytest.raises(OptionError, match="save: step is"):
             checkpoint.save(tmp_path / "a", tree(1), step=step)
@@ -344,7 +344,7 @@ def test_a_step_that_could_not_be_loaded_is_not_saved(tmp_path):
     ],
     ids=["latest", "best", "save"],
 )
-def test_what_may_not_be_read_is_not_taken_for_damaged(call, tmp_path, monkeypatch):
+def test_a_checkpoint_without_permission_to_read_is_not_taken_for_damaged(call, tmp_path, monkeypatch):
     checkpoints, opened = fill(tmp_path, [1, 2]), os.open
 
     def refuse(path, *rest):
@@ -373,10 +373,10 @@ def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_pa
         ft.checkpoint.load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_path_that_no_directory_can_have_is_an_error_that_says_so(kind, tmp_path):
+@pytest.mark.parametrize("path_kind", ["link", "file"])
+def test_a_file_or_broken_link_in_place_of_the_directory_is_an_error(path_kind, tmp_path):
     path = tmp_path / "run"
-    path.symlink_to(tmp_path / "not-mounted") if kind == "link" else path.touch()
+    path.symlink_to(tmp_path / "not-mounted") if path_kind == "link" else path.touch()
     with pytest.raises(CheckpointError, match=r"run' cannot be used: .*is a file, or a link that leads to nothing"):
         fill(path, [1])
 
@@ -398,18 +398,20 @@ def test_a_directory_without_permission_says_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [{"hidden": 8}, b"text", 3])
-def test_a_text_that_is_none_is_refused_before_any_step(text, tmp_path):
-    step, made = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)), []
+def test_a_text_that_is_not_a_str_is_refused_before_any_step(text, tmp_path):
+    step, records = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)), []
     checkpoints = ft.Checkpoints(tmp_path / "run", every=1, texts={"params/config.json": text})
     with pytest.raises(OptionError, match=r"save: texts\['params/config\.json'\] is a .*; needs a str"):
-        ft.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)], checkpoints=checkpoints, loggers=[made.append])
-    assert not made
+        ft.fit(
+            step, step.init({"w": torch.ones(2)}), [torch.ones(2)], checkpoints=checkpoints, loggers=[records.append]
+        )
+    assert not records
     with pytest.raises(OptionError, match="needs a str"):
         checkpoint.save(tmp_path / "a", tree(1), texts={"a": text})
     assert not (tmp_path / "a").exists()
 
 
-def test_what_is_expected_of_the_latest_is_given_by_name(tmp_path):
+def test_like_of_latest_must_be_trees_by_name(tmp_path):
     checkpoints = fill(tmp_path, [1])
     with pytest.raises(StructureError, match=r"latest: like is a Tensor; needs trees by name: \{'state': state\}"):
         checkpoints.latest(torch.ones(3))
@@ -436,7 +438,7 @@ def test_a_step_may_be_a_number_of_numpy_or_a_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["2", 2.0, True, -1, torch.tensor(2.0)])
-def test_what_is_no_step_is_an_error_before_anything_is_written(step, tmp_path):
+def test_a_wrong_step_is_an_error_before_anything_is_written(step, tmp_path):
     checkpoints = ft.Checkpoints(tmp_path, every=1)
     expected = "needs a whole number of at least 0"
     with checkpoints:

@@ -1,4 +1,4 @@
-"""Collation: what is padded, with what, where, and how much of a batch it is."""
+"""Collation: which fields are padded, with which value, on which side; and the share of padding in a batch."""
 
 from collections import UserDict
 
@@ -16,10 +16,10 @@ ROWS = st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=
 
 
 @given(ROWS, st.integers(1, 8), st.sampled_from(["left", "right"]), st.sampled_from([None, 12, 15]), st.booleans())
-def test_padding_keeps_what_is_there(rows, multiple, side, length, as_tensors):
+def test_padding_keeps_all_values_and_masks_the_rest(rows, multiple, side, length, as_tensors):
     options = {"multiple": multiple} if length is None else {"length": length}
-    make = torch.tensor if as_tensors else list
-    samples = [{"tokens": make(row), "labels": make(row)} for row in rows]
+    as_row = torch.tensor if as_tensors else list
+    samples = [{"tokens": as_row(row), "labels": as_row(row)} for row in rows]
     if not as_tensors and not all(rows):
         samples = [{name: torch.tensor(row, dtype=torch.int64) for name, row in sample.items()} for sample in samples]
     elif as_tensors:
@@ -41,9 +41,9 @@ def test_padding_keeps_what_is_there(rows, multiple, side, length, as_tensors):
         assert (labels[~mask] == -100).all()
         real = mask.tolist()
         assert real == sorted(real, reverse=side == "right")
-    actual = data.padding(batch)
-    assert float(actual.total) == width * len(rows) - sum(map(len, rows))
-    assert float(actual.weight) == width * len(rows)
+    share = data.padding(batch)
+    assert float(share.total) == width * len(rows) - sum(map(len, rows))
+    assert float(share.weight) == width * len(rows)
 
 
 def test_fields_have_lengths_and_types_of_their_own():
@@ -82,7 +82,7 @@ def test_a_padding_value_that_the_dtype_cannot_hold(dtype):
     assert data.pad()(samples[:1] * 2)["labels"].dtype == dtype
 
 
-def test_what_is_too_long_is_cut_only_when_that_is_wanted():
+def test_samples_that_are_too_long_are_cut_only_with_cut():
     samples = [{"tokens": [1, 2, 3, 4]}, {"tokens": [5]}]
     with pytest.raises(DataError, match="field tokens is 4 long, more than length=3; pass cut=True"):
         data.pad(length=3)(samples)
@@ -104,7 +104,7 @@ def test_samples_of_length_zero():
 
 
 @pytest.mark.parametrize(
-    ("samples", "options", "words"),
+    ("samples", "options", "message"),
     [
         ([], {}, "the batch has no samples"),
         ([[1, 2]], {}, "a sample is a list; needs mappings"),
@@ -121,8 +121,8 @@ def test_samples_of_length_zero():
         ([{"x": "text"}], {"mask": "x"}, "mask='x' holds 'text'; needs one of sequences"),
     ],
 )
-def test_samples_that_do_not_go_together(samples, options, words):
-    with pytest.raises(DataError, match=words):
+def test_samples_that_cannot_be_padded_are_errors_that_say_why(samples, options, message):
+    with pytest.raises(DataError, match=message):
         data.pad(**options)(samples)
 
 
@@ -130,12 +130,12 @@ def test_samples_that_do_not_go_together(samples, options, words):
     "options",
     [{"length": 0}, {"multiple": 0}, {"length": 8, "multiple": 2}, {"side": "middle"}, {"cut": True}],
 )
-def test_options_that_mean_nothing(options):
+def test_wrong_options_are_errors_that_name_them(options):
     with pytest.raises(OptionError, match=f"pad: {next(iter(options))}"):
         data.pad(**options)
 
 
-# How much is padding
+# The share of padding
 
 
 def test_padding_of_packed_rows():
@@ -160,7 +160,7 @@ def test_padding_adds_up_over_batches():
 
 
 @pytest.mark.parametrize("batch", [{"tokens": torch.ones(2, 2)}, torch.ones(2), {"attention_mask": [1]}])
-def test_padding_of_what_does_not_tell(batch):
+def test_padding_needs_documents_or_a_mask(batch):
     with pytest.raises(BatchError, match="neither documents nor attention_mask"):
         data.padding(batch)
 

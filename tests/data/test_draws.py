@@ -1,4 +1,4 @@
-"""Samples draw what their seed, epoch and index say, and generators are seeded only for what draws."""
+"""The random numbers of samples depend on seed, epoch and index; generators are seeded only for samples that draw."""
 
 import functools
 import pickle
@@ -46,19 +46,19 @@ class Always(Sometimes):
     draws = True
 
 
-def taken(dataset, passes=2, **options):
+def read_passes(dataset, passes=2, **options):
     loader = data.loader(dataset, BATCH, collate=list, **options)
     return [list(loader) for _ in range(passes)]
 
 
 @functools.cache
-def seeded(source, indices):
-    """What samples are that are seeded each by itself, without a loader."""
-    actual = Sometimes(source, indices)
+def expected_samples(source, indices):
+    """Return the samples of two epochs, each seeded by itself, without a loader."""
+    dataset = Sometimes(source, indices)
 
     def sample(epoch, index):
         rng_streams.seed_sample(0, epoch, index)
-        return actual[index]
+        return dataset[index]
 
     with rng_streams.PreservedState():
         return [[sample(epoch, index) for index in range(SIZE)] for epoch in range(2)]
@@ -67,53 +67,55 @@ def seeded(source, indices):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("indices", [tuple(range(SIZE)), (17,), (3, 4, 21)])
 def test_samples_that_draw_seldom_draw_the_same(source, indices):
-    actual = taken(Sometimes(source, indices))
-    assert [sorted(sample for batch in batches for sample in batch) for batches in actual] == seeded(source, indices)
-    assert actual == taken(Always(source, indices))
+    actual = read_passes(Sometimes(source, indices))
+    assert [sorted(sample for batch in batches for sample in batch) for batches in actual] == expected_samples(
+        source, indices
+    )
+    assert actual == read_passes(Always(source, indices))
 
 
-def test_and_in_workers():
-    expected = taken(Always("numpy", (3, 17)))
-    assert taken(Sometimes("numpy", (3, 17)), num_workers=2) == expected
+def test_samples_that_draw_seldom_draw_the_same_in_workers():
+    expected = read_passes(Always("numpy", (3, 17)))
+    assert read_passes(Sometimes("numpy", (3, 17)), num_workers=2) == expected
 
 
 @pytest.mark.parametrize(
-    ("source", "drawn"),
+    ("source", "expected"),
     [("torch", 0.47761476039886475), ("python", 0.7980265284288426), ("numpy", 0.8089606049709576)],
 )
-def test_a_sample_draws_what_it_has_always_drawn(source, drawn):
-    """These are numbers of the loader before it learnt to seed for what draws alone."""
-    _, batches = taken(Sometimes(source, (17,)), seed=3)
-    assert (17, drawn) in chain.from_iterable(batches)
+def test_a_sample_draws_what_it_has_always_drawn(source, expected):
+    """The numbers are those of a version of the loader that seeded for every sample."""
+    _, batches = read_passes(Sometimes(source, (17,)), seed=3)
+    assert (17, expected) in chain.from_iterable(batches)
 
 
-def test_and_so_does_a_collation():
+def test_a_collation_draws_what_it_has_always_drawn():
     loader = data.loader(range(SIZE), BATCH, seed=3, shuffle=False, collate=lambda samples: random.random())
     _, drawn = [list(loader) for _ in range(2)]
     assert drawn[4] == 0.8970059101066912
 
 
-def counted(monkeypatch, dataset, **options):
-    times = []
+def count_seeded(monkeypatch, dataset, **options):
+    seeded_samples = []
     seed = rng_streams.seed_sample
-    monkeypatch.setattr(rng_streams, "seed_sample", lambda *args: (times.append(args), seed(*args)))
-    taken(dataset, **options)
-    return len(times)
+    monkeypatch.setattr(rng_streams, "seed_sample", lambda *args: (seeded_samples.append(args), seed(*args)))
+    read_passes(dataset, **options)
+    return len(seeded_samples)
 
 
-def test_what_draws_nothing_is_read_once_and_not_seeded(monkeypatch):
+def test_samples_that_draw_nothing_are_read_once_and_not_seeded(monkeypatch):
     dataset = Sometimes("torch", ())
-    assert not counted(monkeypatch, dataset)
+    assert not count_seeded(monkeypatch, dataset)
     assert len(dataset.reads) == 2 * SIZE
 
 
 def test_the_first_batch_that_draws_is_read_again_with_seeding_as_are_all_later_ones(monkeypatch):
     dataset = Sometimes("python", range(SIZE))
-    assert counted(monkeypatch, dataset) == 2 * SIZE
+    assert count_seeded(monkeypatch, dataset) == 2 * SIZE
     assert len(dataset.reads) == 2 * SIZE + BATCH
     dataset = Sometimes("python", (9,))
     # The third batch is the first to be seeded.
-    assert counted(monkeypatch, dataset, shuffle=False) == 2 * SIZE - 2 * BATCH
+    assert count_seeded(monkeypatch, dataset, shuffle=False) == 2 * SIZE - 2 * BATCH
     assert len(dataset.reads) == 2 * SIZE + BATCH
 
 
@@ -121,29 +123,29 @@ def test_the_first_batch_that_draws_is_read_again_with_seeding_as_are_all_later_
 def test_a_dataset_may_say_whether_it_draws(monkeypatch, says, times):
     dataset = Sometimes("torch", ())
     dataset.draws = says
-    assert counted(monkeypatch, dataset) == times
+    assert count_seeded(monkeypatch, dataset) == times
     assert len(dataset.reads) == 2 * SIZE
 
 
-def test_a_stream_may_say_it_too(monkeypatch):
+def test_a_stream_may_say_whether_it_draws(monkeypatch):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(SIZE))
 
     stream = Stream()
-    assert counted(monkeypatch, stream, shuffle=False) == 2 * (SIZE + 1)
+    assert count_seeded(monkeypatch, stream, shuffle=False) == 2 * (SIZE + 1)
     stream.draws = False
-    assert not counted(monkeypatch, stream, shuffle=False)
+    assert not count_seeded(monkeypatch, stream, shuffle=False)
 
 
-def test_a_dataset_that_says_so_may_set_the_state_back():
+def test_a_dataset_that_says_that_it_draws_may_restore_the_state():
     class Forked(Always):
         def __getitem__(self, index):
             with torch.random.fork_rng():
                 return index, float(torch.rand(()))
 
-    whole = [taken(Forked("torch", ()), passes=1, shuffle=shuffle)[0] for shuffle in (True, False)]
-    actual = [dict(chain.from_iterable(batches)) for batches in whole]
+    passes = [read_passes(Forked("torch", ()), passes=1, shuffle=shuffle)[0] for shuffle in (True, False)]
+    actual = [dict(chain.from_iterable(batches)) for batches in passes]
     assert actual[0] == actual[1]
     assert len(set(actual[0].values())) == SIZE
 
@@ -159,8 +161,8 @@ def test_whether_a_sample_raises_may_be_drawn(on_error):
     class Seeded(Fragile):
         draws = True
 
-    def outcome(kind):
-        loader, actual = data.loader(kind("python", (5, 6, 7, 13)), BATCH, collate=list, on_error=on_error), []
+    def outcome(dataset_class):
+        loader, actual = data.loader(dataset_class("python", (5, 6, 7, 13)), BATCH, collate=list, on_error=on_error), []
         try:
             actual += loader
         except DataError as error:
@@ -191,12 +193,12 @@ def test_a_loop_draws_between_batches_as_if_nothing_was_read(source, monkeypatch
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
         return [[SOURCES[source]() for _ in range(count % 3)] for count, _ in zip(range(SIZE), batches, strict=False)]
 
-    quiet = Sometimes("torch", ())
-    assert draws(data.loader(quiet, 1, collate=list, seed=0)) == draws(range(SIZE))
+    draws_nothing = Sometimes("torch", ())
+    assert draws(data.loader(draws_nothing, 1, collate=list, seed=0)) == draws(range(SIZE))
 
 
 def test_pythons_numbers_go_on_at_each_place_of_its_generator():
-    """Which makes 624 at once, and then new ones."""
+    """Which computes 624 numbers at once, and then the next 624."""
     random.seed(1)
     expected = [random.getrandbits(32) for _ in range(1400)]
     random.seed(1)
@@ -210,7 +212,7 @@ def test_pythons_numbers_go_on_at_each_place_of_its_generator():
 
 def test_a_normal_number_that_python_has_left_over_is_a_draw():
     random.gauss(0, 1)
-    assert taken(Sometimes("gauss", (3,))) == taken(Always("gauss", (3,)))
+    assert read_passes(Sometimes("gauss", (3,))) == read_passes(Always("gauss", (3,)))
     random.gauss(0, 1)
 
 
@@ -227,14 +229,14 @@ def test_a_loader_within_a_sample_hides_no_draw():
         draws = True
 
     for source in ("python", "numpy", "torch", "gauss"):
-        assert taken(Outer(source, ())) == taken(Said(source, ()))
+        assert read_passes(Outer(source, ())) == read_passes(Said(source, ()))
 
 
 # Reading by the batch
 
 
 class Together(Sometimes):
-    """Also gives several samples at a time, as datasets of Hugging Face do."""
+    """Also returns several samples at a time, as datasets of Hugging Face do."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -247,47 +249,47 @@ class Together(Sometimes):
 
 def test_samples_are_read_together_where_a_dataset_can():
     dataset = Together("torch", ())
-    assert taken(dataset) == taken(Sometimes("torch", ()))
+    assert read_passes(dataset) == read_passes(Sometimes("torch", ()))
     assert sorted(chain.from_iterable(dataset.batches)) == sorted([*range(SIZE)] * 2)
     assert {len(batch) for batch in dataset.batches} == {BATCH}
     assert sorted(dataset.reads) == sorted([*range(SIZE)] * 2)
 
 
-def test_but_one_by_one_where_they_draw():
-    assert taken(Together("numpy", (3, 17))) == taken(Sometimes("numpy", (3, 17)))
+def test_samples_that_draw_are_read_one_by_one():
+    assert read_passes(Together("numpy", (3, 17))) == read_passes(Sometimes("numpy", (3, 17)))
 
 
-@pytest.mark.parametrize("wrong", [lambda items: items[1:], lambda items: 1 / 0])
-def test_or_where_reading_together_fails(wrong):
+@pytest.mark.parametrize("damage", [lambda items: items[1:], lambda items: 1 / 0])
+def test_samples_are_read_one_by_one_where_reading_together_fails(damage):
     class Torn(Together):
         def __getitems__(self, indices):
-            return wrong(super().__getitems__(indices))
+            return damage(super().__getitems__(indices))
 
-    assert taken(Torn("python", ())) == taken(Sometimes("python", ()))
+    assert read_passes(Torn("python", ())) == read_passes(Sometimes("python", ()))
 
 
-def test_a_token_file_is_read_by_the_batch_and_gives_what_collating_would(tmp_path):
+def test_a_token_file_that_is_read_by_the_batch_gives_the_batches_of_default_collate(tmp_path):
     data.write_tokens(tmp_path / "t.npy", [range(50)])
     dataset = data.TokenFile(tmp_path / "t.npy", 6)
-    for one, other in zip(
+    for by_batch, by_sample in zip(
         data.loader(dataset, 3),
         data.loader(dataset, 3, collate=lambda s: torch.utils.data.default_collate(s)),
         strict=True,
     ):
-        assert list(one) == list(other)
-        for name in one:
-            assert torch.equal(one[name], other[name])
-            assert one[name].dtype == torch.int64
-            assert one[name].is_contiguous()
+        assert list(by_batch) == list(by_sample)
+        for name in by_batch:
+            assert torch.equal(by_batch[name], by_sample[name])
+            assert by_batch[name].dtype == torch.int64
+            assert by_batch[name].is_contiguous()
 
 
 def test_a_token_file_that_vanished_names_its_samples(tmp_path):
     data.write_tokens(tmp_path / "t.npy", [range(50)])
-    # As a process that is started anew has it: not open yet.
-    sent = pickle.loads(pickle.dumps(data.TokenFile(tmp_path / "t.npy", 6)))
+    # Pickled, as a worker process receives it: the file is not open yet.
+    unpickled = pickle.loads(pickle.dumps(data.TokenFile(tmp_path / "t.npy", 6)))
     (tmp_path / "t.npy").unlink()
     with pytest.raises(DataError, match=r"the batch of samples 0, 1 of epoch 0 cannot be read: DataError: TokenFile: "):
-        list(data.loader(sent, 2, shuffle=False))
+        list(data.loader(unpickled, 2, shuffle=False))
 
 
 def test_a_data_loader_is_no_dataset():

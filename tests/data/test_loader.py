@@ -1,4 +1,4 @@
-"""Laws of resuming: the batches that were left, bit for bit, from any point, with any number of workers."""
+"""Laws of resuming: from any position, with any number of workers, the remaining batches have the same bits."""
 
 import json
 import random
@@ -18,7 +18,7 @@ LENGTHS = [i * 7 % 13 + 1 for i in range(SIZE)]
 
 
 class Augmented:
-    """Each sample draws from all generators there are."""
+    """Each sample draws from the global generators of torch, Python and numpy."""
 
     def __init__(self, size=SIZE):
         self.size = size
@@ -42,11 +42,11 @@ KINDS = {
 
 
 def collate(samples):
-    """Draws too."""
+    """Pad the samples; draws random numbers too."""
     return {**data.pad()(samples), "noise": torch.rand(2)}
 
 
-def made(kind="fixed", num_workers=0, **options):
+def make_loader(kind="fixed", num_workers=0, **options):
     return data.loader(Augmented(), BATCH, collate=collate, num_workers=num_workers, **KINDS[kind], **options)
 
 
@@ -59,27 +59,27 @@ def same(actual, expected):
 
 @pytest.fixture(scope="module")
 def three_passes():
-    """What no interruption gives, by kind."""
-    loaders = {kind: made(kind) for kind in KINDS}
+    """The batches of three epochs without an interruption, by kind of loader."""
+    loaders = {kind: make_loader(kind) for kind in KINDS}
     return {kind: [list(loader) for _ in range(3)] for kind, loader in loaders.items()}
 
 
 @pytest.fixture(scope="module")
 def with_workers():
-    """Workers start slowly: each kind has two, for all tests."""
-    return {kind: made(kind, num_workers=2) for kind in KINDS}
+    """A loader with workers for each kind, made once because workers start slowly."""
+    return {kind: make_loader(kind, num_workers=2) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_stop_point(kind, three_passes):
+def test_a_loader_resumes_at_any_position(kind, three_passes):
     passes = three_passes[kind]
     for epoch in range(2):
         for stop in range(len(passes[epoch]) + 1):
-            first, second = made(kind), made(kind)
+            first, second = make_loader(kind), make_loader(kind)
             for _ in range(epoch):
                 list(first)
-            begun = iter(first)
-            same([next(begun) for _ in range(stop)], passes[epoch][:stop])
+            batches = iter(first)
+            same([next(batches) for _ in range(stop)], passes[epoch][:stop])
             second.load_state_dict(json.loads(json.dumps(first.state_dict())))
             assert second.state_dict() == first.state_dict()
             same(list(second), passes[epoch][stop:])
@@ -87,32 +87,34 @@ def test_any_stop_point(kind, three_passes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_change_nothing_and_what_they_prepared_is_neither_lost_nor_repeated(kind, three_passes, with_workers):
+def test_workers_change_nothing_and_batches_that_they_prepared_are_neither_lost_nor_repeated(
+    kind, three_passes, with_workers
+):
     loader, passes = with_workers[kind], three_passes[kind]
-    loader.load_state_dict(made(kind).state_dict())
+    loader.load_state_dict(make_loader(kind).state_dict())
     same(list(loader), passes[0])
     for stop in (0, 1, len(passes[1]) // 2, len(passes[1])):
-        begun = iter(loader)
-        same([next(begun) for _ in range(stop)], passes[1][:stop])
+        batches = iter(loader)
+        same([next(batches) for _ in range(stop)], passes[1][:stop])
         state = loader.state_dict()
-        # Into one without workers, and into itself, while they still work on what nobody asks for any more.
-        other = made(kind)
-        other.load_state_dict(state)
-        same(list(other), passes[1][stop:])
+        # Resume without workers, and in the same loader while its workers still read for the old position.
+        resumed = make_loader(kind)
+        resumed.load_state_dict(state)
+        same(list(resumed), passes[1][stop:])
         loader.load_state_dict(state)
         same(list(loader), passes[1][stop:])
         same(list(loader), passes[2])
-        loader.load_state_dict({**made(kind).state_dict(), "epoch": 1})
+        loader.load_state_dict({**make_loader(kind).state_dict(), "epoch": 1})
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
-def test_stopping_twice(first_stop, second_stop):
-    loader = made()
+def test_a_loader_that_was_resumed_can_be_resumed_again(first_stop, second_stop):
+    loader = make_loader()
     whole = [batch["index"].tolist() for _ in range(2) for batch in loader]
-    loader, seen = made(), []
+    loader, seen = make_loader(), []
     for stop in (first_stop, second_stop):
         seen += [batch["index"].tolist() for _, batch in zip(range(stop), _endless(loader), strict=False)]
-        resumed = made()
+        resumed = make_loader()
         resumed.load_state_dict(loader.state_dict())
         loader = resumed
     seen += [batch["index"].tolist() for _, batch in zip(range(12), _endless(loader), strict=False)]
@@ -125,47 +127,47 @@ def _endless(loader):
 
 
 def test_the_last_batch_of_a_pass_is_not_yet_its_end():
-    loader = made()
-    begun = iter(loader)
+    loader = make_loader()
+    batches = iter(loader)
     for _ in range(len(loader)):
-        next(begun)
+        next(batches)
     at_end = loader.state_dict()
     assert (at_end["epoch"], at_end["window"]) == (0, len(loader))
-    assert next(begun, None) is None
+    assert next(batches, None) is None
     assert (loader.state_dict()["epoch"], loader.state_dict()["window"]) == (1, 0)
-    resumed = made()
+    resumed = make_loader()
     resumed.load_state_dict(at_end)
     assert list(resumed) == []
     assert resumed.state_dict() == loader.state_dict()
     same(list(resumed), list(loader))
 
 
-def test_peeking_changes_nothing(three_passes):
-    loader = made()
+def test_an_iterator_that_was_left_changes_nothing(three_passes):
+    loader = make_loader()
     next(iter(loader))
     next(iter(loader))
     same(list(loader), three_passes["fixed"][0])
     next(iter(loader))
     same(list(loader), three_passes["fixed"][1])
-    begun = iter(loader)
-    next(begun)
+    batches = iter(loader)
+    next(batches)
     state = loader.state_dict()
     loader.load_state_dict(state)
     next(iter(loader))
-    # A resumed pass that is left starts over where it began.
+    # After an unfinished resumed epoch, the next one starts at the same position.
     same(list(loader), three_passes["fixed"][2][1:])
 
 
 def test_the_state_is_whole_numbers_and_does_not_grow():
-    loader = made()
+    loader = make_loader()
     small = loader.state_dict()
     list(loader)
     assert len(loader.state_dict()) == len(small)
     assert all(isinstance(value, int) for value in small.values())
 
 
-def test_one_pass_at_a_time():
-    loader = made()
+def test_an_earlier_iterator_raises_an_error():
+    loader = make_loader()
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -177,7 +179,7 @@ def test_one_pass_at_a_time():
         next(second)
 
 
-# What draws
+# Random numbers
 
 
 def test_the_generators_of_the_process_are_left_alone():
@@ -186,7 +188,7 @@ def test_the_generators_of_the_process_are_left_alone():
 
     torch.manual_seed(3)
     before = states()
-    for _ in made():
+    for _ in make_loader():
         assert torch.equal(states()[0], before[0])
     after = states()
     assert torch.equal(after[0], before[0])
@@ -197,7 +199,7 @@ def test_the_generators_of_the_process_are_left_alone():
 def test_the_generators_are_left_alone_by_workers_too():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    loader = made(num_workers=1)
+    loader = make_loader(num_workers=1)
     list(loader)
     list(loader)
     assert torch.equal(torch.get_rng_state(), before)
@@ -220,7 +222,7 @@ def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
     assert len({*first.values(), *second.values(), *drawn(batch_size=4, seed=1)[0].values()}) == 3 * SIZE
 
 
-def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
+def test_the_draws_of_a_collation_depend_only_on_its_batch(three_passes):
     def noise(loader):
         return [tuple(batch["noise"].tolist()) for batch in loader]
 
@@ -235,7 +237,7 @@ def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
     resumed.load_state_dict({**resumed.state_dict(), "epoch": 1, "window": 2})
     torch.manual_seed(99)
     assert noise(resumed) == passes[1][2:]
-    # Nor is it what the last sample would have gone on to draw.
+    # The draws of a collation do not depend on those of the samples.
     by_samples = {tuple(batch["noise"].tolist()) for batch in three_passes["fixed"][0]}
     assert by_samples == set(passes[0])
 
@@ -244,7 +246,7 @@ def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"seed": 1}, "seed: found 0, this loader has 1"),
         ({"batch_size": 5}, "batch_size: found 4, this loader has 5"),
@@ -256,39 +258,39 @@ def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
         ({"lengths": LENGTHS, "max_tokens": 50}, "max_tokens: missing"),
     ],
 )
-def test_a_position_of_another_loader(options, words):
-    chosen = {"dataset": Augmented(), "batch_size": 4, **options}
-    with pytest.raises(DataError, match=words):
-        data.loader(**chosen).load_state_dict(data.loader(Augmented(), 4).state_dict())
+def test_a_position_of_another_loader(options, message):
+    arguments = {"dataset": Augmented(), "batch_size": 4, **options}
+    with pytest.raises(DataError, match=message):
+        data.loader(**arguments).load_state_dict(data.loader(Augmented(), 4).state_dict())
 
 
 def test_a_position_does_not_fit_other_lengths_of_as_many_samples():
-    def made(lengths):
+    def make_loader(lengths):
         return data.loader(Augmented(), 4, lengths=lengths)
 
-    state = made(LENGTHS).state_dict()
-    made([*map(int, LENGTHS)]).load_state_dict(state)
+    state = make_loader(LENGTHS).state_dict()
+    make_loader([*map(int, LENGTHS)]).load_state_dict(state)
     with pytest.raises(DataError, match=r"lengths: found [0-9]+, this loader has"):
-        made(LENGTHS[::-1]).load_state_dict(state)
-    # Those of a function do not tell.
-    loader = made(LENGTHS)
+        make_loader(LENGTHS[::-1]).load_state_dict(state)
+    # A state from lengths that are a function has no checksum, and fits.
+    loader = make_loader(LENGTHS)
     loader.load_state_dict({name: value for name, value in state.items() if name != "lengths"})
     loader.load_state_dict(state)
 
 
 def test_lengths_may_be_a_list_in_one_run_and_a_function_in_the_next():
-    def made(lengths):
+    def make_loader(lengths):
         return data.loader(Augmented(), 4, lengths=lengths, collate=data.pad())
 
-    by_list, by_function = made(LENGTHS), made(lambda index: int(LENGTHS[index]))
-    for first, then in ((by_list, by_function), (by_function, by_list)):
+    by_list, by_function = make_loader(LENGTHS), make_loader(lambda index: int(LENGTHS[index]))
+    for first, second in ((by_list, by_function), (by_function, by_list)):
         next(iter(first))
         state = first.state_dict()
-        for loader in (first, then):
+        for loader in (first, second):
             loader.load_state_dict(state)
             assert loader.state_dict() == state
-        for one, other in zip(first, then, strict=True):
-            assert torch.equal(one["drawn"], other["drawn"])
+        for first_batch, second_batch in zip(first, second, strict=True):
+            assert torch.equal(first_batch["drawn"], second_batch["drawn"])
 
 
 @pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS}], ids=["in order", "by length"])
@@ -298,9 +300,9 @@ def test_a_position_fits_another_number_of_ranks_with_as_many_samples_in_a_batch
         return [data.loader(Augmented(), size, rank=rank, num_ranks=num_ranks, **collated) for rank in range(num_ranks)]
 
     def drawn(loaders):
-        """Return what the samples of each batch of all ranks have drawn."""
-        together = zip(*loaders, strict=True)
-        return [sorted(torch.cat([batch["drawn"] for batch in batches]).tolist()) for batches in together]
+        """Return the numbers that the samples of each batch of all ranks have drawn."""
+        batches_of_ranks = zip(*loaders, strict=True)
+        return [sorted(torch.cat([batch["drawn"] for batch in batches]).tolist()) for batches in batches_of_ranks]
 
     (alone,) = ranks(1)
     next(iter(alone))
@@ -313,7 +315,7 @@ def test_a_position_fits_another_number_of_ranks_with_as_many_samples_in_a_batch
         assert drawn(resumed) == expected[1:]
 
 
-def test_all_that_differs_is_listed():
+def test_all_differences_are_listed():
     state = data.loader(Augmented(), 4).state_dict()
     with pytest.raises(DataError) as caught:
         data.loader(Augmented(99), 5, seed=2).load_state_dict(state)
@@ -321,7 +323,7 @@ def test_all_that_differs_is_listed():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"epoch": -1}, "epoch: found -1"),
         ({"window": 1.5}, "window: found 1.5"),
@@ -331,9 +333,9 @@ def test_all_that_differs_is_listed():
         ({"source": {}}, "source: unexpected"),
     ],
 )
-def test_a_position_that_is_none(change, words):
-    loader = made()
-    with pytest.raises(DataError, match=words):
+def test_a_malformed_position_is_an_error_that_names_the_key(change, message):
+    loader = make_loader()
+    with pytest.raises(DataError, match=message):
         loader.load_state_dict({**loader.state_dict(), **change})
     with pytest.raises(DataError, match="epoch: missing"):
         loader.load_state_dict({})
@@ -341,31 +343,33 @@ def test_a_position_that_is_none(change, words):
 
 def test_a_position_of_another_version_of_the_order():
     with pytest.raises(DataError, match="order: found 3, this loader has 2"):
-        made().load_state_dict({**made().state_dict(), "order": 3})
+        make_loader().load_state_dict({**make_loader().state_dict(), "order": 3})
     with pytest.raises(DataError, match="order: missing"):
-        made().load_state_dict({name: value for name, value in made().state_dict().items() if name != "order"})
+        make_loader().load_state_dict(
+            {name: value for name, value in make_loader().state_dict().items() if name != "order"}
+        )
 
 
 def test_ranks_share_a_position():
-    first, second = made("rank"), data.loader(Augmented(), BATCH, collate=collate, rank=0, num_ranks=2)
-    begun = iter(first)
-    next(begun)
+    first, second = make_loader("rank"), data.loader(Augmented(), BATCH, collate=collate, rank=0, num_ranks=2)
+    batches = iter(first)
+    next(batches)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
 
 
 def test_a_batch_that_was_dropped_is_freed_before_the_next_one_is_read():
-    alive, earlier = [], []
+    alive, references = [], []
 
     class Watching(list):
         draws = False
 
         def __getitem__(self, index):
-            alive.append(sum(each() is not None for each in earlier))
+            alive.append(sum(reference() is not None for reference in references))
             return torch.ones(3)
 
     for batch in data.loader(Watching(range(8)), 2):
-        earlier.append(weakref.ref(batch))
+        references.append(weakref.ref(batch))
         del batch
-    assert len(earlier) == 4
+    assert len(references) == 4
     assert alive == [0] * 8

@@ -1,4 +1,4 @@
-"""The shuffled order: one to one, a pure function, and as good as random."""
+"""The shuffled order: a permutation, a pure function of seed and epoch, and statistically random."""
 
 import itertools
 from collections import Counter
@@ -24,25 +24,25 @@ def test_it_is_a_permutation(size, seed, epoch):
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 4096, 10007])
-def test_it_is_a_permutation_at_sizes_where_things_end(size):
+def test_it_is_a_permutation_at_small_sizes_and_around_powers_of_two(size):
     assert len(set(data.shuffled(range(size), size).flat)) == size
 
 
 @given(st.data(), st.integers(1, HUGE), st.integers(0, 100), st.integers(0, 100))
-def test_each_index_alone_gives_what_all_together_give(drawn, size, seed, epoch):
+def test_indices_one_by_one_give_the_same_as_all_at_once(drawn, size, seed, epoch):
     index = drawn.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
-    together = data.shuffled(index, size, seed=seed, epoch=epoch)
-    alone = [int(data.shuffled(i, size, seed=seed, epoch=epoch)) for i in index]
-    assert together.tolist() == alone
-    assert all(0 <= i < size for i in alone)
+    at_once = data.shuffled(index, size, seed=seed, epoch=epoch)
+    one_by_one = [int(data.shuffled(i, size, seed=seed, epoch=epoch)) for i in index]
+    assert at_once.tolist() == one_by_one
+    assert all(0 <= i < size for i in one_by_one)
 
 
-def test_distinct_indices_stay_distinct_in_what_no_memory_could_hold():
+def test_distinct_indices_stay_distinct_at_a_size_that_no_memory_could_hold():
     index = np.concatenate([np.arange(5000), HUGE - 1 - np.arange(5000)])
     assert len(set(data.shuffled(index, HUGE).tolist())) == 10000
 
 
-def test_shape_dtype_and_what_may_be_given():
+def test_the_result_is_int64_of_the_shape_of_any_array_of_indices():
     actual = data.shuffled([[0, 1], [2, 3]], 4)
     assert actual.shape == (2, 2)
     assert actual.dtype == np.int64
@@ -52,18 +52,19 @@ def test_shape_dtype_and_what_may_be_given():
 
 
 @pytest.mark.parametrize(("index", "size"), [([5], 5), ([-1], 5), ([0], 0)])
-def test_an_index_outside(index, size):
+def test_an_index_out_of_range_is_an_error(index, size):
     with pytest.raises(OptionError, match=rf"{index[0]}.*\[0, {size}\)"):
         data.shuffled(index, size)
 
 
 @pytest.mark.parametrize("index", [[1.7], [True], ["1"]])
-def test_an_index_that_is_no_whole_number(index):
+def test_an_index_that_is_not_an_integer_is_an_error(index):
     with pytest.raises(OptionError, match="index has dtype"):
         data.shuffled(index, 5)
 
 
-def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
+def test_the_order_is_that_of_earlier_versions():
+    """So that the saved positions of old runs stay valid."""
     assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [5, 6, 7, 0, 2, 9, 1, 8, 3, 4]
     size = permutation.BLOCK + 1
     assert data.shuffled(range(6), size, seed=1, epoch=2).tolist() == [129, 3475, 1997, 3798, 3209, 2839]
@@ -76,30 +77,32 @@ def test_up_to_a_block_it_is_the_permutation_of_a_key(size, low, high):
     assert actual.tolist() == random.permutation(random.wrap_key_data((low, high)), size).tolist()
 
 
-def deviations(counts, each):
-    """By how many standard deviations a chi-squared statistic is off that of cells which are equally likely."""
+def deviations(counts, expected):
+    """Return by how many standard deviations the chi-squared statistic of equally likely cells is off its mean."""
     degrees = counts.size - 1
-    return (((counts - each) ** 2 / each).sum() - degrees) / (2 * degrees) ** 0.5
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize(("size", "each"), [(2, 120), (3, 60), (4, 30), *exhaustive_rows([(5, 20), (6, 5), (7, 5)])])
-def test_all_permutations_are_equally_likely(size, each):
+@pytest.mark.parametrize(
+    ("size", "expected"), [(2, 120), (3, 60), (4, 30), *exhaustive_rows([(5, 20), (6, 5), (7, 5)])]
+)
+def test_all_permutations_are_equally_likely(size, expected):
     orders = list(itertools.permutations(range(size)))
     counts = Counter(
-        tuple(data.shuffled(range(size), size, epoch=epoch).tolist()) for epoch in range(each * len(orders))
+        tuple(data.shuffled(range(size), size, epoch=epoch).tolist()) for epoch in range(expected * len(orders))
     )
-    assert abs(deviations(np.array([counts[actual] for actual in orders]), each)) < 5
+    assert abs(deviations(np.array([counts[actual] for actual in orders]), expected)) < 5
 
 
 @pytest.mark.parametrize("size", [8, 9, 13, 24, 64])
 def test_every_place_and_every_pair_of_neighbours_is_equally_likely(size):
     epochs = 4 * size
     actual = np.stack([data.shuffled(range(size), size, epoch=epoch) for epoch in range(epochs)])
-    places, pairs = np.zeros((size, size)), np.zeros((size, size))
-    for place in range(size):
-        np.add.at(places, (place, actual[:, place]), 1)
-        np.add.at(pairs, (actual[:, place - 1], actual[:, place]), place > 0)
-    assert abs(deviations(places, epochs / size)) < 5
+    counts, pairs = np.zeros((size, size)), np.zeros((size, size))
+    for position in range(size):
+        np.add.at(counts, (position, actual[:, position]), 1)
+        np.add.at(pairs, (actual[:, position - 1], actual[:, position]), position > 0)
+    assert abs(deviations(counts, epochs / size)) < 5
     assert abs(deviations(pairs[~np.eye(size, dtype=bool)], epochs / size)) < 5
 
 
@@ -110,11 +113,11 @@ def test_bins_of_places_and_of_neighbours_are_equally_likely_on_both_sides_of_a_
     bins, epochs = 16, 40
     counts, pairs = np.zeros((bins, bins)), np.zeros((bins, bins))
     for epoch in range(epochs):
-        where = data.shuffled(np.arange(size), size, epoch=epoch) * bins // size
-        np.add.at(counts, (np.arange(size) * bins // size, where), 1)
-        np.add.at(pairs, (where[:-1], where[1:]), 1)
+        bin_of = data.shuffled(np.arange(size), size, epoch=epoch) * bins // size
+        np.add.at(counts, (np.arange(size) * bins // size, bin_of), 1)
+        np.add.at(pairs, (bin_of[:-1], bin_of[1:]), 1)
     assert abs(deviations(pairs, pairs.sum() / bins**2)) < 5
-    # Rows and columns sum to what they must, which takes a little of the deviation away.
+    # The sums of rows and columns are fixed, which makes this deviation a little smaller.
     assert abs(deviations(counts, counts.sum() / bins**2)) < 5
 
 
@@ -129,11 +132,10 @@ def test_odd_and_even_permutations(size):
 
 @pytest.mark.parametrize("size", [1000, 10**9])
 def test_where_one_index_goes_is_uniform_over_epochs(size):
-    bins, each = 20, 50
-    actual = np.array([int(data.shuffled(7, size, epoch=epoch)) for epoch in range(bins * each)])
+    bins, expected = 20, 50
+    actual = np.array([int(data.shuffled(7, size, epoch=epoch)) for epoch in range(bins * expected)])
     counts = np.bincount(actual * bins // size, minlength=bins)
-    squared = ((counts - each) ** 2 / each).sum()
-    assert squared < bins - 1 + 5 * (2 * (bins - 1)) ** 0.5
+    assert deviations(counts, expected) < 5
 
 
 def test_neighbours_in_the_order_have_nothing_to_do_with_each_other():

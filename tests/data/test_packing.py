@@ -1,4 +1,4 @@
-"""Packing: documents in a row are trained as if each were alone."""
+"""Packing: a model computes for documents in a row what it computes for each document alone."""
 
 import pytest
 import torch
@@ -14,30 +14,30 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 9), max_size=10), max_size=12)
 
 
 def split(batch):
-    """The documents of packed rows, with their labels and positions."""
-    actual = []
+    """Return the documents of packed rows: (tokens, labels, positions) of each."""
+    result = []
     for tokens, labels, positions, documents in zip(*(batch[n] for n in FIELDS), strict=True):
         for number in range(int(documents.max()) + 1):
-            place = documents == number
-            actual.append((tokens[place].tolist(), labels[place].tolist(), positions[place].tolist()))
-    return actual
+            mask = documents == number
+            result.append((tokens[mask].tolist(), labels[mask].tolist(), positions[mask].tolist()))
+    return result
 
 
 FIELDS = "tokens", "labels", "positions", "documents"
 
 
 @given(DOCUMENTS, st.integers(10, 20), st.booleans())
-def test_nothing_is_lost_and_order_is_kept(documents, length, spare_rows):
+def test_rows_have_all_documents_in_order(documents, length, spare_rows):
     expected = data.pack(documents, length)
     rows = len(expected["tokens"]) + 2 if spare_rows else None
     batch = data.pack(documents, length, rows=rows, pad=77)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()} == dict.fromkeys(
         FIELDS, ((rows or len(expected["tokens"]), length), torch.int64)
     )
-    real = [document for document in documents if document]
-    assert split(batch) == [(document, [*document[1:], -100], list(range(len(document)))) for document in real]
+    non_empty = [document for document in documents if document]
+    assert split(batch) == [(document, [*document[1:], -100], list(range(len(document)))) for document in non_empty]
     empty = batch["documents"] == -1
-    assert int(empty.sum()) == empty.numel() - sum(map(len, real))
+    assert int(empty.sum()) == empty.numel() - sum(map(len, non_empty))
     assert (batch["tokens"][empty] == 77).all()
     assert (batch["labels"][empty] == -100).all()
     # A document starts a row only where it does not fit into the one before.
@@ -45,7 +45,7 @@ def test_nothing_is_lost_and_order_is_kept(documents, length, spare_rows):
         assert int((before == -1).sum()) < int((after == 0).sum())
 
 
-def test_documents_that_bring_their_labels():
+def test_documents_may_have_labels():
     batch = data.pack(
         [{"text": [1, 2, 3], "labels": [-100, 3, 4]}, {"text": torch.tensor([5]), "labels": [6]}], 5, field="text"
     )
@@ -53,7 +53,7 @@ def test_documents_that_bring_their_labels():
     assert batch["labels"].tolist() == [[-100, 3, 4, 6, -100]]
 
 
-def test_long_documents_are_cut_only_when_that_is_wanted():
+def test_long_documents_are_cut_only_with_cut():
     with pytest.raises(DataError, match="document 1 of the batch has 5 tokens, and a row 2; pass cut=True"):
         data.pack([[1], [1, 2, 3, 4, 5]], 2)
     batch = data.pack([[1, 2, 3, 4, 5], [6]], 2, cut=True)
@@ -69,7 +69,7 @@ def test_no_document():
 
 
 @pytest.mark.parametrize(
-    ("documents", "words"),
+    ("documents", "message"),
     [
         ([[0.5]], r"document 0 of the batch.*float32"),
         ([[[1]]], r"document 0 of the batch.*\(1, 1\)"),
@@ -79,34 +79,34 @@ def test_no_document():
         ([[1, 2], [3], [4, 5]], "fill 3 rows of 2 tokens, and rows=2"),
     ],
 )
-def test_what_cannot_be_packed(documents, words):
-    with pytest.raises(DataError, match=words):
+def test_documents_that_cannot_be_packed_are_errors_that_name_them(documents, message):
+    with pytest.raises(DataError, match=message):
         data.pack(documents, 2, rows=2)
 
 
 @pytest.mark.parametrize(
-    ("field", "length", "words"),
+    ("field", "length", "message"),
     [
         ("input_ids", 3, r"no 'tokens', but input_ids; pass field=, to a loader as collate=ft\.data\.packed\("),
         ("tokens", 1, r"fill 4 rows of 4 tokens, and rows=1; .* lengths= are not those of the documents"),
     ],
 )
-def test_a_loader_says_what_to_change_where_documents_cannot_be_packed(field, length, words):
+def test_a_loader_says_what_to_change_where_documents_cannot_be_packed(field, length, message):
     documents = [{field: [1, 2, 3]}] * 8
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         next(iter(data.loader(documents, 1, lengths=[length] * 8, pack=4)))
     assert "ft.data.pad" not in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"length": 0}, {"length": 4, "rows": 0}])
-def test_options_that_mean_nothing(options):
+def test_wrong_options_are_errors_that_name_them(options):
     with pytest.raises(OptionError, match=r"pack: .* is 0"):
         data.pack([[1]], **options)
     with pytest.raises(OptionError, match=r"packed: .* is 0"):
         data.packed(**options)
 
 
-def test_as_a_collate_function():
+def test_packed_is_pack_as_a_collate_function():
     batch = data.packed(4, rows=2, pad=9)([[1, 2, 3], [4]])
     assert batch["tokens"].tolist() == [[1, 2, 3, 4], [9, 9, 9, 9]]
 
@@ -114,7 +114,7 @@ def test_as_a_collate_function():
 # The mask
 
 
-def test_who_sees_whom():
+def test_a_token_attends_to_earlier_tokens_of_its_document():
     documents = torch.tensor([[0, 0, 1, 1, -1, -1]])
     mask = data.block_mask(documents)
     assert mask.shape == (1, 1, 6, 6)
@@ -125,7 +125,7 @@ def test_who_sees_whom():
     assert mask.any(-1).all()
 
 
-def test_a_mask_of_no_rows():
+def test_a_mask_needs_documents_of_two_axes():
     with pytest.raises(BatchError, match=r"block_mask: documents have shape \(3,\)"):
         data.block_mask(torch.zeros(3))
 
@@ -156,16 +156,16 @@ def criterion(model, batch):
 def test_the_loss_of_packed_rows_is_that_of_the_documents_alone(documents):
     torch.manual_seed(0)
     model = Attention().double()
-    together, _ = criterion(model, data.pack(documents, 12, rows=len(documents)))
-    together.total.backward()
+    packed_loss, _ = criterion(model, data.pack(documents, 12, rows=len(documents)))
+    packed_loss.total.backward()
     grads = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     total, weight = torch.zeros((), dtype=torch.float64), 0
     for document in filter(None, documents):
-        alone, _ = criterion(model, data.pack([document], len(document)))
-        total, weight = total + alone.total, weight + float(alone.weight)
-    assert float(together.weight) == weight == sum(max(len(document) - 1, 0) for document in documents)
-    torch.testing.assert_close(together.total, total, rtol=1e-12, atol=1e-12)
+        loss_alone, _ = criterion(model, data.pack([document], len(document)))
+        total, weight = total + loss_alone.total, weight + float(loss_alone.weight)
+    assert float(packed_loss.weight) == weight == sum(max(len(document) - 1, 0) for document in documents)
+    torch.testing.assert_close(packed_loss.total, total, rtol=1e-12, atol=1e-12)
     if weight:
         total.backward()
         torch.testing.assert_close(grads, [param.grad for param in model.parameters()], rtol=1e-10, atol=1e-12)
@@ -184,7 +184,7 @@ def test_a_model_is_trained_on_packed_rows_and_padding_is_a_metric(tmp_path):
 
 
 @pytest.mark.parametrize(("attention", "window"), [("sdpa", None), ("eager", None), ("eager", 4)])
-def test_models_of_transformers_compute_of_packed_documents_what_they_compute_of_each_alone(attention, window):
+def test_models_of_transformers_give_the_same_logits_for_packed_documents_as_for_each_alone(attention, window):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": window}

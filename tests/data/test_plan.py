@@ -1,4 +1,4 @@
-"""Which samples make which batch: shares of ranks, rests, lengths, tokens, rows; and what a position costs."""
+"""Which samples are in which batch: shares of ranks, last batches, lengths, tokens, rows; the cost of a position."""
 
 from collections import Counter
 
@@ -32,13 +32,13 @@ class Indices:
         return index
 
 
-def made(size, batch_size, **options):
+def make_loader(size, batch_size, **options):
     return data.loader(Indices(size), batch_size, collate=list, **options)
 
 
 def passes(size, batch_size, num_ranks=1, **options):
-    """One pass of every rank."""
-    return [list(made(size, batch_size, rank=rank, num_ranks=num_ranks, **options)) for rank in range(num_ranks)]
+    """Return the batches of one epoch, for every rank."""
+    return [list(make_loader(size, batch_size, rank=rank, num_ranks=num_ranks, **options)) for rank in range(num_ranks)]
 
 
 def flat(batches):
@@ -49,32 +49,34 @@ LENGTHS = np.random.default_rng(0).integers(1, 100, 5000)
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
-def test_shares_of_ranks(size, batch_size, num_ranks, shuffle, drop_last, by_length):
-    whole = batch_size * num_ranks
+def test_ranks_get_equal_numbers_of_batches_and_each_sample_once(
+    size, batch_size, num_ranks, shuffle, drop_last, by_length
+):
+    global_batch_size = batch_size * num_ranks
     options = {"shuffle": shuffle, "drop_last": drop_last, "lengths": LENGTHS[:size] if by_length else None}
-    if drop_last and size < whole:
-        with pytest.raises(DataError, match=f"{size} samples.*{whole}.*drop_last"):
+    if drop_last and size < global_batch_size:
+        with pytest.raises(DataError, match=f"{size} samples.*{global_batch_size}.*drop_last"):
             passes(size, batch_size, num_ranks, **options)
         return
     ranks = passes(size, batch_size, num_ranks, **options)
     counts = {len(batches) for batches in ranks}
-    assert counts == {size // whole if drop_last else -(-size // whole)}
-    assert counts == {len(made(size, batch_size, num_ranks=num_ranks, **options))}
+    assert counts == {size // global_batch_size if drop_last else -(-size // global_batch_size)}
+    assert counts == {len(make_loader(size, batch_size, num_ranks=num_ranks, **options))}
     seen = Counter(flat(flat(ranks)))
-    rest = size % whole
+    remainder = size % global_batch_size
     if drop_last and not by_length:
-        # One rank reads the same batches.
-        joined = [flat(parts) for parts in zip(*ranks, strict=True)]
-        assert joined == passes(size, whole, **options)[0]
+        # Together they are the batches that one rank reads.
+        global_batches = [flat(batches) for batches in zip(*ranks, strict=True)]
+        assert global_batches == passes(size, global_batch_size, **options)[0]
     if drop_last:
         assert {len(batch) for batch in flat(ranks)} == {batch_size}
         assert set(seen.values()) == {1}
-        assert len(seen) == size - rest
+        assert len(seen) == size - remainder
     else:
         assert set(seen) == set(range(size))
-        assert sum(seen.values()) - size == (max(num_ranks - rest, 0) if rest else 0)
-        for together in zip(*ranks, strict=True):
-            sizes = [len(batch) for batch in together]
+        assert sum(seen.values()) - size == (max(num_ranks - remainder, 0) if remainder else 0)
+        for batches_of_ranks in zip(*ranks, strict=True):
+            sizes = [len(batch) for batch in batches_of_ranks]
             assert min(sizes) >= 1
             assert max(sizes) - min(sizes) <= 1
 
@@ -85,22 +87,22 @@ def test_unshuffled_order_is_that_of_the_data():
 
 
 def test_the_samples_of_a_global_batch_do_not_depend_on_how_many_ranks_share_it():
-    together = {
+    samples = {
         num_ranks: [sorted(flat(batches)) for batches in zip(*passes(50, 12 // num_ranks, num_ranks), strict=True)]
         for num_ranks in (1, 2, 3, 4)
     }
-    assert together[1] == together[2] == together[3] == together[4]
+    assert samples[1] == samples[2] == samples[3] == samples[4]
 
 
-def test_passes_have_orders_of_their_own_and_the_seed_chooses_them():
-    first = made(40, 4, seed=3)
+def test_the_order_depends_on_the_epoch_and_the_seed():
+    first = make_loader(40, 4, seed=3)
     orders = [flat(first) for _ in range(3)]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(40)) for order in orders)
-    again = made(40, 4, seed=3)
+    again = make_loader(40, 4, seed=3)
     assert [flat(again) for _ in range(3)] == orders
-    assert flat(made(40, 4, seed=4)) != orders[0]
-    unshuffled = made(8, 4, shuffle=False)
+    assert flat(make_loader(40, 4, seed=4)) != orders[0]
+    unshuffled = make_loader(8, 4, shuffle=False)
     assert [flat(unshuffled) for _ in range(2)] == [list(range(8))] * 2
 
 
@@ -112,19 +114,19 @@ def test_passes_have_orders_of_their_own_and_the_seed_chooses_them():
 def test_a_position_costs_the_same_anywhere(options, lengths):
     if options and not lengths:
         pytest.skip("needs lengths")
-    asked = []
+    indices_asked = []
 
     def length(index):
-        asked.append(index)
+        indices_asked.append(index)
         return index % 100 + 1
 
     def cost(window):
-        loader = made(MANY, 8, **options, **({"lengths": length, "window": 64} if lengths else {}))
+        loader = make_loader(MANY, 8, **options, **({"lengths": length, "window": 64} if lengths else {}))
         loader.load_state_dict({**loader.state_dict(), "window": window})
-        asked.clear()
+        indices_asked.clear()
         batch = next(iter(loader))
         assert loader._source._workers._dataset._dataset.read == len(batch)
-        return len(asked)
+        return len(indices_asked)
 
     assert cost(10) == cost(10_000_000) == (64 if lengths else 0)
 
@@ -136,27 +138,27 @@ def test_batches_of_similar_lengths():
     size = 4096
     lengths = LENGTHS[:size]
 
-    def waste(**options):
+    def share_of_padding(**options):
         (batches,) = passes(size, 16, **options)
         longest = sum(len(batch) * lengths[batch].max() for batch in batches)
         return 1 - lengths.sum() / longest
 
-    assert waste() > 0.4
-    assert waste(lengths=lengths, window=1024) < 0.03
-    # And they do not come in the order of their lengths.
+    assert share_of_padding() > 0.4
+    assert share_of_padding(lengths=lengths, window=1024) < 0.03
+    # The batches are not in the order of their lengths.
     (batches,) = passes(size, 16, lengths=lengths, window=1024)
     longest = np.array([lengths[batch].max() for batch in batches])
     assert abs(np.corrcoef(longest[1:], longest[:-1])[0, 1]) < 0.3
 
 
 def test_lengths_of_ranks_are_alike():
-    for together in zip(*passes(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
-        actual = LENGTHS[flat(together)]
-        assert actual.max() - actual.min() <= 3
+    for batches_of_ranks in zip(*passes(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
+        lengths = LENGTHS[flat(batches_of_ranks)]
+        assert lengths.max() - lengths.min() <= 3
 
 
 @given(st.integers(1, 200), st.integers(100, 400), st.integers(1, 3), st.booleans(), st.sampled_from([None, 5]))
-def test_batches_of_so_many_tokens(size, max_tokens, num_ranks, drop_last, rows):
+def test_batches_have_at_most_max_tokens(size, max_tokens, num_ranks, drop_last, rows):
     lengths = LENGTHS[:size]
     options = {"lengths": lengths, "max_tokens": max_tokens, "drop_last": drop_last, "window": 64}
     if drop_last and size < num_ranks:
@@ -167,11 +169,11 @@ def test_batches_of_so_many_tokens(size, max_tokens, num_ranks, drop_last, rows)
     for batch in flat(ranks):
         assert len(batch) * lengths[batch].max() <= max_tokens
         assert 1 <= len(batch) <= (rows or size)
-    for together in zip(*ranks, strict=True):
-        assert len({len(batch) for batch in together}) == 1
+    for batches_of_ranks in zip(*ranks, strict=True):
+        assert len({len(batch) for batch in batches_of_ranks}) == 1
     seen = Counter(flat(flat(ranks)))
-    rest = size % num_ranks
-    expected = size - rest if drop_last else size + (num_ranks - rest if rest else 0)
+    remainder = size % num_ranks
+    expected = size - remainder if drop_last else size + (num_ranks - remainder if remainder else 0)
     assert sum(seen.values()) == expected
     if not drop_last:
         assert set(seen) == set(range(size))
@@ -183,13 +185,13 @@ def test_token_batches_are_full():
     assert np.mean(filled) > 900
 
 
-def test_a_sample_of_too_many_tokens():
+def test_a_sample_with_more_than_max_tokens_is_an_error():
     with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_tokens=8"):
         passes(3, None, lengths=[1, 9, 2], max_tokens=8)
 
 
 @given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 3), st.integers(100, 300))
-def test_rows_that_are_filled_with_documents(size, rows, num_ranks, room):
+def test_each_document_fits_into_the_rows_of_its_batch(size, rows, num_ranks, room):
     lengths = LENGTHS[:size].copy()
     lengths[::7] = 0
     ranks = passes(size, rows, num_ranks, lengths=lengths, pack=room, window=64)
@@ -209,7 +211,7 @@ def test_rows_are_nearly_full():
     assert np.mean(empty) < 0.02
 
 
-def test_a_document_that_is_longer_than_a_row():
+def test_a_document_that_is_longer_than_a_row_is_an_error():
     with pytest.raises(DataError, match="document 1 has 9 tokens, more than pack=8"):
         passes(3, 1, lengths=[1, 9, 2], pack=8)
 
@@ -220,27 +222,27 @@ def test_lengths_from_a_function_make_the_same_batches():
 
 
 @pytest.mark.parametrize("lengths", [[1, 2], [1.0, 2.0, 3.0], [[1, 2, 3]], [1, -1, 2]])
-def test_lengths_that_are_none(lengths):
+def test_wrong_lengths_are_an_error(lengths):
     with pytest.raises(DataError, match=r"lengths.*3 whole numbers"):
-        made(3, 1, lengths=lengths)
+        make_loader(3, 1, lengths=lengths)
 
 
-@pytest.mark.parametrize(("length", "actual"), [(-1, "the least is -1"), (1.5, "float64"), (None, "object")])
-def test_a_function_of_lengths_that_returns_none(length, actual):
-    with pytest.raises(DataError, match=rf"lengths have shape \(3,\).*{actual}.*needs 3 whole numbers"):
-        list(made(3, 1, lengths=lambda index: length))
+@pytest.mark.parametrize(("length", "expected"), [(-1, "the least is -1"), (1.5, "float64"), (None, "object")])
+def test_a_function_that_returns_a_wrong_length_is_an_error(length, expected):
+    with pytest.raises(DataError, match=rf"lengths have shape \(3,\).*{expected}.*needs 3 whole numbers"):
+        list(make_loader(3, 1, lengths=lambda index: length))
 
 
-def test_a_function_of_lengths_that_raises():
+def test_an_error_of_a_function_of_lengths_names_the_index():
     with pytest.raises(DataError, match=r"lengths\(0\) raised TypeError.*function of the index"):
-        list(made(3, 1, lengths=lambda sample: len(sample["tokens"]), shuffle=False))
+        list(make_loader(3, 1, lengths=lambda sample: len(sample["tokens"]), shuffle=False))
 
 
 # Options
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 2.0}, "batch_size is 2.0"),
@@ -265,13 +267,13 @@ def test_a_function_of_lengths_that_raises():
         ({"max_tokens": 8, "pack": 8, "lengths": [1] * 9}, "max_tokens=8 and pack=8"),
     ],
 )
-def test_options_that_mean_nothing(options, words):
-    with pytest.raises(OptionError, match=f"loader: {words}"):
+def test_wrong_options_are_errors_that_name_them(options, message):
+    with pytest.raises(OptionError, match=f"loader: {message}"):
         data.loader(Indices(9), **{"batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("seed", [None, "1", 1.5])
-def test_what_is_no_seed(seed):
+def test_a_seed_that_is_not_an_integer_is_an_error(seed):
     with pytest.raises(ComposeError, match="loader: seed is"):
         data.loader(Indices(9), 2, seed=seed)
 
@@ -292,13 +294,13 @@ def test_positions_are_plain_numbers_whatever_numbers_the_options_are():
     [3, {}, {"x": [1]}, iter([1, 2]), "train.npy", (torch.zeros(4, 2), torch.zeros(4))],
     ids=["int", "dict", "tree", "iterator", "path", "pair of arrays"],
 )
-def test_what_is_no_dataset(dataset):
+def test_objects_that_are_not_datasets_are_refused(dataset):
     with pytest.raises(DataError, match=f"loader: the dataset is a {type(dataset).__name__}"):
         data.loader(dataset, 1)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_no_sample(drop_last):
+def test_a_dataset_without_samples_is_an_error(drop_last):
     with pytest.raises(DataError, match="no sample"):
         data.loader([], 1, drop_last=drop_last)
 
@@ -307,15 +309,15 @@ def test_length_1_and_a_batch_larger_than_the_data():
     assert passes(1, 1) == [[[0]]]
     assert passes(1, 5, drop_last=False) == [[[0]]]
     assert sorted(flat(passes(3, 5, drop_last=False)[0])) == [0, 1, 2]
-    # More ranks than samples: nobody waits for a rank that has none.
+    # With more ranks than samples, each rank still has a batch: no rank waits for another one.
     assert passes(1, 2, 3, drop_last=False) == [[[0]]] * 3
 
 
-def test_a_length_that_is_not_known():
-    loader = made(10, None, lengths=[1] * 10, max_tokens=4)
+def test_len_is_an_error_if_it_depends_on_lengths():
+    loader = make_loader(10, None, lengths=[1] * 10, max_tokens=4)
     with pytest.raises(ComposeError, match="depends on the lengths"):
         len(loader)
-    # list() asks for the length too, and does without.
+    # `list` calls `len` too, and ignores its error.
     assert len(list(loader)) == 3
 
 

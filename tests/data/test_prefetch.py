@@ -1,4 +1,4 @@
-"""Prefetch: the same batches, ahead of time; the position is that of what was yielded."""
+"""Prefetch: the same batches, read ahead; the position is that after the batches that were yielded."""
 
 import dataclasses
 import itertools
@@ -19,11 +19,11 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=cuda)]
 
 
-def made(size=20, **options):
+def make_loader(size=20, **options):
     return data.loader(data.arrays({"x": torch.arange(size)}), 4, **options)
 
 
-def taken(batches):
+def values_of(batches):
     return [batch["x"].tolist() for batch in batches]
 
 
@@ -31,40 +31,40 @@ def taken(batches):
 @given(length=st.integers(0, 7), depth=st.integers(1, 9))
 def test_the_batches_are_the_same(device, length, depth):
     batches = [{"x": torch.arange(i, i + 3), "name": "a"} for i in range(length)]
-    ahead = data.prefetch(batches, device, depth)
+    prefetched = data.prefetch(batches, device, depth)
     for _ in range(2):
-        actual = list(ahead)
-        assert taken(actual) == taken(batches)
+        actual = list(prefetched)
+        assert values_of(actual) == values_of(batches)
         assert all(batch["x"].device.type == device and batch["name"] == "a" for batch in actual)
-    assert len(ahead) == length
+    assert len(prefetched) == length
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", [1, 2, 50])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_position_is_that_of_what_was_yielded(device, depth, num_workers):
-    whole = made()
-    passes = [taken(whole) for _ in range(3)]
-    loader = made(num_workers=num_workers)
-    ahead = data.prefetch(loader, device, depth)
+def test_the_position_is_that_after_the_batches_that_were_yielded(device, depth, num_workers):
+    whole = make_loader()
+    passes = [values_of(whole) for _ in range(3)]
+    loader = make_loader(num_workers=num_workers)
+    prefetched = data.prefetch(loader, device, depth)
     for epoch in range(2):
         for stop in range(len(passes[epoch]) + 1):
-            begun = iter(ahead)
-            assert taken(next(begun) for _ in range(stop)) == passes[epoch][:stop]
-            state = data.position(ahead)
+            iterator = iter(prefetched)
+            assert values_of(next(iterator) for _ in range(stop)) == passes[epoch][:stop]
+            state = data.position(prefetched)
             assert (state["epoch"], state["window"]) == (epoch, stop)
-            resumed = data.prefetch(made(), device, depth)
+            resumed = data.prefetch(make_loader(), device, depth)
             data.seek(resumed, state)
             assert data.position(resumed) == state
-            assert taken(resumed) == passes[epoch][stop:]
-            assert taken(resumed) == passes[epoch + 1]
-        # Left as it is, a pass starts over, however far it had been read ahead.
-        assert taken(ahead) == passes[epoch]
-    assert data.position(ahead)["epoch"] == 2
+            assert values_of(resumed) == passes[epoch][stop:]
+            assert values_of(resumed) == passes[epoch + 1]
+        # After an unfinished epoch, the same epoch starts again, however far it was read ahead.
+        assert values_of(prefetched) == passes[epoch]
+    assert data.position(prefetched)["epoch"] == 2
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=cuda)])
-def test_what_moves_itself_is_left_for_fit(device, monkeypatch):
+def test_objects_that_move_themselves_stay_on_the_host(device, monkeypatch):
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     ft.backends.register(dataclasses.replace(ft.backends.get("cpu"), name="meta"))
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(4, 3), torch.ones(2, 3)])
@@ -73,7 +73,7 @@ def test_what_moves_itself_is_left_for_fit(device, monkeypatch):
     assert tree.to(actual, device)["p"].data.device.type == device
 
 
-def test_so_much_is_read_ahead_and_no_more():
+def test_depth_batches_are_read_ahead():
     read = []
 
     class Source:
@@ -82,11 +82,11 @@ def test_so_much_is_read_ahead_and_no_more():
                 read.append(i)
                 yield {"x": torch.tensor(i)}
 
-    begun = iter(data.prefetch(Source(), "cpu", depth=3))
+    iterator = iter(data.prefetch(Source(), "cpu", depth=3))
     assert read == []
-    next(begun)
+    next(iterator)
     assert read == [0, 1, 2, 3]
-    next(begun)
+    next(iterator)
     assert read == [0, 1, 2, 3, 4]
 
 
@@ -94,8 +94,8 @@ def test_so_much_is_read_ahead_and_no_more():
 @pytest.mark.parametrize("memory", ["host", "device", pytest.param("pinned", marks=cuda)])
 def test_data_may_fill_its_tensors_again(device, memory):
     def source():
-        place = {"device": device} if memory == "device" else {"pin_memory": memory == "pinned"}
-        batch = torch.empty(1 << 20, dtype=torch.int64, **place)
+        options = {"device": device} if memory == "device" else {"pin_memory": memory == "pinned"}
+        batch = torch.empty(1 << 20, dtype=torch.int64, **options)
         for number in range(5):
             yield {"x": batch.fill_(number)}
 
@@ -104,7 +104,7 @@ def test_data_may_fill_its_tensors_again(device, memory):
 
 
 class Stream:
-    """A stream of which every copy is still to come when it is asked for, as it may be on a device."""
+    """Stands for a stream of a device, whose copies take some time; notes whether the host waits for it."""
 
     def __init__(self):
         self.waited = False
@@ -123,7 +123,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_the_host_waits_for_the_copy_of_pinned_memory_of_the_data_alone(monkeypatch, is_pinned):
+def test_the_host_waits_only_for_copies_of_memory_that_the_data_has_pinned(monkeypatch, is_pinned):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     stream = Stream()
@@ -132,7 +132,7 @@ def test_the_host_waits_for_the_copy_of_pinned_memory_of_the_data_alone(monkeypa
 
 
 class StartsOver:
-    """An iterator that begins anew after its end, as some loaders of other libraries do."""
+    """An iterator that starts again after its end, as some loaders of other libraries do."""
 
     def __init__(self):
         self.count = 0
@@ -148,20 +148,20 @@ class StartsOver:
 
 
 def test_an_iterator_that_starts_over_ends_each_epoch():
-    ahead = data.prefetch(StartsOver(), "cpu")
-    assert [taken(itertools.islice(ahead, 9)) for _ in range(2)] == [[1, 2, 3]] * 2
+    prefetched = data.prefetch(StartsOver(), "cpu")
+    assert [values_of(itertools.islice(prefetched, 9)) for _ in range(2)] == [[1, 2, 3]] * 2
 
 
-def test_an_error_comes_when_its_turn_has_come():
+def test_an_error_of_the_data_is_raised_after_the_batches_before_it():
     class Source:
         def __iter__(self):
             yield {"x": torch.tensor(0)}
             yield {"x": torch.tensor(1)}
             raise KeyError("third")
 
-    begun, actual = iter(data.prefetch(Source(), "cpu", depth=5)), []
+    iterator, actual = iter(data.prefetch(Source(), "cpu", depth=5)), []
     with pytest.raises(KeyError, match="third"):
-        actual.extend(int(batch["x"]) for batch in begun)
+        actual.extend(int(batch["x"]) for batch in iterator)
     assert actual == [0, 1]
 
 
@@ -175,27 +175,27 @@ def test_after_an_error_the_position_is_that_of_the_last_good_batch():
                 raise OSError("gone")
             return {"x": index}
 
-    ahead = data.prefetch(data.loader(Rows(), 2, shuffle=False), "cpu")
+    prefetched = data.prefetch(data.loader(Rows(), 2, shuffle=False), "cpu")
     with pytest.raises(DataError, match="sample 5"):
-        list(ahead)
-    assert data.position(ahead)["window"] == 2
+        list(prefetched)
+    assert data.position(prefetched)["window"] == 2
 
 
 def test_data_without_a_position():
-    ahead = data.prefetch([{"x": torch.tensor(1)}], "cpu")
-    assert data.position(ahead) is None
-    next(iter(ahead))
-    assert data.position(ahead) is None
+    prefetched = data.prefetch([{"x": torch.tensor(1)}], "cpu")
+    assert data.position(prefetched) is None
+    next(iter(prefetched))
+    assert data.position(prefetched) is None
     with pytest.raises(DataError, match="list has neither"):
-        data.seek(ahead, {})
+        data.seek(prefetched, {})
 
 
-def test_mappings_that_are_no_dicts_become_some():
+def test_other_mappings_become_dicts():
     (actual,) = data.prefetch([UserDict(x=torch.tensor(1))], "cpu")
     assert type(actual) is dict
 
 
-def test_what_it_cannot_take():
+def test_wrong_arguments_are_errors_that_name_them():
     with pytest.raises(OptionError, match="prefetch: depth is 0"):
         data.prefetch([], "cpu", 0)
     for source in (3, None, {"x": torch.ones(2)}, torch.ones(2)):
@@ -207,15 +207,15 @@ def test_what_it_cannot_take():
         len(data.prefetch(iter([]), "cpu"))
 
 
-def test_it_tells_an_evaluation_what_a_loader_leaves_out():
+def test_num_dropped_is_that_of_the_loader():
     step = ft.eval_step(lambda params, batch: (params["w"] * batch["x"]).mean())
     state = ft.train_step(step.loss, ft.optim.sgd(0.1)).init({"w": torch.ones(())})
     with pytest.warns(UserWarning, match="leaves out 2 samples"):
-        ft.evaluate(step, state, data.prefetch(made(10), "cpu"))
+        ft.evaluate(step, state, data.prefetch(make_loader(10), "cpu"))
     assert data.prefetch([], "cpu").num_dropped == 0
 
 
-def test_an_iterator_has_one_epoch_through_it_too():
+def test_a_prefetched_iterator_has_one_epoch():
     step = ft.train_step(lambda params, batch: (params["w"] * batch["x"]).mean(), ft.optim.sgd(0.1))
     state = step.init({"w": torch.ones(())})
     with pytest.raises(
@@ -224,18 +224,18 @@ def test_an_iterator_has_one_epoch_through_it_too():
         ft.fit(step, state, data.prefetch(iter([{"x": torch.ones(2)}]), "cpu"), epochs=2, progress=False)
 
 
-def test_fit_is_resumed_through_it(tmp_path):
+def test_a_fit_on_prefetched_batches_is_resumed(tmp_path):
     def run(steps, directory=None):
         loss = lambda params, batch: (batch["x"] * params["w"] - 1).square().mean()  # noqa: E731
         step = ft.train_step(loss, ft.optim.sgd(1e-4))
-        saved = None if directory is None else ft.Checkpoints(directory, every=1)
-        ahead = data.prefetch(made(), "cpu")
+        checkpoints = None if directory is None else ft.Checkpoints(directory, every=1)
+        prefetched = data.prefetch(make_loader(), "cpu")
         return ft.fit(
             step,
             step.init({"w": torch.ones(3, dtype=torch.float64).sum()}),
-            ahead,
+            prefetched,
             steps=steps,
-            checkpoints=saved,
+            checkpoints=checkpoints,
             progress=False,
         )
 

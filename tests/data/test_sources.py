@@ -1,4 +1,4 @@
-"""Sources: arrays, token files, datasets as they are; and positions of whatever keeps one."""
+"""Sources: arrays, token files, datasets of other libraries; and the positions of sources that keep one."""
 
 import errno
 import functools
@@ -36,9 +36,9 @@ def test_a_tensor_alone_is_a_tree():
     assert [int(row) for row in data.arrays(torch.arange(3))] == [0, 1, 2]
 
 
-def test_a_memory_mapped_array_is_read_as_it_lies(tmp_path):
+def test_a_memory_mapped_array_is_read_without_a_warning(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(10))
-    # Read-only memory: torch warns of tensors that share it, and a warning is an error here.
+    # torch warns about tensors that share read-only memory, and a warning is an error in tests.
     dataset = data.arrays({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
     assert [batch["x"].tolist() for batch in data.loader(dataset, 5, shuffle=False)] == [
         [0, 1, 2, 3, 4],
@@ -58,11 +58,11 @@ def test_a_memory_mapped_array_is_sent_by_the_name_of_its_file(tmp_path):
     whole = np.load(tmp_path / "x.npy", mmap_mode="r")
     for mapped in (whole, whole[10:], np.asarray(whole)[10:3000].reshape(-1, 10)[3:], whole.view(">u4")[1:]):
         dataset = data.arrays(mapped)
-        sent = pickle.dumps(dataset)
-        assert len(sent) < 1000
-        assert torch.equal(pickle.loads(sent).rows([0, 200, -1]), dataset.rows([0, 200, -1]))
+        message = pickle.dumps(dataset)
+        assert len(message) < 1000
+        assert torch.equal(pickle.loads(message).rows([0, 200, -1]), dataset.rows([0, 200, -1]))
     assert len(pickle.dumps(data.TokenFile(whole, 7))) < 1000
-    # These differ from the file, or are not all of a part of it.
+    # These differ from the file, or are not a contiguous part of it.
     changed = np.load(tmp_path / "x.npy", mmap_mode="c")
     changed[5] = -1
     for copied in (changed, whole[::2], whole[::-1], whole + 1, whole[:0]):
@@ -70,7 +70,7 @@ def test_a_memory_mapped_array_is_sent_by_the_name_of_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "words"),
+    ("tree", "message"),
     [
         ({}, "found none"),
         ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"data.x: 3, data.y: 2"),
@@ -79,8 +79,8 @@ def test_a_memory_mapped_array_is_sent_by_the_name_of_its_file(tmp_path):
         ({"x": np.array(["a", "b"])}, "data.x is ndarray: can't convert"),
     ],
 )
-def test_what_is_no_tree_of_arrays(tree, words):
-    with pytest.raises(DataError, match=words):
+def test_a_tree_that_is_not_one_of_arrays_is_an_error(tree, message):
+    with pytest.raises(DataError, match=message):
         data.arrays(tree)
 
 
@@ -88,13 +88,13 @@ def test_what_is_no_tree_of_arrays(tree, words):
 
 
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20), st.integers(1, 10))
-def test_what_is_written_is_read(tmp_path_factory, documents, length):
+def test_documents_and_windows_are_read_as_they_were_written(tmp_path_factory, documents, length):
     path = tmp_path_factory.mktemp("tokens") / "text.npy"
     data.write_tokens(path, documents)
     flat = [token for document in documents for token in document]
-    actual = data.TokenDocuments(path)
-    assert [sample["tokens"].tolist() for sample in actual] == documents
-    assert actual.lengths.tolist() == [len(document) for document in documents]
+    dataset = data.TokenDocuments(path)
+    assert [sample["tokens"].tolist() for sample in dataset] == documents
+    assert dataset.lengths.tolist() == [len(document) for document in documents]
     assert np.load(path).tolist() == flat
     count = max(len(flat) - 1, 0) // length
     if not count:
@@ -113,19 +113,19 @@ def test_a_file_of_many_tokens_is_read_by_workers(tmp_path):
     with data.TokenWriter(path, np.int32) as writer:
         for start in range(0, 10000, 100):
             writer.add(torch.arange(start, start + 100))
-    whole = data.loader(data.TokenFile(path, 10), 7, num_workers=1)
-    here = data.loader(data.TokenFile(path, 10), 7)
-    for a, b in zip(whole, here, strict=True):
+    in_worker = data.loader(data.TokenFile(path, 10), 7, num_workers=1)
+    in_this_process = data.loader(data.TokenFile(path, 10), 7)
+    for a, b in zip(in_worker, in_this_process, strict=True):
         assert torch.equal(a["tokens"], b["tokens"])
         assert torch.equal(a["labels"], b["tokens"] + 1)
 
 
-def test_documents_are_packed(tmp_path):
+def test_documents_of_a_token_file_are_packed(tmp_path):
     path = tmp_path / "text.npy"
     documents = [[number] * (number % 9) for number in range(60)]
     data.write_tokens(path, documents)
-    actual = data.TokenDocuments(path)
-    seen = torch.cat([b["tokens"].view(-1) for b in data.loader(actual, 2, lengths=actual.lengths, pack=16)])
+    dataset = data.TokenDocuments(path)
+    seen = torch.cat([b["tokens"].view(-1) for b in data.loader(dataset, 2, lengths=dataset.lengths, pack=16)])
     assert sorted(seen[seen > 0].tolist()) == [token for document in documents for token in document]
 
 
@@ -143,7 +143,7 @@ def test_a_writer_that_dies_leaves_no_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         data.write_tokens(tmp_path / "text.npy", documents())
     assert list(tmp_path.iterdir()) == []
-    # And one that is killed leaves none of that name.
+    # A writer that is killed leaves no file of the final name.
     writer = data.TokenWriter(tmp_path / "text.npy")
     writer.add([1])
     assert not (tmp_path / "text.npy").exists()
@@ -171,7 +171,7 @@ def test_writers_of_one_file_do_not_mix_their_documents(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"),
+    ("tokens", "message"),
     [
         ([70000], "70000.*uint16 from 0 to 65535"),
         ([-1], "from -1"),
@@ -179,13 +179,13 @@ def test_writers_of_one_file_do_not_mix_their_documents(tmp_path):
         ([[1]], r"\(1, 1\)"),
     ],
 )
-def test_tokens_that_do_not_fit(tokens, words, tmp_path):
-    with pytest.raises(DataError, match=words):
+def test_tokens_that_the_dtype_cannot_hold_are_an_error(tokens, message, tmp_path):
+    with pytest.raises(DataError, match=message):
         data.write_tokens(tmp_path / "text.npy", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_none(tmp_path):
+def test_wrong_paths_files_and_options_are_errors(tmp_path):
     with pytest.raises(OptionError, match=r"ends in \.npy"):
         data.TokenWriter(tmp_path / "text.bin")
     with pytest.raises(OptionError, match="float32"):
@@ -206,7 +206,7 @@ def test_files_that_are_none(tmp_path):
         data.TokenFile(np.arange(5), 0)
 
 
-def test_a_file_that_was_cut_off(tmp_path):
+def test_a_token_file_that_was_cut_off_is_an_error(tmp_path):
     path = tmp_path / "text.npy"
     data.write_tokens(path, [range(100)])
     path.write_bytes(path.read_bytes()[:-10])
@@ -214,7 +214,7 @@ def test_a_file_that_was_cut_off(tmp_path):
         data.TokenFile(path, 2)
 
 
-def test_ends_of_another_file(tmp_path):
+def test_ends_of_another_token_file_are_an_error(tmp_path):
     data.write_tokens(tmp_path / "a.npy", [range(5)])
     data.write_tokens(tmp_path / "b.npy", [range(9)])
     (tmp_path / "a.ends.npy").replace(tmp_path / "b.ends.npy")
@@ -224,7 +224,7 @@ def test_ends_of_another_file(tmp_path):
         data.TokenDocuments(tmp_path / "a.npy")
 
 
-# Datasets as they are
+# Datasets of other libraries
 
 
 class Rows(Dataset):
@@ -283,11 +283,11 @@ def test_a_dataset_like_those_of_hugging_face():
     assert float(functools.reduce(ft.Mean.pooled, map(data.padding, actual))) == pytest.approx(1 - 31 / 36)
 
 
-# Positions of whatever keeps one
+# Positions
 
 
 class LikeStatefulDataLoader:
-    """A stand-in for torchdata's: a mutable state that goes on under the hands of who asked for it."""
+    """A stand-in for that of torchdata: `state_dict` returns a state that changes with the next batch."""
 
     def __init__(self):
         self.state = {"at": [0]}
@@ -315,18 +315,18 @@ class WithGetState(LikeStatefulDataLoader):
         self.state = state
 
 
-@pytest.mark.parametrize("kind", [LikeStatefulDataLoader, WithGetState])
-def test_sources_that_keep_their_own_position(kind):
-    source = kind()
-    begun = iter(source)
-    next(begun), next(begun)
+@pytest.mark.parametrize("source_class", [LikeStatefulDataLoader, WithGetState])
+def test_sources_that_keep_their_own_position(source_class):
+    source = source_class()
+    batches = iter(source)
+    next(batches), next(batches)
     saved = data.position(source)
     assert saved == {"at": [2]}
-    rest = [int(batch["x"]) for batch in begun]
+    remaining = [int(batch["x"]) for batch in batches]
     assert saved == {"at": [2]}
-    other = kind()
+    other = source_class()
     data.seek(other, saved)
-    assert [int(batch["x"]) for batch in other] == rest == [3, 4, 5]
+    assert [int(batch["x"]) for batch in other] == remaining == [3, 4, 5]
     assert saved == {"at": [2]}
 
 
@@ -339,7 +339,7 @@ def test_sources_without_a_position(source):
         data.seek(source, {})
 
 
-def test_half_a_protocol_is_none():
+def test_a_source_that_cannot_load_a_state_has_no_position():
     class Half:
         def state_dict(self):
             return {}
@@ -366,34 +366,34 @@ def test_a_loader_of_accelerate_has_a_position_if_the_one_that_it_wraps_has_one(
 
 
 def test_a_loader_in_a_thread():
-    actual = []
-    thread = threading.Thread(target=lambda: actual.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))
+    batches = []
+    thread = threading.Thread(target=lambda: batches.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))
     thread.start()
     thread.join()
-    assert len(actual) == 2
+    assert len(batches) == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_arrays_are_taken_by_the_batch_as_sample_by_sample(num_workers):
-    given = {"x": torch.arange(24.0).view(12, 2), "y": np.arange(12, dtype=np.uint8), "z": (torch.arange(12) % 2 == 0,)}
+def test_arrays_give_the_same_batches_as_sample_by_sample(num_workers):
+    tree = {"x": torch.arange(24.0).view(12, 2), "y": np.arange(12, dtype=np.uint8), "z": (torch.arange(12) % 2 == 0,)}
 
-    class Each(Dataset):
+    class BySample(Dataset):
         def __len__(self):
             return 12
 
         def __getitem__(self, index):
-            return data.arrays(given)[index]
+            return data.arrays(tree)[index]
 
     options = {"seed": 3, "drop_last": False, "num_workers": num_workers, "context": "fork"}
-    whole, single = data.loader(data.arrays(given), 5, **options), data.loader(Each(), 5, **options)
+    loaders = data.loader(data.arrays(tree), 5, **options), data.loader(BySample(), 5, **options)
     for _ in range(2):
-        for one, other in zip(whole, single, strict=True):
-            assert one["y"].dtype == other["y"].dtype
-            assert all(torch.equal(one[name], other[name]) for name in ("x", "y"))
-            assert torch.equal(one["z"][0], other["z"][0])
+        for by_batch, by_sample in zip(*loaders, strict=True):
+            assert by_batch["y"].dtype == by_sample["y"].dtype
+            assert all(torch.equal(by_batch[name], by_sample[name]) for name in ("x", "y"))
+            assert torch.equal(by_batch["z"][0], by_sample["z"][0])
 
 
-def test_a_tensor_dataset_is_taken_by_the_batch():
+def test_a_tensor_dataset_gives_matching_rows_of_its_tensors():
     x, y = torch.arange(24.0).view(12, 2), torch.arange(12)
-    for one, other in data.loader(TensorDataset(x, y), 4, seed=1):
-        assert torch.equal(one[:, 0], 2.0 * other)
+    for rows_of_x, rows_of_y in data.loader(TensorDataset(x, y), 4, seed=1):
+        assert torch.equal(rows_of_x[:, 0], 2.0 * rows_of_y)

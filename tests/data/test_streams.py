@@ -1,4 +1,4 @@
-"""Iterable datasets: with a position of their own or without, in this process and in a worker."""
+"""Iterable datasets, with and without a position of their own, in this process and in a worker."""
 
 import os
 import random
@@ -16,7 +16,7 @@ SIZE, BATCH = 14, 3
 
 
 class Plain(IterableDataset):
-    """Knows nothing of positions."""
+    """A dataset without a position."""
 
     def __init__(self, size=SIZE):
         self.size = size
@@ -30,7 +30,7 @@ class Plain(IterableDataset):
 
 
 class Keeps(Plain):
-    """Keeps its position, and goes on from it: as datasets with a cursor do."""
+    """Keeps its position, and continues from it, as datasets with a cursor do."""
 
     read = 0
 
@@ -53,7 +53,7 @@ class Keeps(Plain):
 
 
 class Counts(Keeps):
-    """Its epochs differ, and it counts them itself: what it yields next depends on where the epoch before ended."""
+    """Its epochs differ, and it counts them itself, so its position includes the number of finished epochs."""
 
     epochs = 0
 
@@ -70,7 +70,7 @@ class Counts(Keeps):
 
 
 class Restarts(Keeps):
-    """Starts over by itself, but has no samples from the position at the end of an epoch on."""
+    """Starts each epoch at the first sample; the position after an epoch is its end, without samples after it."""
 
     first = 0
 
@@ -94,7 +94,7 @@ class Stays(Restarts):
 
 
 class Named(Keeps):
-    """The other pair of names."""
+    """Has the other pair of methods, ``get_state`` and ``set_state``."""
 
     state_dict = load_state_dict = None
 
@@ -122,12 +122,12 @@ class Shuffles(Plain):
         self.loaded = state
 
     def __iter__(self):
-        # The loaded state stays, and counts in its own epoch only.
+        # A loaded state is used only in its own epoch.
         first = self.loaded["at"] if self.loaded and self.loaded["epoch"] == self.epoch else 0
         order = data.shuffled(range(self.size), self.size, epoch=self.epoch).tolist()
-        for place in range(first, self.size):
-            self.at = place + 1
-            yield self.sample(order[place])
+        for position in range(first, self.size):
+            self.at = position + 1
+            yield self.sample(order[position])
 
 
 class ByIterator(Plain):
@@ -160,7 +160,7 @@ class _Cursor:
 KEEPERS = [Keeps, Counts, Restarts, Named, Shuffles, ByIterator]
 
 
-def made(dataset, **options):
+def make_loader(dataset, **options):
     return data.loader(dataset, BATCH, **{"shuffle": False, "drop_last": False, **options})
 
 
@@ -169,108 +169,108 @@ def rows(batches):
 
 
 def test_batches_come_in_the_order_of_the_stream():
-    assert [batch["index"].tolist() for batch in made(Plain(7))] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [batch["index"].tolist() for batch in made(Plain(7), drop_last=True)] == [[0, 1, 2], [3, 4, 5]]
-    assert list(made(Plain(2), drop_last=True)) == list(made(Plain(0))) == []
+    assert [batch["index"].tolist() for batch in make_loader(Plain(7))] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [batch["index"].tolist() for batch in make_loader(Plain(7), drop_last=True)] == [[0, 1, 2], [3, 4, 5]]
+    assert list(make_loader(Plain(2), drop_last=True)) == list(make_loader(Plain(0))) == []
 
 
-@pytest.mark.parametrize("kind", KEEPERS)
-def test_resuming_anywhere(kind):
-    whole = made(kind())
+@pytest.mark.parametrize("dataset_class", KEEPERS)
+def test_resuming_anywhere(dataset_class):
+    whole = make_loader(dataset_class())
     passes = [rows(whole) for _ in range(3)]
     assert len({tuple(map(tuple, actual)) for actual in passes}) == 3
     for stop in range(len(passes[1]) + 1):
-        first, second = made(kind()), made(kind())
+        first, second = make_loader(dataset_class()), make_loader(dataset_class())
         list(first)
-        begun = iter(first)
-        assert rows([next(begun) for _ in range(stop)]) == passes[1][:stop]
+        batches = iter(first)
+        assert rows([next(batches) for _ in range(stop)]) == passes[1][:stop]
         second.load_state_dict(first.state_dict())
         assert rows(second) == passes[1][stop:]
         assert rows(second) == passes[2]
 
 
-@pytest.mark.parametrize("kind", KEEPERS)
-def test_resuming_reads_nothing_again(kind):
-    first, dataset = made(kind()), kind(10**12)
-    begun = iter(first)
-    next(begun)
+@pytest.mark.parametrize("dataset_class", KEEPERS)
+def test_resuming_reads_nothing_again(dataset_class):
+    first, dataset = make_loader(dataset_class()), dataset_class(10**12)
+    batches = iter(first)
+    next(batches)
     state = {**first.state_dict(), "batch": 10**9}
-    state["source"] = {**state["source"], **({"at": 10**6} if kind is Shuffles else {"next": 10**11})}
-    if kind is Shuffles:
-        dataset = kind(10**6 + 5)
-    loader = made(dataset)
+    state["source"] = {**state["source"], **({"at": 10**6} if dataset_class is Shuffles else {"next": 10**11})}
+    if dataset_class is Shuffles:
+        dataset = dataset_class(10**6 + 5)
+    loader = make_loader(dataset)
     loader.load_state_dict(state)
     start = time.process_time()
     next(iter(loader))
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("kind", KEEPERS)
-def test_peeking_changes_nothing(kind):
-    expected = made(kind())
+@pytest.mark.parametrize("dataset_class", KEEPERS)
+def test_an_iterator_that_was_left_changes_nothing(dataset_class):
+    expected = make_loader(dataset_class())
     passes = [rows(expected) for _ in range(2)]
-    loader = made(kind())
+    loader = make_loader(dataset_class())
     for actual in passes:
         next(iter(loader))
         assert rows(loader) == actual
 
 
-@pytest.mark.parametrize("kind", [Keeps, Shuffles])
-def test_in_one_worker(kind):
-    """The worker sends the position with each batch: that of the batches yielded, not of those it has prepared."""
-    passes = [rows(made(kind()))]
-    loader = made(kind(), num_workers=1)
-    begun = iter(loader)
-    assert rows([next(begun), next(begun)]) == passes[0][:2]
+@pytest.mark.parametrize("dataset_class", [Keeps, Shuffles])
+def test_a_stream_in_one_worker_is_resumed(dataset_class):
+    """The position is that after the batches that were yielded, not after those that the worker has read."""
+    passes = [rows(make_loader(dataset_class()))]
+    loader = make_loader(dataset_class(), num_workers=1)
+    batches = iter(loader)
+    assert rows([next(batches), next(batches)]) == passes[0][:2]
     state = loader.state_dict()
     assert state["source"].get("next", state["source"].get("at")) == 2 * BATCH
-    here = made(kind())
-    here.load_state_dict(state)
-    assert rows(here) == passes[0][2:]
+    in_this_process = make_loader(dataset_class())
+    in_this_process.load_state_dict(state)
+    assert rows(in_this_process) == passes[0][2:]
     loader.load_state_dict(state)
     assert rows(loader) == passes[0][2:]
 
 
 @pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
-@pytest.mark.parametrize("kind", [Counts, Restarts, Stays, ByIterator])
-def test_epochs_follow_each_other_in_one_worker_as_in_this_process(kind, size):
-    """Each epoch has a worker of its own, to which the position at the end of the one before is sent."""
-    here = made(kind(size))
-    epochs = [rows(here) for _ in range(2)]
-    loader = made(kind(size), num_workers=1)
+@pytest.mark.parametrize("dataset_class", [Counts, Restarts, Stays, ByIterator])
+def test_epochs_follow_each_other_in_one_worker_as_in_this_process(dataset_class, size):
+    """Each epoch has a new worker, which gets the position at the end of the epoch before."""
+    in_this_process = make_loader(dataset_class(size))
+    epochs = [rows(in_this_process) for _ in range(2)]
+    loader = make_loader(dataset_class(size), num_workers=1)
     assert rows(loader) == epochs[0]
     state = loader.state_dict()
     assert rows(loader) == epochs[1]
-    later = made(kind(size))
+    later = make_loader(dataset_class(size))
     later.load_state_dict(state)
     assert rows(later) == epochs[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_without_a_position_samples_are_read_again_and_this_is_said_once(num_workers):
-    whole = made(Plain())
+def test_without_a_position_samples_are_read_again_with_one_warning(num_workers):
+    whole = make_loader(Plain())
     passes = [rows(whole) for _ in range(2)]
-    first, second = made(Plain()), made(Plain(), num_workers=num_workers)
-    begun = iter(first)
-    next(begun), next(begun)
+    first, second = make_loader(Plain()), make_loader(Plain(), num_workers=num_workers)
+    batches = iter(first)
+    next(batches), next(batches)
     second.load_state_dict(first.state_dict())
     with pytest.warns(
         UserWarning, match=r"Plain has neither state_dict nor get_state, so 6 samples are read again"
-    ) as said:
+    ) as caught:
         assert rows(second) == passes[0][2:]
-    assert len([each for each in said if each.category is UserWarning]) == 1
+    assert len([warning for warning in caught if warning.category is UserWarning]) == 1
     assert rows(second) == passes[1]
 
 
-def test_a_dataset_that_had_no_position_when_it_was_saved():
-    first, second = made(Plain()), made(Keeps())
+def test_a_position_from_a_dataset_that_had_none_is_warned_of():
+    first, second = make_loader(Plain()), make_loader(Keeps())
     next(iter(first))
     second.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match="Keeps had no position when this one was saved, so 3 samples are read again"):
         rows(second)
 
 
-def test_any_iterable_that_can_be_gone_through_again():
+def test_any_object_that_can_be_iterated_many_times_is_a_stream():
     class Twice:
         def __iter__(self):
             return iter([{"x": 1}, {"x": 2}])
@@ -282,12 +282,12 @@ def test_any_iterable_that_can_be_gone_through_again():
 
 
 @pytest.mark.parametrize(("drop_last", "length"), [(True, 2), (False, 3)])
-def test_the_length_where_the_dataset_has_one(drop_last, length):
+def test_a_stream_with_a_length_has_a_number_of_batches(drop_last, length):
     class Sized(Plain):
         def __len__(self):
             return self.size
 
-    loader = made(Sized(7), drop_last=drop_last)
+    loader = make_loader(Sized(7), drop_last=drop_last)
     assert len(loader) == len(list(loader)) == length
 
 
@@ -295,9 +295,9 @@ def test_the_length_where_the_dataset_has_one(drop_last, length):
 
 
 class Breaks(Plain):
-    def __init__(self, how):
+    def __init__(self, fault):
         super().__init__(9)
-        self.how = how
+        self.how = fault
 
     def sample(self, index):
         if index == 4 and self.how == "raises":
@@ -311,18 +311,18 @@ class Breaks(Plain):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_names_the_sample_by_its_place(num_workers):
-    loader = made(Breaks("raises"), num_workers=num_workers)
-    begun = iter(loader)
-    next(begun)
+    loader = make_loader(Breaks("raises"), num_workers=num_workers)
+    batches = iter(loader)
+    next(batches)
     with pytest.raises(DataError, match="sample 4 of the stream, epoch 0: OSError: gone"):
-        next(begun)
+        next(batches)
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_worker_that_dies_or_hangs(how, monkeypatch):
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_worker_that_dies_or_hangs(fault, monkeypatch):
     monkeypatch.setattr(torch_workers, "MP_STATUS_CHECK_INTERVAL", 0.2)
     with pytest.raises(DataError, match=r"a worker died, or hung.*the next batch of the stream"):
-        list(made(Breaks(how), num_workers=1, timeout=0.5))
+        list(make_loader(Breaks(fault), num_workers=1, timeout=0.5))
 
 
 def test_a_collation_that_fails():
@@ -331,7 +331,7 @@ def test_a_collation_that_fails():
 
     expected = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; repair the samples"
     with pytest.raises(DataError, match=expected):
-        list(made(Plain(), collate=collate))
+        list(make_loader(Plain(), collate=collate))
 
 
 def test_a_stream_that_cannot_be_opened():
@@ -340,11 +340,11 @@ def test_a_stream_that_cannot_be_opened():
             raise OSError("shut")
 
     with pytest.raises(DataError, match="the stream of epoch 0 cannot be opened: OSError: shut"):
-        list(made(Shut()))
+        list(make_loader(Shut()))
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"shuffle": True}, "shuffle=False"),
         ({"num_workers": 2}, "num_workers=1 instead of 2"),
@@ -355,6 +355,6 @@ def test_a_stream_that_cannot_be_opened():
         ({"on_error": "skip"}, "a stream that raised has ended"),
     ],
 )
-def test_what_a_stream_cannot_do(options, words):
-    with pytest.raises(OptionError, match=f"Plain is an iterable dataset, and needs .*{words}"):
-        made(Plain(), **options)
+def test_options_that_a_stream_does_not_support_are_errors(options, message):
+    with pytest.raises(OptionError, match=f"Plain is an iterable dataset, and needs .*{message}"):
+        make_loader(Plain(), **options)

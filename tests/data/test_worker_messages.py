@@ -1,4 +1,4 @@
-"""What a batch is after it has travelled from a worker: what it would be without workers."""
+"""A batch that a worker has sent is the same as one that this process has made."""
 
 import operator
 import os
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, t
 
 
 class Once:
-    """Datasets of one sample, which is the batch."""
+    """A dataset of one sample, which is the batch."""
 
     draws = False
 
@@ -32,8 +32,8 @@ class Once:
         return self.make()
 
 
-def sent(make):
-    """The batch that a worker makes."""
+def batch_from_worker(make):
+    """Return a batch that `make` has made in a worker."""
     (batch,) = data.loader(Once(make), 1, collate=operator.itemgetter(0), num_workers=1)
     return batch
 
@@ -42,7 +42,7 @@ def numbers(*shape):
     return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def kinds():
+def values_of_all_types():
     whole = numbers(4, 6)
     return {
         **{str(dtype): numbers(2, 3).to(dtype) for dtype in DTYPES},
@@ -76,16 +76,16 @@ def test_batches_of_workers_are_those_of_this_process():
             return [(key, described(item)) for key, item in value.items()]
         return (type(value), *map(described, value)) if isinstance(value, list | tuple) else value
 
-    assert described(sent(kinds)) == described(kinds())
+    assert described(batch_from_worker(values_of_all_types)) == described(values_of_all_types())
 
 
 def aliases():
-    whole, same = numbers(8), numbers(3)
-    return {"left": whole[:5], "right": whole[3:], "first": same, "second": same, "alone": numbers(3)}
+    whole, tied = numbers(8), numbers(3)
+    return {"left": whole[:5], "right": whole[3:], "first": tied, "second": tied, "alone": numbers(3)}
 
 
-def test_tensors_that_share_memory_still_do():
-    batch = sent(aliases)
+def test_tensors_that_share_memory_share_it_in_a_sent_batch():
+    batch = batch_from_worker(aliases)
     assert batch["first"] is batch["second"]
     assert batch["first"] is not batch["alone"]
     batch["left"][4] = -1.0
@@ -97,14 +97,14 @@ def many():
 
 
 def test_tensors_lie_in_memory_as_those_of_this_process_do():
-    """Kernels may add up in another order at other places."""
-    batch = sent(many)
+    """They have the same alignment, on which the order of sums in kernels may depend."""
+    batch = batch_from_worker(many)
     assert [small.data_ptr() % 64 for small in batch] == [0] * 19
     assert not any(small.is_shared() for small in batch)
 
 
 class Refilled:
-    """Fills one buffer again for each sample."""
+    """Fills the same buffer for each sample."""
 
     draws = False
 
@@ -125,13 +125,13 @@ def test_a_buffer_that_is_filled_again_is_sent_as_it_was():
     assert [batch["x"].unique().tolist() for batch in loader] == [[float(index)] for index in range(40)]
 
 
-def test_a_batch_that_cannot_be_pickled():
+def test_a_batch_that_cannot_be_pickled_is_an_error():
     with pytest.raises(DataError, match=r"cannot be sent from its worker: TypeError: cannot pickle"):
-        sent(threading.Lock)
+        batch_from_worker(threading.Lock)
 
 
 class UserDicts:
-    """Batches of a class of their own, as tokenizers make them."""
+    """Makes batches of another class than dict, as tokenizers do."""
 
     def __call__(self, samples):
         return UserDict(x=torch.stack([sample["x"] for sample in samples]))
@@ -142,7 +142,7 @@ class UserDicts:
 def test_small_batches_take_no_open_files(collate):
     loader = data.loader([{"x": torch.ones(3), "y": torch.ones(2)}] * 60, 2, collate=collate, num_workers=1)
     batches = iter(loader)
-    kept, before = [next(batches)], len(os.listdir("/proc/self/fd"))
-    kept += batches
-    assert len(kept) == 30
+    batches_kept, before = [next(batches)], len(os.listdir("/proc/self/fd"))
+    batches_kept += batches
+    assert len(batches_kept) == 30
     assert len(os.listdir("/proc/self/fd")) <= before

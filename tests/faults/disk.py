@@ -1,6 +1,6 @@
-"""Between a checkpoint and the file system: an `os` that counts, kills, fails or records, and a disk that loses power.
+"""Stand-ins for the module `os` that count calls, kill the process, fail or record; and a model of a power loss.
 
-All of a checkpoint's calls go through the name `os` of `ftrain.checkpoint.files`, which `through` replaces.
+All calls of checkpoints to the system go through the name `os` in `ftrain.checkpoint.files`, which `through` replaces.
 """
 
 import errno
@@ -19,28 +19,28 @@ from ftrain.checkpoint import files
 READING = {"listdir", "stat", "lstat", "fstat", "preadv", "pread", "statvfs"}
 WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "link", "unlink", "rmdir", "ftruncate", "lseek"}
 CALLS = READING | WRITING
-ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath", "register_at_fork"}
-"""What else `files` asks of `os`, where an error is an answer."""
+ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath", "path.samestat", "register_at_fork"}
+"""Other functions of `os` that `files` calls; none of them raises an error of the system."""
 
 
 class Calls:
-    """`os`, whose calls into the system pass through `call`, numbered from 0; the names of those are `made`."""
+    """The module `os`, but calls to the system go through `call`, numbered from 0; their names are in `names`."""
 
     lasting = False
-    """Whether calls go on to fail."""
+    """Whether all calls fail after the first one that does."""
 
     def __init__(self):
-        self.made = []
-        self._one = threading.Lock()
+        self.names = []
+        self._lock = threading.Lock()
 
     def __getattr__(self, name):
         actual = getattr(os, name)
         return functools.partial(self._numbered, name, actual) if name in CALLS else actual
 
     def _numbered(self, name, function, *args):
-        with self._one:
-            number = len(self.made)
-            self.made.append(name)
+        with self._lock:
+            number = len(self.names)
+            self.names.append(name)
         return self.call(number, name, function, args)
 
     def call(self, number, name, function, args):
@@ -58,13 +58,13 @@ def through(proxy):
 
 
 def half(name, function, args):
-    """Do half of a call, where there is a half: of a write."""
+    """Write the first half of the data of a write; do nothing for another call."""
     if name == "write":
         function(args[0], bytes(args[1])[: len(args[1]) // 2])
 
 
 class Killed(Calls):
-    """Ends this process, as SIGKILL does, before, halfway through or after a call."""
+    """Kills this process by SIGKILL before, halfway through or after a call."""
 
     def __init__(self, at, moment):
         super().__init__()
@@ -76,17 +76,20 @@ class Killed(Calls):
         if self.moment == "halfway":
             half(name, function, args)
         elif self.moment == "after":
-            # Where it fails, as looking for what is not there does, it is over, too.
+            # A call that fails, such as `lstat` of a missing file, has ended too.
             with suppress(OSError):
                 function(*args)
         os.kill(os.getpid(), signal.SIGKILL)
-        # The signal may come to another thread first.
+        # The signal may be delivered to another thread first.
         signal.pause()
         return None
 
 
 class Failing(Calls):
-    """Lets one call fail, or all writing ones from there on; or lets writes take but a part of what they are given."""
+    """Lets call number `at` fail with an error; with `lasting` also all later calls that write.
+
+    With the error "short", a write takes only the first half of its data.
+    """
 
     def __init__(self, at, error, *, after=False, lasting=False):
         super().__init__()
@@ -94,17 +97,17 @@ class Failing(Calls):
         self.failed = 0
 
     def call(self, number, name, function, args):
-        here = number == self.at or (self.lasting and number > self.at and name in WRITING - {"close"})
-        if not here:
+        fails = number == self.at or (self.lasting and number > self.at and name in WRITING - {"close"})
+        if not fails:
             return function(*args)
         self.failed += 1
         if self.error == "short":
             return function(args[0], bytes(args[1])[: (len(args[1]) + 1) // 2]) if name == "write" else function(*args)
         # A descriptor is closed even where closing fails.
         if self.after or name == "close":
-            made = function(*args)
+            result = function(*args)
             if name == "open":
-                os.close(made)
+                os.close(result)
         raise OSError(self.error, os.strerror(self.error))
 
 
@@ -112,22 +115,22 @@ class Failing(Calls):
 
 
 class PowerCut(BaseException):
-    """The process is no more."""
+    """Stands for the end of the process."""
 
 
 class Recorded(Calls):
-    """Keeps a log of what would change a disk: entries of directories, bytes of files, and what was synced.
+    """Keeps a log of all changes of a disk: entries of directories, bytes of files, and syncs.
 
     Nodes are numbers, the root is 0. A line of the log is one of ``("entries", directory, {name: node or None})``,
     ``("directory", node)``, ``("bytes", file, offset, data)``, ``("cut", file, length)``, ``("sync", node)`` and
-    ``("said", anything)``.
+    ``("event", ...)``.
 
     Args:
         root: the directory of the disk.
-        dropped: of a `site`, whether syncing there is left out.
-        dies: the number of the call that changes something before which the process ends.
+        dropped: a function of a site (see `site_of`) that returns whether the sync there is left out.
+        dies: the number of changes after which the process ends. Default: it does not end.
 
-    While ``broken(name, args)`` is true of a call, it fails.
+    A call for which ``broken(name, args)`` is true fails.
     """
 
     def __init__(self, root, dropped=lambda site: False, dies=None):
@@ -137,13 +140,13 @@ class Recorded(Calls):
         self.broken = lambda name, args: False
         self._entries, self._files, self._count = {0: {}}, {}, 1
 
-    def say(self, *said):
-        self.log.append(("said", *said))
+    def note(self, *event):
+        self.log.append(("event", *event))
 
     def revive(self):
-        """A new process begins."""
+        """Continue as a new process after `PowerCut`."""
         self.dies = None
-        # With the old one ended what it held.
+        # The locks of the old process ended with it.
         for descriptor in [*files._held]:
             files.release(descriptor)
 
@@ -162,10 +165,11 @@ class Recorded(Calls):
         return getattr(self, f"_{name}")(function, *args)
 
     def _place(self, path):
-        *above, name = Path(path).relative_to(self.root).parts or ("",)
+        """Return the node of the parent directory of a path, and the name in it; ``(0, "")`` for the root."""
+        *parents, name = Path(path).relative_to(self.root).parts or ("",)
         node = 0
-        for part in above:
-            node = self._entries[node][part]
+        for parent in parents:
+            node = self._entries[node][parent]
         return node, name
 
     def _node(self, path):
@@ -231,8 +235,8 @@ class Recorded(Calls):
 
     def _rename(self, function, old, new):
         function(old, new)
-        (directory, before), (there, after) = self._place(old), self._place(new)
-        if directory != there:
+        (directory, before), (new_directory, after) = self._place(old), self._place(new)
+        if directory != new_directory:
             raise NotImplementedError("renames are within one directory")
         self._enter(directory, {after: self._entries[directory][before], before: None})
 
@@ -250,26 +254,26 @@ class Recorded(Calls):
 
 
 def site_of(path):
-    """Where in the code a sync is: the function of `files`, what calls it, and what is synced."""
+    """Return where in the code a sync is: (function of `files` < its caller, name of the path that is synced)."""
     frame, names = sys._getframe(1), []
-    while frame is not None and not names[1:]:
-        where = frame.f_code.co_filename
-        if "/ftrain/checkpoint/" in where:
+    while frame is not None and len(names) < 2:
+        file = frame.f_code.co_filename
+        if "/ftrain/checkpoint/" in file:
             name = frame.f_code.co_name
-            if not where.endswith("files.py") or name in ("created", "make_directories", "touch", "append"):
+            if not file.endswith("files.py") or name in ("created", "make_directories", "touch", "append"):
                 names.append(name)
-                # It calls itself for those above.
-                names = names[:1] if names == ["make_directories"] * 2 else names
+                if names == ["make_directories"] * 2:
+                    # It calls itself for the parents.
+                    names.pop()
         frame = frame.f_back
-    what = "temporary" if path.name.endswith(".tmp") else path.name
-    return " < ".join(names), what
+    return " < ".join(names), "temporary" if path.name.endswith(".tmp") else path.name
 
 
 class Disk:
-    """What may be on a disk after the power failed behind some line of a log.
+    """The possible contents of a disk after a power loss at the end of a log.
 
-    The bytes of a file are there from its last sync on, and so are the entries of a directory. Of what came later any
-    part may be: of each change of a directory all or nothing, of each write nothing, all, the first half, or zeros.
+    The bytes of a file and the entries of a directory are on the disk up to its last sync. Each later change may be
+    there or not: a change of a directory completely or not at all; of a write nothing, all, the first half, or zeros.
     """
 
     def __init__(self, log):
@@ -282,7 +286,7 @@ class Disk:
                 _apply(line, self._entries, self._bytes, "all")
         pending = [line for at, line in changes if at > synced.get(line[1], -1)]
         seen = self._reachable(pending)
-        # Of what nothing leads to any more, nothing can be seen.
+        # Changes of nodes that no directory holds any more cannot be seen.
         self.pending = [line for line in pending if line[1] in seen]
 
     def _reachable(self, pending):
@@ -299,10 +303,10 @@ class Disk:
         return seen
 
     def states(self, most, seed):
-        """Yield the trees that there may be and that can be told apart, each as ``{name: tree or bytes}``.
+        """Yield the different trees that may be on the disk, each as ``{name: tree or bytes}``.
 
-        Those of nothing and of everything are first, then those of one thing more or less; then all of the others,
-        or if these are more than `most`, a sample of so many.
+        First those with none and all of the pending changes, and with one change more or less; then all others, or a
+        random sample of `most` if there are more.
         """
         seen = set()
         for choice in self._choices(most, seed):
@@ -358,7 +362,7 @@ def _apply(line, entries, contents, how):
 
 
 def frozen(tree, seen=True):
-    """All that anybody reads of a tree: under a temporary name, that is which names there are."""
+    """Return a tree as a tuple that can be compared; in temporary directories, whose files nobody reads, only names."""
     if not isinstance(tree, dict):
         return tree if seen else b""
     return tuple(sorted((name, frozen(below, seen and not name.endswith(".tmp"))) for name, below in tree.items()))
@@ -375,12 +379,12 @@ def laid_out(tree, directory):
 
 
 def descriptors():
-    """The descriptors that are open."""
-    actual = set()
+    """Return the open descriptors of this process and their paths."""
+    paths = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            actual.add((name, os.readlink(f"/proc/self/fd/{name}")))
-    return {(name, where) for name, where in actual if not where.startswith("/proc")}
+            paths[name] = os.readlink(f"/proc/self/fd/{name}")
+    return {(name, path) for name, path in paths.items() if not path.startswith("/proc")}
 
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EINTR": errno.EINTR}

@@ -1,6 +1,7 @@
-"""How often each fault is tried, and the file that holds what came of it.
+"""How often each fault is injected, and the file with the results.
 
-`FTRAIN_FAULTS=full` tries as often as the file is meant to say, and writes it; otherwise a few tries are enough.
+With `FTRAIN_FAULTS=full` each fault is injected many times, and the results are written to the file; otherwise a few
+times, and nothing is written.
 """
 
 import fcntl
@@ -19,32 +20,32 @@ FILE = Path(__file__).parents[2] / "bench" / "results" / "faults.csv"
 
 
 def times(full, quick):
-    """How often to try a fault."""
+    """Return how often to inject a fault: `full` times with ``FTRAIN_FAULTS=full``, else `quick` times."""
     return full if FULL else quick
 
 
 def record(variant, *, note="", file=None, unit="count", **figures):
-    """Write figures of a fault, such as ``runs=100, failures=0, silent=0``, when all of the tries were made.
+    """Write the figures of a fault, such as ``runs=100, failures=0``, to the file of results.
 
-    Rows of the same variant and metric are replaced, all others stay.
+    Rows of the same variant and metric are replaced; all others stay. Only with ``FTRAIN_FAULTS=full``, or to `file`.
     """
     if not FULL and file is None:
         return
     file = file or FILE
-    made = [
+    new_rows = [
         measured(QUESTION, variant, name.replace("_", " "), unit, [float(value)], note=note)
         for name, value in figures.items()
     ]
-    # Several processes may share the tests among them.
+    # The tests may run in several processes, which write to the same file.
     with locked(file.parent):
         before = [row for row in read(file.parent) if row.question == QUESTION]
-        rows = {(row.variant, row.metric): row for row in [*before, *placed(made, machine(torch.device("cpu")))]}
+        rows = {(row.variant, row.metric): row for row in [*before, *placed(new_rows, machine(torch.device("cpu")))]}
         write([rows[key] for key in sorted(rows)], file)
 
 
 @contextmanager
 def locked(folder):
-    """Context in which no other process is, that asks for it."""
+    """Context in which this process holds the lock of a folder; others wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -54,26 +55,26 @@ def locked(folder):
 
 
 class Tally:
-    """The tries of a fault: how many there were, and what went wrong in which."""
+    """Counts how often a fault was injected, and collects the failures."""
 
     def __init__(self):
         self.runs, self.failures, self.note = 0, [], ""
         self.figures = {}
-        """Counts of the row beside those of runs and failures."""
+        """Further counts to record, besides runs and failures."""
 
     @contextmanager
-    def one(self, what):
-        """Context of a try: what it raises is counted as a failure, and the next one is made all the same."""
+    def attempt(self, label):
+        """Context of one injection: an error in it is recorded as a failure, and not raised."""
         self.runs += 1
         try:
             yield
         except (Exception, pytest.fail.Exception) as error:
-            self.failures.append(f"{what}: {type(error).__name__}: {error!s:.500}")
+            self.failures.append(f"{label}: {type(error).__name__}: {error!s:.500}")
 
 
 @contextmanager
-def tally(variant, **how):
-    """Context of the tries of a fault, whose row is written however it ends; it fails when any of them did."""
+def tally(variant, **options):
+    """Context of a `Tally`, whose figures are recorded at the end; fails if any attempt failed."""
     tries = Tally()
     try:
         yield tries
@@ -82,5 +83,5 @@ def tally(variant, **how):
         raise
     finally:
         figures = {"runs": tries.runs, **tries.figures, "failures": len(tries.failures)}
-        record(variant, note=tries.note, **figures, **how)
+        record(variant, note=tries.note, **figures, **options)
     assert not tries.failures, "\n".join(map(str, tries.failures[:5]))

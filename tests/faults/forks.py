@@ -1,4 +1,4 @@
-"""Children of a process that has torch loaded already, each of which says things in a pipe and ends on its own."""
+"""Child processes that are forked from one that has loaded torch; each sends messages through a pipe."""
 
 import json
 import os
@@ -11,61 +11,63 @@ import pytest
 
 from tests.faults.figures import times
 
-# A child here runs Python alone, on the one thread that it has, until it makes its own.
+# Safe here: a child runs only Python, in its only thread, until it starts threads of its own.
 quiet_forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
 PATIENCE = 300.0
-"""Seconds after which a child hangs, which no load of the machine explains."""
+"""Seconds without a message after which a child counts as hanging, also on a busy machine."""
 FOREVER = 10 * PATIENCE
 """Seconds for which a child sleeps that must be ended by a signal."""
-AT_LENGTH = times(3600.0, PATIENCE)
-"""The same for a child that says what it has found when it is through with all of it."""
+RESULT_PATIENCE = times(3600.0, PATIENCE)
+"""The same for a child that sends only its result, at the end."""
 BROKEN = 70
-"""The exit code of a child that ended by an error."""
+"""The exit code of a child that an error has ended."""
 
 
 class Child:
-    """A function in a process of its own: ``function(tell, *given)``, where `tell` sends what JSON can hold.
+    """A process that calls ``function(send, *arguments)``; ``send(message)`` sends any value that JSON can hold.
 
-    It ends with what the function returns, or exits with, as its exit code.
+    Its exit code is the value that the function returns or exits with.
     """
 
-    def __init__(self, function, *given):
-        self._pipe, there = os.pipe()
+    def __init__(self, function, *arguments):
+        self._pipe, write_end = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(self._pipe)
-            _live(function, lambda said: os.write(there, json.dumps(said).encode() + b"\n"), given)
-        os.close(there)
-        self._left, self._code = b"", None
+            _run_in_child(
+                function, lambda message: os.write(write_end, json.dumps(message).encode() + b"\n"), arguments
+            )
+        os.close(write_end)
+        self._buffer, self._code = b"", None
 
-    def hear(self, patience=PATIENCE):
-        """Return the next that it says; None when it has ended without a word."""
-        until = time.monotonic() + patience
-        while b"\n" not in self._left:
-            ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))
+    def receive(self, patience=PATIENCE):
+        """Return the next message; None if the child has ended without another one."""
+        deadline = time.monotonic() + patience
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.signal(signal.SIGKILL)
             assert ready, "a child hangs"
-            more = os.read(self._pipe, 2**16)
-            if not more:
+            data = os.read(self._pipe, 2**16)
+            if not data:
                 return None
-            self._left += more
-        line, self._left = self._left.split(b"\n", 1)
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
 
     def signal(self, number):
-        """Send a signal, unless it was already found to have ended."""
+        """Send a signal, unless `wait` has already returned the exit code."""
         if self._code is None:
             os.kill(self.pid, number)
 
-    def end(self, patience=PATIENCE):
-        """Wait for it, and return its exit code: negative for the signal that has ended it."""
-        until = time.monotonic() + patience
+    def wait(self, patience=PATIENCE):
+        """Wait for the child to end, and return its exit code; negative if a signal has ended it."""
+        deadline = time.monotonic() + patience
         while self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > until:
+            elif time.monotonic() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 self._code = -signal.SIGKILL
@@ -78,19 +80,20 @@ class Child:
         return self._code
 
 
-def forked(function, *given):
-    """Return what a function says first, in a child that must end well."""
-    child = Child(function, *given)
-    said = child.hear(AT_LENGTH)
-    code = child.end()
+def forked(function, *arguments):
+    """Call a function in a child, which must end with exit code 0, and return its first message."""
+    child = Child(function, *arguments)
+    message = child.receive(RESULT_PATIENCE)
+    code = child.wait()
     assert code == 0, f"the child has ended with {code}"
-    return said
+    return message
 
 
-def _live(function, tell, given):
+def _run_in_child(function, send, arguments):
+    """Call a function in a forked child, and end the child."""
     code = BROKEN
     try:
-        code = function(tell, *given) or 0
+        code = function(send, *arguments) or 0
     except SystemExit as error:
         code = error.code
     except BaseException:

@@ -1,4 +1,4 @@
-"""What torchrun starts on each rank in `test_kill_ranks`: a run that goes on when it is started again, and says so."""
+"""The program that torchrun starts on each rank in `test_kill_ranks`: a run that resumes when it is started again."""
 
 import os
 import sys
@@ -15,15 +15,15 @@ torch.set_num_threads(1)
 STEPS, BATCH = 12, 4
 
 
-def said(directory, step):
-    """Say which process has made so many steps since it was started; all of the file is there or nothing is."""
+def report(directory, step):
+    """Write the process id and the number of steps since its start to a file, atomically."""
     path = directory / f"rank{dist.get_rank()}"
     path.with_suffix(".new").write_text(f"{os.getpid()} {step}")
     os.replace(path.with_suffix(".new"), path)
 
 
 class Slow:
-    """Batches that take a while, so that there is time to be killed in; each is said."""
+    """Batches that take a while, so that there is time to kill the process; each is reported."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -33,7 +33,7 @@ class Slow:
 
     def __iter__(self):
         for number, batch in enumerate(self.loader):
-            said(self.directory, number)
+            report(self.directory, number)
             time.sleep(0.02)
             yield batch
 

@@ -1,4 +1,4 @@
-"""A linear regression small enough to check by hand, and what every fault test needs around it."""
+"""A linear regression that is small enough to check by hand, and functions that all fault tests use."""
 
 from contextlib import contextmanager
 
@@ -24,15 +24,15 @@ def make(loss_fn=squares, *wrappers, optimizer=None, **options):
     return ft.compose(ft.train_step(loss_fn, optimizer or ft.optim.adamw(0.1), **options), *wrappers)
 
 
-def run(loss_fn=squares, *wrappers, given=None, **options):
+def run(loss_fn=squares, *wrappers, inputs=None, **options):
     """Build a step, take one step, and return the new state and the metrics."""
     step = make(loss_fn, *wrappers, **options)
-    return step(step.init(params()), batch() if given is None else given)
+    return step(step.init(params()), batch() if inputs is None else inputs)
 
 
 @contextmanager
 def failing(kind, *pieces):
-    """Check for an error of exactly this class, whose message has all the pieces."""
+    """Context that must raise an error of exactly this class, whose message has all the pieces."""
     with pytest.raises(kind) as caught:
         yield caught
     assert type(caught.value) is kind
@@ -41,7 +41,7 @@ def failing(kind, *pieces):
 
 
 def assert_bitwise(actual, expected):
-    """Two trees agree in structure, dtype, shape and every bit."""
+    """Assert that two trees have the same names, dtypes, shapes and bits."""
     assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
     for name, a, b in zip(ft.tree.leaf_names(actual), ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,4 +1,4 @@
-"""Small trees, one for each step, and what must be found of them after a fault."""
+"""Small trees, one for each step, and checks of a directory of checkpoints after a fault."""
 
 import tempfile
 from dataclasses import replace
@@ -12,7 +12,7 @@ from ftrain.checkpoint import Checkpoints, verify
 from ftrain.checkpoint.journal import Journal, check, parse_mark, read
 from tests.faults.problem import make, params
 
-# The file system of /dev/shm loses power with the machine, as does every model here; it is the fastest.
+# The tests need no disk that keeps its content, and this file system in memory is the fastest.
 FAST = Path("/dev/shm")
 TEXTS = {"params/config.json": '{"layers": 1}', "notes/of/run.txt": "ten characters or more, so that half is not all"}
 STATE = make().init(params())
@@ -20,7 +20,7 @@ FROZEN = {"base": torch.arange(5.0)}
 
 
 def tree(step, frozen=None):
-    """What is saved as the checkpoint of a step: in two files of tensors, and in the manifest; in three if frozen."""
+    """Return the tree that is saved as the checkpoint of a step, in two files of tensors; three with frozen ones."""
     generator = torch.Generator().manual_seed(step)
     state = ft.tree.map(lambda leaf: leaf if leaf.dtype == torch.int64 else leaf * step, STATE)
     state = replace(state, frozen=frozen)
@@ -31,7 +31,7 @@ def tree(step, frozen=None):
 
 
 def bits(value):
-    """All of a tree, to compare."""
+    """Return the names and the bits of all leaves of a tree, to compare with ``==``."""
     leaves = [
         (str(leaf.dtype), tuple(leaf.shape), leaf.numpy().tobytes()) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in ft.tree.leaves(value)
@@ -43,7 +43,7 @@ EXPECTED = {}
 
 
 def is_tree(step, actual):
-    """Whether a tree is that of a step, to the bit."""
+    """Whether a loaded tree is that of a step, to the bit."""
     frozen = FROZEN if actual["state"].frozen else None
     key = step, frozen is None
     if key not in EXPECTED:
@@ -56,7 +56,7 @@ def checkpoints(directory, **options):
 
 
 def newest(directory):
-    """The step of the newest checkpoint that loads, None where there is none; it must be exact, and nothing damaged."""
+    """Return the step of the newest checkpoint, None if there is none; asserts that it has the bits that were saved."""
     actual = checkpoints(directory).latest(accept=require_history)
     if actual is None:
         return None
@@ -67,45 +67,46 @@ def newest(directory):
 
 
 def records(step):
-    """The history of a run until a step."""
+    """Return the history of a run until a step."""
     return [{"step": number, "loss": number / 7, "of": [number, None]} for number in range(1, 3 * step + 1)]
 
 
 def require_history(actual):
+    """Raise a CheckpointError if the history that belongs to a loaded checkpoint is damaged."""
     if mark := parse_mark(actual.parts.get("history")):
         check(actual.path.parent, mark)
 
 
-def save_with_history(writing, journal, step):
-    """Save a step as `fit` does, with a mark in the file of records."""
+def save_with_history(writer, journal, step):
+    """Save a step as `fit` does: its records go to the history, and the mark to the checkpoint."""
     mark, append = journal.prepare_append(records(step))
-    writing.save(step, {**tree(step), "history": mark._asdict()}, first=append, wait=True)
+    writer.save(step, {**tree(step), "history": mark._asdict()}, first=append, wait=True)
 
 
 def saves_with_history(directory, step, **options):
-    """Go on from the newest step, and save another one."""
-    with checkpoints(directory, **options) as writing:
-        journal, actual = Journal(directory), writing.latest(accept=require_history)
+    """Resume from the newest step, and save another one with its history."""
+    with checkpoints(directory, **options) as writer:
+        journal, actual = Journal(directory), writer.latest(accept=require_history)
         journal.continue_after(parse_mark(actual.parts["history"]) if actual else None)
-        save_with_history(writing, journal, step)
+        save_with_history(writer, journal, step)
 
 
 def temporary(directory):
-    """What a save that did not end has left."""
+    """Return the names of temporary directories that saves have left."""
     return sorted(path.name for path in directory.glob(".*.tmp"))
 
 
 def require_goes_on(directory, step, **options):
-    """Nothing has to be cleaned up by hand: the next save works, and leaves nothing but whole checkpoints."""
-    with checkpoints(directory, **options) as writing:
-        writing.save(step, tree(step), wait=True)
+    """Assert that the next save works without cleaning up, and leaves only intact checkpoints."""
+    with checkpoints(directory, **options) as writer:
+        writer.save(step, tree(step), wait=True)
     assert newest(directory) == step
     assert not temporary(directory)
     require_whole(directory)
 
 
 def require_whole(directory):
-    """Everything that has the name of a checkpoint is one."""
+    """Assert that everything with the name of a checkpoint is an intact one."""
     kept = checkpoints(directory)
     for step in kept.steps():
         verify(kept.path(step))
@@ -113,7 +114,7 @@ def require_whole(directory):
 
 @pytest.fixture
 def fast(tmp_path):
-    """A new directory where syncing costs nothing, if there is one."""
+    """A new directory in a file system where syncing is free, if the machine has one."""
     if not FAST.is_dir():
         yield tmp_path
         return

@@ -1,4 +1,4 @@
-"""Trees of everything that a checkpoint can hold, and whether two are the same to the bit."""
+"""Trees with everything that a checkpoint can hold, and a comparison of two trees to the bit."""
 
 import torch
 
@@ -7,16 +7,16 @@ from tests.faults.problem import batch, make, params, squares
 
 
 def state(steps=1, seed=0):
-    """A state of training, of an optimizer and a wrapper with memories."""
+    """Return a state after some steps, with the state of an optimizer and of a wrapper."""
     step = make(squares, ft.ema(0.9))
-    made = step.init(params(), seed=seed)
+    new_state = step.init(params(), seed=seed)
     for _ in range(steps):
-        made, _ = step(made, batch())
-    return made
+        new_state, _ = step(new_state, batch())
+    return new_state
 
 
 def everything(seed=0):
-    """Tensors of all sorts, tied and strided, beside leaves that are none."""
+    """Return a tree with tensors of many dtypes, tied and strided ones, and other leaves."""
     draw = torch.Generator().manual_seed(seed)
     wide = torch.randn(4, 6, generator=draw)
     tied = torch.randn(5, generator=draw)
@@ -37,20 +37,20 @@ def everything(seed=0):
     }
 
 
-def same(one, other):
-    """Whether two trees agree in structure and in every bit; leaves that are no tensors by what is written of them."""
-    left, spec = ft.tree.flatten(one)
-    right, other_spec = ft.tree.flatten(other)
-    return spec == other_spec and all(map(_same, left, right))
+def same(first, second):
+    """Whether two trees have the same structure and bits; other leaves than tensors are compared as text."""
+    first_leaves, spec = ft.tree.flatten(first)
+    second_leaves, other_spec = ft.tree.flatten(second)
+    return spec == other_spec and all(map(_same, first_leaves, second_leaves))
 
 
-def _same(one, other):
-    if type(one) is not type(other):
+def _same(first, second):
+    if type(first) is not type(second):
         return False
-    if not isinstance(one, torch.Tensor):
-        return repr(one) == repr(other)
-    alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    return alike and torch.equal(_bits(one), _bits(other))
+    if not isinstance(first, torch.Tensor):
+        return repr(first) == repr(second)
+    same_layout = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+    return same_layout and torch.equal(_bits(first), _bits(second))
 
 
 def _bits(tensor):

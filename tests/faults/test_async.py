@@ -1,4 +1,4 @@
-"""A state that changes in place while it is being written: the file has what it was at the call."""
+"""A state that changes in place while it is written in the background: the file has its values at the call of save."""
 
 import random
 
@@ -26,54 +26,54 @@ def train(step, state, count):
 
 
 def scribble(tree, draw):
-    """Change every tensor where it lies."""
+    """Change every tensor in place."""
     for leaf in ft.tree.leaves(tree):
         if isinstance(leaf, torch.Tensor):
             leaf.copy_(torch.full_like(leaf, draw.randrange(2)))
 
 
-@pytest.mark.parametrize("kind", ["donated steps", "everything in place", "while files are written"])
-def test_a_file_has_the_state_of_the_call(kind, tmp_path, monkeypatch):
-    count, draw = times({"donated steps": 600}.get(kind, 200), 6), random.Random(kind)
+@pytest.mark.parametrize("case", ["donated steps", "everything in place", "while files are written"])
+def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
+    count, draw = times({"donated steps": 600}.get(case, 200), 6), random.Random(case)
     step, state = problem()
-    more = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
-    if kind == "while files are written":
-        # Each write waits for the state to have changed once more.
-        real = files.write
+    others = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
+    if case == "while files are written":
+        # The state changes before each write.
+        write_of_files = files.write
 
         def write(descriptor, data):
-            scribble(more, draw)
-            real(descriptor, data)
+            scribble(others, draw)
+            write_of_files(descriptor, data)
 
         monkeypatch.setattr(files, "write", write)
 
     def as_kept(number):
         assert same(load(checkpoints.path(number)), kept)
 
-    with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {kind}") as tries:
+    with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {case}") as tries:
         kept = None
         for number in range(1, count + 1):
             state = train(step, state, draw.randint(1, 3))
-            parts = {"state": state} if kind == "donated steps" else {"state": state, "more": more}
-            if kind == "while files are written":
+            parts = {"state": state} if case == "donated steps" else {"state": state, "more": others}
+            if case == "while files are written":
                 # Else the writer would change it between the copy of this test and that of the call.
                 checkpoints.wait()
-            now = ft.tree.clone(parts)
+            copy = ft.tree.clone(parts)
             checkpoints.save(number, parts)
             # The save before is done now, and that state is gone.
             if kept is not None:
-                with tries.one(number - 1):
+                with tries.attempt(number - 1):
                     as_kept(number - 1)
-            kept = now
+            kept = copy
             state = train(step, state, draw.randint(0, 5))
-            if kind != "donated steps":
-                scribble(more, draw)
+            if case != "donated steps":
+                scribble(others, draw)
         checkpoints.wait()
-        with tries.one(count):
+        with tries.attempt(count):
             as_kept(count)
 
 
-def test_a_state_that_was_donated_before_cannot_be_saved(tmp_path):
+def test_a_donated_state_cannot_be_saved(tmp_path):
     step, state = problem()
     step.donating(state, batch())
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:

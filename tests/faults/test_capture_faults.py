@@ -1,4 +1,4 @@
-"""What a captured graph must not get wrong: inputs that are one tensor, and tensors kept from a capture."""
+"""Steps that are hard to capture: tied inputs, conjugates, checks, conditions, random draws, replaced data."""
 
 import random
 
@@ -22,18 +22,18 @@ def of_two(params, batch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("donate", [False, True])
-def test_one_tensor_given_twice_is_two_inputs(backend, donate):
+def test_one_tensor_that_is_two_leaves_is_two_inputs_of_the_graph(backend, donate):
     step, eager = make(of_two, ft.compiled(backend=backend, donate=donate)), make(of_two)
     state, expected = step.init(params()), eager.init(params())
-    same = torch.ones(4)
-    for given in ({"x": same, "y": same}, {"x": torch.full((4,), 3.0), "y": torch.full((4,), 5.0)}):
-        state, metrics = step(state, given)
-        expected, needed_metrics = eager(expected, given)
-        torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
+    x = torch.ones(4)
+    for inputs in ({"x": x, "y": x}, {"x": torch.full((4,), 3.0), "y": torch.full((4,), 5.0)}):
+        state, metrics = step(state, inputs)
+        expected, expected_metrics = eager(expected, inputs)
+        torch.testing.assert_close(metrics["loss"], expected_metrics["loss"])
     torch.testing.assert_close(state.params, expected.params)
 
 
-def test_what_a_bit_conjugates_or_negates_is_not_read_as_if_it_were_not():
+def test_tensors_with_the_conj_or_neg_bit_are_other_inputs_than_tensors_without_it():
     def loss(params, z):
         return (z.real @ params["w"]).square().mean() + (z.imag @ params["w"]).sum() + params["b"]
 
@@ -46,27 +46,29 @@ def test_what_a_bit_conjugates_or_negates_is_not_read_as_if_it_were_not():
     torch.testing.assert_close(state.params, expected.params)
 
     evaluation = ft.eval_step(lambda params, x: (x @ params["w"]).sum())
-    actual, wanted = (each(state, z.conj().imag)["loss"] for each in (ft.compiled()(evaluation), evaluation))
-    torch.testing.assert_close(actual.value, wanted.value)
+    actual, expected_loss = (
+        variant(state, z.conj().imag)["loss"] for variant in (ft.compiled()(evaluation), evaluation)
+    )
+    torch.testing.assert_close(actual.value, expected_loss.value)
 
 
 def test_a_first_call_with_the_averages_does_not_tie_them_to_the_parameters():
     step, eager = make(squares, ft.ema(0.5), ft.compiled(backend="eager")), make(squares, ft.ema(0.5))
-    given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
-    step(ft.averaged(step.init(params())), given)
+    inputs = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
+    step(ft.averaged(step.init(params())), inputs)
     state, expected = step.init(params()), eager.init(params())
     for _ in range(3):
-        (state, _), (expected, _) = step(state, given), eager(expected, given)
+        (state, _), (expected, _) = step(state, inputs), eager(expected, inputs)
     torch.testing.assert_close(state.slots["ema"], expected.slots["ema"])
 
 
-def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
-    kept = []
+def test_a_tensor_that_a_loss_keeps_from_a_capture_is_refused():
+    cached = []
 
     def criterion(model, x):
-        if not kept:
-            kept.append(torch.arange(3.0))
-        return model(x + kept[0]).sum()
+        if not cached:
+            cached.append(torch.arange(3.0))
+        return model(x + cached[0]).sum()
 
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), criterion), ft.optim.sgd(0.1))
     step = ft.compiled(backend="eager", lowering="whole")(step)
@@ -76,19 +78,19 @@ def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
 
 
 @pytest.mark.parametrize("wrappers", [(ft.donated(),), (ft.compiled(backend="eager", donate=True),)])
-def test_a_buffer_that_is_the_old_parameter_stays_the_old_one(wrappers):
+def test_a_buffer_that_is_the_old_parameter_is_not_overwritten(wrappers):
     def loss(params, batch, *, buffers):
         return squares(params, batch), {}, {"previous": params["w"].detach()}
 
-    given = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
+    inputs = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
     step, plain = make(loss, *wrappers), make(loss)
     buffers = {"previous": torch.zeros(3)}
-    (state, _), (expected, _) = (each(each.init(params(), buffers=buffers), given) for each in (step, plain))
+    (state, _), (expected, _) = (variant(variant.init(params(), buffers=buffers), inputs) for variant in (step, plain))
     assert torch.equal(state.buffers["previous"], params()["w"])
     assert torch.equal(expected.buffers["previous"], params()["w"])
 
 
-def test_the_averages_of_16_bit_parameters_do_not_stand_still():
+def test_small_changes_of_averages_of_16_bit_parameters_are_not_lost():
     step = make(lambda params, batch: params["w"].sum(), ft.ema(0.999), optimizer=ft.optim.sgd(0.0))
     state = step.init({"w": torch.ones(1, dtype=torch.bfloat16)})
     state.slots["ema"]["w"].zero_()
@@ -98,7 +100,7 @@ def test_the_averages_of_16_bit_parameters_do_not_stand_still():
     assert ft.averaged(state).params["w"].dtype == torch.bfloat16
 
 
-def test_a_module_keeps_what_its_own_train_says():
+def test_a_module_with_a_train_method_of_its_own_keeps_its_modes():
     class Frozen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -117,7 +119,7 @@ def test_a_module_keeps_what_its_own_train_says():
     assert torch.equal(state.buffers["norm.running_mean"], torch.zeros(3))
 
 
-def test_parameters_given_to_a_module_keep_what_is_frozen():
+def test_init_with_parameters_keeps_frozen_ones_frozen():
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(False)
     step = ft.train_step(ft.from_module(module, lambda model, x: model(x).sum()), ft.optim.sgd(0.1))
@@ -127,7 +129,7 @@ def test_parameters_given_to_a_module_keep_what_is_frozen():
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_check_of_values_is_made_in_each_step(donate):
+def test_a_check_of_values_runs_in_each_step(donate):
     def loss(params, batch):
         torch._check_tensor_all(batch["x"] > 0, lambda: "x must be positive")
         return of_two(params, batch)
@@ -137,8 +139,8 @@ def test_a_check_of_values_is_made_in_each_step(donate):
     good, bad = {"x": torch.ones(4), "y": torch.zeros(4)}, {"x": torch.tensor([1.0, 1, 0, 1]), "y": torch.zeros(4)}
     expected, _ = eager(eager.init(params()), good)
     state, _ = step(step.init(params()), good)
-    actual, wanted = (each(state, good)["loss"] for each in (evaluation, ft.eval_step(loss)))
-    torch.testing.assert_close(actual.value, wanted.value)
+    actual, expected_loss = (variant(state, good)["loss"] for variant in (evaluation, ft.eval_step(loss)))
+    torch.testing.assert_close(actual.value, expected_loss.value)
     for run in (step, evaluation):
         with pytest.raises(RuntimeError, match=r"a check of values within the loss failed; the step without compiled"):
             run(state, bad)
@@ -149,20 +151,20 @@ def test_a_check_of_values_is_made_in_each_step(donate):
 def test_a_condition_is_part_of_the_graph_of_a_step_and_of_an_evaluation(of_params):
     def loss(params, batch, condition=torch.cond):
         operand = params["w"] if of_params else batch["y"]
-        (chosen,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (operand,))
-        return squares({**params, "w": chosen}, batch) if of_params else squares(params, {**batch, "y": chosen})
+        (result,) = condition(batch["x"].sum() > 0, lambda y: (y * 2,), lambda y: (y + 3,), (operand,))
+        return squares({**params, "w": result}, batch) if of_params else squares(params, {**batch, "y": result})
 
     def by_hand(params, batch):
-        return loss(params, batch, lambda holds, yes, no, given: map(torch.where, [holds], yes(*given), no(*given)))
+        return loss(params, batch, lambda holds, yes, no, inputs: map(torch.where, [holds], yes(*inputs), no(*inputs)))
 
     step, eager = make(loss, ft.compiled(backend="aot_eager", lowering="whole")), make(by_hand)
     evaluation = ft.compiled(backend="aot_eager", lowering="whole")(ft.eval_step(loss))
     for sign in (1, -1):
-        given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
-        state, expected = (each(each.init(params()), given)[0] for each in (step, eager))
+        inputs = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
+        state, expected = (variant(variant.init(params()), inputs)[0] for variant in (step, eager))
         torch.testing.assert_close(state.params, expected.params)
-        actual, wanted = (each(state, given)["loss"] for each in (evaluation, ft.eval_step(by_hand)))
-        torch.testing.assert_close(actual.value, wanted.value)
+        actual, expected_loss = (variant(state, inputs)["loss"] for variant in (evaluation, ft.eval_step(by_hand)))
+        torch.testing.assert_close(actual.value, expected_loss.value)
 
 
 class Conditional(nn.Module):
@@ -197,22 +199,22 @@ def test_branches_of_a_condition_may_use_parameters_and_run_eagerly_afterwards(b
     whole, eager = make(loss, ft.compiled(backend=backend, lowering="whole")), make(loss)
     state, expected = whole.init(), eager.init()
     for sign in (1, -1, 1):
-        given = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
-        (state, metrics), (expected, needed_metrics) = whole(state, given), eager(expected, given)
-        torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
+        inputs = {"x": sign * regression_batch()["x"], "y": torch.ones(4)}
+        (state, metrics), (expected, expected_metrics) = whole(state, inputs), eager(expected, inputs)
+        torch.testing.assert_close(metrics["loss"], expected_metrics["loss"])
     torch.testing.assert_close(state.params, expected.params)
 
 
 @pytest.mark.parametrize("as_tuple", choose([False, True], [False]))
-def test_a_branch_that_draws_is_no_part_of_a_graph_which_would_not_draw_from_the_key(as_tuple, caplog):
+def test_a_branch_that_draws_random_numbers_is_not_captured_since_it_would_not_draw_from_the_key(as_tuple, caplog):
     loss = of_module(Conditional(nn.Dropout(), as_tuple))
-    given = {"x": regression_batch(64)["x"] + 1, "y": torch.ones(64)}
+    inputs = {"x": regression_batch(64)["x"] + 1, "y": torch.ones(64)}
     whole = make(loss, ft.compiled(backend="aot_eager", lowering="whole"))
     with pytest.raises(TraceError, match="draws random numbers"):
-        whole(whole.init(), given)
+        whole(whole.init(), inputs)
     step, eager = make(loss, ft.compiled(backend="aot_eager")), make(loss)
     before = torch.get_rng_state()
-    torch.testing.assert_close(step(step.init(), given)[1], eager(eager.init(), given)[1])
+    torch.testing.assert_close(step(step.init(), inputs)[1], eager(eager.init(), inputs)[1])
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -229,29 +231,29 @@ class Counting(nn.Module):
         return self.linear(x) + self.calls
 
 
-def test_data_that_a_loss_replaces_is_no_part_of_a_graph_which_would_keep_the_old_values():
-    loss, given = of_module(Counting()), regression_batch()
+def test_a_loss_that_replaces_data_is_not_captured_since_the_graph_would_keep_the_old_values():
+    loss, inputs = of_module(Counting()), regression_batch()
     whole = make(loss, ft.compiled(backend="aot_eager", lowering="whole"))
     with pytest.raises(TraceError, match=r"replaces the data of a tensor \(x\.data = y\)"):
-        whole(whole.init(), given)
+        whole(whole.init(), inputs)
     step, eager = make(loss, ft.compiled(backend="aot_eager")), make(loss)
     state, expected = step.init(), eager.init()
     for _ in range(2):
-        state, expected = step(state, given)[0], eager(expected, given)[0]
+        state, expected = step(state, inputs)[0], eager(expected, inputs)[0]
     torch.testing.assert_close((state.params, state.buffers), (expected.params, expected.buffers))
     assert float(state.buffers["calls"]) == 2
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
-def test_draws_of_the_host_are_not_repeated_by_a_graph(draw, caplog):
+def test_a_loss_that_draws_from_python_or_numpy_is_not_captured(draw, caplog):
     def loss(params, batch):
         return squares(params, batch) * (1 + draw())
 
-    given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
+    inputs = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
     step = make(loss, ft.compiled(backend="eager", lowering="whole"))
     with pytest.raises(TraceError, match="draws from the generator of Python or NumPy"):
-        step(step.init(params()), given)
+        step(step.init(params()), inputs)
     step = make(loss, ft.compiled(backend="eager"))
     state = step.init(params())
-    assert len({float(step(state, given)[1]["loss"]) for _ in range(4)}) == 4
+    assert len({float(step(state, inputs)[1]["loss"]) for _ in range(4)}) == 4
     assert any("the generator of Python or NumPy" in message for message in caplog.messages)

@@ -55,7 +55,7 @@ def test_settings_of_inductor_for_another_backend(settings):
 
 
 def test_a_mode_of_inductor_brings_no_cuda_graphs_of_its_own():
-    """They count on being called by Dynamo, which a whole graph is not."""
+    """Inductor's CUDA graphs need to be called by Dynamo, and a whole graph is not."""
     for mode in ("max-autotune", "reduce-overhead"):
         assert "triton.cudagraphs" not in require_backend("inductor", mode, {})
     assert require_backend("inductor", "max-autotune", {})["max_autotune"]

@@ -1,4 +1,4 @@
-"""Steps that cannot be captured: an error that names the line, or one log line and the right numbers."""
+"""Steps that cannot be captured: an error that names the line, or one log line and the results of eager mode."""
 
 import logging
 
@@ -9,7 +9,7 @@ import ftrain as ft
 from ftrain.errors import TraceError
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 
-# What torch says of reading a value, and what Dynamo trips over where it resumes after a graph break.
+# Warnings of torch: of reading a value, and of Dynamo where it resumes after a graph break.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """Dynamo logs every graph break on its own; what is tested is the one line of ours."""
+    """Silences the log of Dynamo, which has lines for every graph break; the tests count our lines."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -53,8 +53,8 @@ def by_list(params, batch):
 
 
 def by_selection(params, batch):
-    chosen = batch["x"][:, 0].gt(0.5).nonzero()[:, 0]  # here: selection
-    return squares(params, {name: leaf[chosen] for name, leaf in batch.items()})
+    rows = batch["x"][:, 0].gt(0.5).nonzero()[:, 0]  # here: selection
+    return squares(params, {name: leaf[rows] for name, leaf in batch.items()})
 
 
 ASKING = [by_item, by_float, by_bool, by_int, by_list, by_selection]
@@ -62,25 +62,25 @@ asking = pytest.mark.parametrize("loss", ASKING, ids=lambda loss: loss.__name__)
 
 
 @asking
-def test_whole_names_the_line_that_asks_for_a_value(loss):
+def test_whole_names_the_line_that_reads_a_value(loss):
     step = make(loss, ft.compiled(backend="eager", lowering="whole"))
     state = step.init(params())
-    kept = ft.tree.clone(state)
-    mark = f"# here: {loss.__name__.removeprefix('by_')}"
-    with failing(TraceError, "compiled", "one graph", "test_compiled_faults.py:", mark):
+    before = ft.tree.clone(state)
+    marker = f"# here: {loss.__name__.removeprefix('by_')}"
+    with failing(TraceError, "compiled", "one graph", "test_compiled_faults.py:", marker):
         step(state, batch())
-    assert_bitwise(state, kept)
+    assert_bitwise(state, before)
 
 
 @pytest.mark.parametrize(("loss", "donate"), [(by_item, True), *((loss, False) for loss in ASKING)])
-def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplog):
+def test_auto_falls_back_with_one_log_line_and_the_results_of_eager_mode(loss, donate, caplog):
     step = make(loss, ft.compiled(backend="eager", donate=donate))
     eager = make(loss)
     state, expected = step.init(params()), eager.init(params())
     with caplog.at_level(logging.WARNING, "ftrain"):
         for _ in range(3):
             state, metrics = step(state, batch())
-            expected, needed_metrics = eager(expected, batch())
+            expected, expected_metrics = eager(expected, batch())
     lines = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert len(lines) == 1
     assert "split" in lines[0]
@@ -88,7 +88,7 @@ def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplo
     assert "compiled(split" in repr(step)
     for name in params():
         torch.testing.assert_close(state.params[name], expected.params[name], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(metrics["loss"], needed_metrics["loss"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(metrics["loss"], expected_metrics["loss"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.exhaustive
@@ -126,7 +126,7 @@ def test_a_missing_key_is_shown_as_it_is(lowering):
         step(step.init(params()), batch())
 
 
-def test_a_random_operation_with_a_generator():
+def test_a_random_operation_with_a_generator_is_an_error():
     generator = torch.Generator().manual_seed(0)
 
     def loss(params, batch):
@@ -171,27 +171,27 @@ def test_a_function_of_steps_that_cannot_be_captured_takes_one_step(donate):
 
     plain = make()
     actual, metrics = ft.compiled(backend="eager")(step)(inner.init(params()), batch())
-    expected, needed_metrics = plain(plain.init(params()), batch())
+    expected, expected_metrics = plain(plain.init(params()), batch())
     assert_bitwise(actual, expected)
-    assert_bitwise(metrics, needed_metrics)
+    assert_bitwise(metrics, expected_metrics)
 
 
-def test_a_loss_that_cannot_be_captured_runs_once_in_the_step_that_finds_out():
-    real = []
+def test_a_loss_that_cannot_be_captured_runs_at_most_once_with_real_tensors():
+    is_real = []
 
     def loss(params, batch):
-        real.append(type(batch["x"]) is torch.Tensor)
+        is_real.append(type(batch["x"]) is torch.Tensor)
         batch["x"].numpy()
         return squares(params, batch)
 
     step = make(loss, ft.compiled(backend="eager", lowering="whole"))
     with failing(TraceError, "compiled", "numpy"):
         step(step.init(params()), batch())
-    assert real.count(True) <= 1
+    assert is_real.count(True) <= 1
 
 
-def test_a_number_in_the_state_of_a_plain_function_that_changes():
-    # Every value is another graph: that many compilations must not go unnoticed.
+def test_a_changing_number_in_the_state_of_a_plain_function_is_an_error():
+    # Every value needs another graph, so each step would compile.
     def step(state, batch):
         return {"count": state["count"] + 1, "sum": state["sum"] + batch.sum()}, {}
 
@@ -217,7 +217,7 @@ def test_metrics_that_are_numbers_are_no_inputs_of_the_compiled_update():
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_that_the_detection_of_anomalies_reads_gradients_is_said():
+def test_the_error_under_anomaly_detection_says_that_it_reads_gradients():
     step = make(squares, ft.compiled(backend="eager", lowering="whole"))
     reads = torch.autograd.set_detect_anomaly(True)
     with reads, failing(TraceError, "set_detect_anomaly reads every gradient", "(at torch)"):

@@ -1,4 +1,4 @@
-"""A compiler that fails: the step falls back with a line and the right numbers, and nothing else is taken for that."""
+"""A compiler that fails: the step falls back with a log line and the right results; other errors are raised."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from ftrain._torch import FakeTensorMode, active_modes
 from ftrain.transforms.compile import capture, log_if_slow
 from tests.faults.problem import assert_bitwise, batch, make, params, squares
 
-# What Dynamo trips over where it resumes after a graph break.
+# A warning of Dynamo where it resumes after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 FAILURES = {
@@ -27,10 +27,10 @@ FAILURES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _backends():
-    """Compilers that fail, one that fails on whole steps, one whose code fails, and one that waits for a line."""
+    """Registers compilers that fail, one that fails only on whole steps, and one whose code fails when it runs."""
     from torch._dynamo.backends import registry
 
-    # Torch registers its own at the first question, and not again.
+    # torch registers its own backends at the first call only.
     torch.compiler.list_backends()
     before = dict(registry._COMPILER_FNS), dict(registry._BACKENDS)
 
@@ -54,23 +54,26 @@ def _backends():
     for name, error in FAILURES.items():
         register_backend(failing(error), name=name)
     register_backend(partly, name="ftrain_partly")
-    register_backend(lambda graph, inputs: lambda *given: bad_code(graph, inputs)(graph, given), name="ftrain_bad_code")
+    register_backend(
+        lambda graph, inputs: lambda *arguments: bad_code(graph, inputs)(graph, arguments), name="ftrain_bad_code"
+    )
     yield
-    for place, kept in zip((registry._COMPILER_FNS, registry._BACKENDS), before, strict=True):
-        place.clear()
-        place.update(kept)
+    for registered, kept in zip((registry._COMPILER_FNS, registry._BACKENDS), before, strict=True):
+        registered.clear()
+        registered.update(kept)
     torch._dynamo.reset()
 
 
 def compiled_and_eager(caplog, loss=squares, **options):
-    """Three steps compiled and three eager ones: both states, the step, and what was logged."""
+    """Compare three compiled steps with three eager ones; return the compiled step and our log lines."""
     step, eager = make(loss, ft.compiled(**options)), make(loss)
     state, expected = step.init(params()), eager.init(params())
     with caplog.at_level(logging.WARNING, "ftrain"):
         for _ in range(3):
-            (state, metrics), (expected, needed_metrics) = step(state, batch()), eager(expected, batch())
+            (state, metrics), (expected, expected_metrics) = step(state, batch()), eager(expected, batch())
     assert_close(
-        (state.params, state.opt_state, metrics["loss"]), (expected.params, expected.opt_state, needed_metrics["loss"])
+        (state.params, state.opt_state, metrics["loss"]),
+        (expected.params, expected.opt_state, expected_metrics["loss"]),
     )
     return step, [record.getMessage() for record in caplog.records if record.name == "ftrain"]
 
@@ -80,7 +83,7 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_whole_step_that_the_compiler_cannot_do_is_split(donate, caplog):
+def test_a_whole_step_that_the_compiler_fails_on_is_split(donate, caplog):
     step, lines = compiled_and_eager(caplog, backend="ftrain_partly", donate=donate)
     assert "compiled(split" in repr(step)
     (line,) = lines
@@ -88,7 +91,7 @@ def test_a_whole_step_that_the_compiler_cannot_do_is_split(donate, caplog):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_what_the_compiler_cannot_do_in_parts_either_runs_eagerly(donate, caplog):
+def test_a_split_step_that_the_compiler_fails_on_runs_eagerly(donate, caplog):
     step, lines = compiled_and_eager(caplog, backend="ftrain_broken", donate=donate)
     assert "compiled(eager" in repr(step)
     assert ["split into" in line for line in lines] == [True, False]
@@ -97,14 +100,14 @@ def test_what_the_compiler_cannot_do_in_parts_either_runs_eagerly(donate, caplog
     assert "lowering='split' raises the whole error" in lines[1]
 
 
-def test_a_reason_that_is_a_page_long_is_in_the_log_alone(caplog):
+def test_a_long_reason_is_cut_in_the_repr_and_whole_in_the_log(caplog):
     step, lines = compiled_and_eager(caplog, backend="ftrain_wordy")
     assert "RuntimeError: a a a a" in repr(step)
     assert len(repr(step)) < 1000
     assert "missing bracket" in lines[-1]
 
 
-def test_a_compiler_for_changing_shapes_that_fails(caplog):
+def test_a_dynamic_step_that_the_compiler_fails_on_runs_eagerly(caplog):
     step, (line,) = compiled_and_eager(caplog, backend="ftrain_broken", dynamic=True)
     assert "compiled(eager" in repr(step)
     assert "the linker is gone" in line
@@ -119,13 +122,13 @@ def test_an_update_in_backward_that_cannot_be_compiled_runs_eagerly(caplog):
     assert "runs eagerly" in caplog.text
 
 
-def test_code_that_fails_when_it_first_runs(caplog):
+def test_a_step_whose_compiled_code_fails_in_its_first_run_runs_eagerly(caplog):
     step, lines = compiled_and_eager(caplog, backend="ftrain_bad_code")
     assert "compiled(eager" in repr(step)
     assert "no such view" in lines[-1]
 
 
-def test_code_that_fails_and_may_have_written_to_the_state_is_an_error():
+def test_compiled_code_that_fails_and_may_have_written_to_the_state_is_an_error():
     step = make(squares, ft.compiled(backend="ftrain_bad_code", donate=True))
     with pytest.raises(RuntimeError, match="no such view"):
         step(step.init(params()), batch())
@@ -135,24 +138,24 @@ def test_code_that_fails_and_may_have_written_to_the_state_is_an_error():
 def test_a_lowering_that_was_asked_for_shows_the_error(lowering):
     step = make(squares, ft.compiled(backend="ftrain_broken", lowering=lowering))
     state = step.init(params())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     with pytest.raises(RuntimeError, match="the linker is gone\nand more"):
         step(state, batch())
-    assert_bitwise(state, kept)
+    assert_bitwise(state, before)
 
 
 @pytest.mark.parametrize("name", ["ftrain_full", "ftrain_stopped"])
-def test_what_is_no_fault_of_the_compiler_is_raised(name, caplog):
+def test_an_interrupt_and_a_lack_of_memory_are_raised(name, caplog):
     step = make(squares, ft.compiled(backend=name, donate=True))
     state = step.init(params())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     with pytest.raises(type(FAILURES[name])):
         step(state, batch())
-    assert_bitwise(state, kept)
+    assert_bitwise(state, before)
     assert not [record for record in caplog.records if record.name == "ftrain"]
 
 
-def test_a_mistake_of_the_loss_is_no_fault_of_the_compiler(caplog):
+def test_an_error_of_the_loss_is_raised(caplog):
     def loss(params, batch):
         if batch["x"].sum() > 0:  # Splits the step.
             raise KeyError("the user's own")
@@ -171,8 +174,8 @@ def test_a_mistake_of_the_loss_is_no_fault_of_the_compiler(caplog):
 def test_lower_says_that_a_step_runs_eagerly(caplog):
     step = make(squares, ft.compiled(backend="ftrain_broken", donate=True))
     state = step.init(params())
-    actual = step.lower(state, batch())
-    assert (actual.lowering, actual.graphs) == ("eager", 0)
+    lowered = step.lower(state, batch())
+    assert (lowered.lowering, lowered.graphs) == ("eager", 0)
     (new, _), (expected, _) = step(state, batch()), make()(make().init(params()), batch())
     assert_bitwise(new.params, expected.params)
 
@@ -196,7 +199,7 @@ def test_an_optimizer_whose_state_is_elsewhere_and_a_loss_that_cannot_be_compile
     assert "compiled(eager, donate)" in repr(step)
 
 
-def test_a_missing_compiler(tmp_path, caplog):
+def test_without_a_c_compiler_a_step_runs_eagerly(tmp_path, caplog):
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)}):
@@ -205,13 +208,13 @@ def test_a_missing_compiler(tmp_path, caplog):
     assert "no-such-compiler" in lines[-1] or "C++" in lines[-1]
 
 
-def test_the_line_says_what_a_c_compiler_has_found(caplog):
+def test_the_log_line_has_the_error_of_the_c_compiler(caplog):
     step, lines = compiled_and_eager(caplog, backend="ftrain_headers")
     assert "compiled(eager" in repr(step)
     assert "CppCompileError: C++ compile error: a.cpp:1:10: fatal error: Python.h: No such file (" in lines[-1]
 
 
-def test_dynamo_that_cannot_be_imported(monkeypatch, caplog):
+def test_a_step_runs_eagerly_if_dynamo_cannot_be_imported(monkeypatch, caplog):
     # With a `TORCHINDUCTOR_CACHE_DIR` that cannot be made, its import fails.
     def importing(**options):
         raise PermissionError(13, "Permission denied", "/read-only")
@@ -224,23 +227,23 @@ def test_dynamo_that_cannot_be_imported(monkeypatch, caplog):
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("lowering", ["whole", "split"])
-def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monkeypatch):
-    lines, said = [], threading.Event()
+def test_a_log_line_says_which_graph_is_compiled_when_that_takes_long(lowering, slow, monkeypatch):
+    lines, has_logged = [], threading.Event()
 
     class Heard(logging.Handler):
         def emit(self, record):
             lines.append(record.getMessage())
-            said.set()
+            has_logged.set()
 
     class Slow(torch.nn.Linear):
         def forward(self, x):
             if slow and len(lines) == 0:
-                assert said.wait(60)
+                assert has_logged.wait(60)
             return super().forward(x)
 
     monkeypatch.setattr(log_if_slow, "SLOW", 0.0 if slow else 1e6)
-    heard, logger = Heard(), logging.getLogger("ftrain.compiling")
-    logger.addHandler(heard)
+    handler, logger = Heard(), logging.getLogger("ftrain.compiling")
+    logger.addHandler(handler)
     try:
         model = torch.nn.Sequential(torch.nn.Sequential(Slow(3, 3)), torch.nn.Sequential(Slow(3, 3)))
         loss = ft.from_module(model, lambda model, x: model(x).square().mean())
@@ -249,7 +252,7 @@ def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monke
         for _ in range(2):
             state, _ = step(state, torch.ones(2, 3))
     finally:
-        logger.removeHandler(heard)
+        logger.removeHandler(handler)
     if not slow:
         assert lines == []
         return
@@ -258,7 +261,7 @@ def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monke
     assert last.startswith("compiled: the graph of loss(Sequential) took ")
 
 
-def test_an_interrupt_within_a_mode_of_torch_does_not_leave_it_on(monkeypatch):
+def test_an_interrupt_while_a_mode_of_torch_is_entered_does_not_leave_it_active(monkeypatch):
     step, entered = make(squares, ft.compiled(backend="eager")), FakeTensorMode.__enter__
     state = step.init(params())
 

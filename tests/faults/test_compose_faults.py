@@ -1,4 +1,4 @@
-"""Parts put together in a way that has no meaning."""
+"""Steps, wrappers, optimizers and functions that cannot be composed."""
 
 import logging
 
@@ -32,7 +32,7 @@ def plain(state, batch):
 
 
 @wrappers
-def test_a_wrapper_applied_twice(name):
+def test_a_wrapper_cannot_be_applied_twice(name):
     step = WRAPPERS[name](make())
     with failing(ComposeError, WRAPPERS[name].text, f"already has the wrapper {name}", "loss    squares"):
         WRAPPERS[name](step)
@@ -46,7 +46,7 @@ def test_a_wrapper_applied_twice(name):
         (ft.accumulate(2), ft.accumulate(4)),
     ],
 )
-def test_two_of_a_kind_with_other_options_and_something_in_between(first, second):
+def test_a_wrapper_cannot_be_applied_twice_with_different_options_and_another_wrapper_in_between(first, second):
     with failing(ComposeError, second.text, "already"):
         ft.compose(make(), first, ft.ema(0.9), second)
 
@@ -85,17 +85,17 @@ def test_a_plain_function_of_steps_runs_uncompiled_and_says_so(caplog):
 
 
 @wrappers
-@pytest.mark.parametrize("given", [5, None, "step"])
-def test_what_is_no_step_at_all(name, given):
-    with failing(ComposeError, WRAPPERS[name].text, repr(given), type(given).__name__):
-        WRAPPERS[name](given)
+@pytest.mark.parametrize("argument", [5, None, "step"])
+def test_a_wrapper_of_an_object_that_is_not_a_step_is_an_error(name, argument):
+    with failing(ComposeError, WRAPPERS[name].text, repr(argument), type(argument).__name__):
+        WRAPPERS[name](argument)
 
 
-@pytest.mark.parametrize("given", [make(), plain], ids=["step", "plain"])
-def test_a_wrapper_that_needs_an_option_and_has_none(given):
-    # A bare `ft.accumulate(step)` has to say what is missing, not hand over Python's own message about arguments.
+@pytest.mark.parametrize("argument", [make(), plain], ids=["step", "plain"])
+def test_a_wrapper_without_its_required_option_is_an_error(argument):
+    # `ft.accumulate(step)` must name the missing option, and not raise Python's TypeError.
     with pytest.raises(ft.errors.FtrainError, match=r"accumulate\b.*\bn\b"):
-        ft.accumulate(given)
+        ft.accumulate(argument)
 
 
 CALLS = {
@@ -110,14 +110,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_a_step_and_a_state_that_are_swapped(name):
+def test_a_step_and_a_state_in_the_wrong_order_are_an_error(name):
     step = ft.eval_step(squares) if name == "evaluate" else make()
     with failing(ComposeError, f"{name}: the step and the state are swapped; needs {name}(step, state, "):
         CALLS[name](make().init(params()), step)
 
 
 @pytest.mark.parametrize("name", ["hints", "ladder", "tune", "anatomy"])
-def test_what_is_no_state_is_named_by_the_function_that_was_called(name):
+def test_an_argument_that_is_not_a_state_is_an_error_of_the_called_function(name):
     with failing(StructureError, f"{name}: the state is dict; needs the TrainState of step.init()"):
         getattr(ft, name)(make(), params(), batch())
 
@@ -132,7 +132,7 @@ def test_a_class_given_as_the_step(name):
         CALLS[name](Own, make().init(params()))
 
 
-def test_iterate_over_what_is_no_function():
+def test_iterate_with_a_step_that_is_not_a_function_is_an_error():
     with failing(ComposeError, "iterate: the step is NoneType; needs a Step or a function (state, batch)"):
         CALLS["iterate"](None, make().init(params()))
 
@@ -143,9 +143,9 @@ def test_a_module_given_as_the_step(name):
         CALLS[name](torch.nn.Linear(2, 1), make().init(params()))
 
 
-@pytest.mark.parametrize(("wrapper", "does"), [(ft.compiled, "wraps"), (ft.remat, "changes the loss of")])
-def test_a_module_given_to_a_wrapper(wrapper, does):
-    with failing(ComposeError, f"{does} a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
+@pytest.mark.parametrize(("wrapper", "verb"), [(ft.compiled, "wraps"), (ft.remat, "changes the loss of")])
+def test_a_module_given_to_a_wrapper(wrapper, verb):
+    with failing(ComposeError, f"{verb} a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
         wrapper()(torch.nn.Linear(2, 1))
 
 
@@ -156,9 +156,9 @@ def test_a_step_that_returns_no_pair():
 
 @pytest.mark.parametrize("metrics", [3.0, torch.ones(()), [torch.ones(())]])
 def test_a_step_that_returns_no_dict_of_metrics(metrics):
-    kind = type(metrics).__name__
+    name = type(metrics).__name__
     with failing(
-        ComposeError, f"fit: the step returned {kind} as the metrics of step 1; needs a dict of values by name"
+        ComposeError, f"fit: the step returned {name} as the metrics of step 1; needs a dict of values by name"
     ):
         CALLS["fit"](lambda state, batch: (state, metrics), make().init(params()))
 
@@ -173,13 +173,13 @@ def plain_of_blocks(name, module):
 
 
 @pytest.mark.parametrize("wrapper", [ft.remat, ft.clip], ids=["remat", "clip"])
-def test_a_function_given_by_position_is_no_step(wrapper):
+def test_an_option_by_position_is_not_taken_for_a_step(wrapper):
     with failing(ComposeError, wrapper.__name__, "plain_of_blocks is a function", "Pass options by name"):
         wrapper(plain_of_blocks)
 
 
 @pytest.mark.parametrize("blocks", ["0", torch.nn.Linear, {torch.nn.Linear}, 3])
-def test_blocks_that_are_none(blocks):
+def test_wrong_blocks_are_an_error(blocks):
     with failing(OptionError, f"remat: blocks is {blocks!r}", "a list of types and dotted names"):
         ft.remat(blocks=blocks)
 
@@ -209,10 +209,10 @@ def test_compose_with_a_wrapper_that_lacks_its_option():
         ft.compose(make(), ft.accumulate)
 
 
-@pytest.mark.parametrize("given", [None, 1.0, "clip"])
-def test_compose_with_what_is_no_wrapper(given):
-    with failing(ComposeError, "compose", "argument 2", repr(given), "ft.clip(1.0)"):
-        ft.compose(make(), ft.ema(0.9), given)
+@pytest.mark.parametrize("argument", [None, 1.0, "clip"])
+def test_compose_with_an_object_that_is_not_a_wrapper_is_an_error(argument):
+    with failing(ComposeError, "compose", "argument 2", repr(argument), "ft.clip(1.0)"):
+        ft.compose(make(), ft.ema(0.9), argument)
 
 
 def test_compose_with_a_step_among_the_wrappers():
@@ -226,16 +226,16 @@ def test_compose_with_wrappers_that_were_not_called():
 
 
 @pytest.mark.parametrize(
-    ("rule", "actual"),
+    ("rule", "message"),
     [(lambda w, g: w.double() - g, "found float64[2], needs float32[2]"), (lambda w, g: w[None] - g, "[1, 2]")],
 )
-def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, actual):
+def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, message):
     def update(grads, opt_state, params, hyper, *, donate=False):
         return {"w": rule(params["w"], grads["w"])}, opt_state
 
     optimizer = Optimizer(lambda params: {}, update, {}, "homemade")
     step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
-    with failing(StructureError, "Step", "what homemade returned", "params.w", actual):
+    with failing(StructureError, "Step", "what homemade returned", "params.w", message):
         step(step.init({"w": torch.ones(2)}), None)
 
 
@@ -248,18 +248,18 @@ RETURNS_NOTHING = {
 }
 
 
-@pytest.mark.parametrize(("part", "kind"), [("grad", "OnGrad"), ("slot", "SlotSpec")])
-def test_a_part_of_a_wrapper_that_is_a_function_and_no_record(part, kind):
-    with failing(ComposeError, f"Wrapper: {part} of own is a function; needs {part}=ft.{kind}(...)"):
-        ft.Wrapper("own", **{part: lambda params: {}})
+@pytest.mark.parametrize(("field", "record"), [("grad", "OnGrad"), ("slot", "SlotSpec")])
+def test_a_part_of_a_wrapper_that_is_a_function_and_no_record(field, record):
+    with failing(ComposeError, f"Wrapper: {field} of own is a function; needs {field}=ft.{record}(...)"):
+        ft.Wrapper("own", **{field: lambda params: {}})
 
 
-@pytest.mark.parametrize("said", RETURNS_NOTHING)
+@pytest.mark.parametrize("message", RETURNS_NOTHING)
 @pytest.mark.parametrize("outer", [(), (ft.clip(1.0), ft.ema(0.9)), (ft.accumulate(2),)])
-def test_a_wrapper_of_ones_own_that_returns_nothing(said, outer):
-    own = ft.Wrapper("own", **RETURNS_NOTHING[said])
-    with failing(ComposeError, f"own: {said}"):
-        step = ft.compose(make(), own, *outer)
+def test_a_wrapper_of_ones_own_that_returns_nothing(message, outer):
+    wrapper = ft.Wrapper("own", **RETURNS_NOTHING[message])
+    with failing(ComposeError, f"own: {message}"):
+        step = ft.compose(make(), wrapper, *outer)
         step(step.init(params()), batch())
 
 

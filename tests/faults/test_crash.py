@@ -1,6 +1,6 @@
-"""The process ends before, halfway through or after a call of a save to the file system, whichever it is.
+"""The process is killed before, halfway through or after any call of a save to the file system.
 
-What loads then is what was there before or what was being saved, exactly, and the next save works.
+Afterwards the newest checkpoint is the one before or the one that was being saved, to the bit, and the next save works.
 """
 
 import os
@@ -37,9 +37,9 @@ def prepare(directory, steps, act=None, **options):
         for step in steps:
             act(directory, step, **options)
     elif steps:
-        with checkpoints(directory, **options) as writing:
+        with checkpoints(directory, **options) as writer:
             for step in steps:
-                writing.save(step, tree(step), wait=True)
+                writer.save(step, tree(step), wait=True)
     return directory
 
 
@@ -48,30 +48,30 @@ def damage(directory, step):
 
 
 def saves(directory, step, **options):
-    with checkpoints(directory, **options) as writing:
-        writing.save(step, tree(step), wait=True)
+    with checkpoints(directory, **options) as writer:
+        writer.save(step, tree(step), wait=True)
 
 
 def saves_two(directory, step, **options):
-    """Of which the first is being written while the process goes on."""
-    with checkpoints(directory, **options) as writing:
+    """Save two steps; the first is written in the background while the process goes on."""
+    with checkpoints(directory, **options) as writer:
         for number in (step, step + 1):
-            writing.save(number, tree(number))
+            writer.save(number, tree(number))
 
 
 def pins(directory, step, **options):
-    with checkpoints(directory, **options) as writing:
-        writing.pin(step)
+    with checkpoints(directory, **options) as writer:
+        writer.pin(step)
 
 
 def replaces(directory, step, **options):
-    with checkpoints(directory, **options) as writing:
-        # So that it is the same run.
-        writing.latest()
-        writing.save(step, tree(step), metrics={"loss": 0.5}, wait=True)
+    with checkpoints(directory, **options) as writer:
+        # A run that has loaded the checkpoint may replace it.
+        writer.latest()
+        writer.save(step, tree(step), metrics={"loss": 0.5}, wait=True)
 
 
-# What is there, what is done, and the steps that may be the newest one afterwards.
+# Steps that are saved before, the action that is killed, its step, the allowed newest steps afterwards, the options.
 STORIES = {
     "first": ((), saves, 1, {None, 1}, {}),
     "rotation": ((1, 2), saves, 3, {2, 3}, {}),
@@ -87,31 +87,35 @@ STORIES = {
 stories = pytest.mark.parametrize("story", STORIES)
 
 
-def counted(tell, directory, act, step, options):
+def counted(send, directory, act, step, options):
     with through(Calls()) as proxy:
         act(directory, step, **options)
-    tell(proxy.made)
+    send(proxy.names)
 
 
-def crash(tell, directory, act, step, options, at, moment):
-    with through(Killed(at, moment)):
+def crash(send, directory, act, step, options, number, moment):
+    with through(Killed(number, moment)):
         act(directory, step, **options)
 
 
 STRIDE = times(1, 32)
-"""One of so many points is tried, and the last; another one in each story."""
+"""Every `STRIDE`-th point is tried, and the last one; each story starts at another point."""
 
 
-def points(made, offset=0):
-    """Each call and each moment of it; a quick run leaves out those behind which the disk is as before them."""
-    every = [
+def points(calls, offset=0):
+    """Return (number of a call, moment) to kill at; a quick run leaves out points that do not change the disk."""
+    all_points = [
         (at, moment)
-        for at, name in enumerate(made)
+        for at, name in enumerate(calls)
         for moment in MOMENTS
         if (moment != "halfway" or name == "write")
         and (FULL or (name in WRITING - {"open", "close"} and moment != "after"))
     ]
-    return [point for number, point in enumerate(every, 1) if (number + offset) % STRIDE == 0 or number == len(every)]
+    return [
+        point
+        for number, point in enumerate(all_points, 1)
+        if (number + offset) % STRIDE == 0 or number == len(all_points)
+    ]
 
 
 @quiet_forks
@@ -119,15 +123,15 @@ def points(made, offset=0):
 def test_a_process_ends_at_a_call(story, fast):
     before, act, step, allowed, options = STORIES[story]
     template = prepare(fast / "template", before, act, **options)
-    made = forked(counted, shutil.copytree(template, fast / "counted"), act, step, options)
+    calls = forked(counted, shutil.copytree(template, fast / "counted"), act, step, options)
     last = None
     with tally(f"crash at a call, {story}") as tries:
-        tries.note = f"{len(made)} calls"
-        for at, moment in points(made, list(STORIES).index(story)):
-            directory = shutil.copytree(template, fast / f"{at}-{moment}")
-            with tries.one((at, moment)):
-                child = Child(crash, directory, act, step, options, at, moment)
-                assert child.end() == -signal.SIGKILL
+        tries.note = f"{len(calls)} calls"
+        for number, moment in points(calls, list(STORIES).index(story)):
+            directory = shutil.copytree(template, fast / f"{number}-{moment}")
+            with tries.attempt((number, moment)):
+                child = Child(crash, directory, act, step, options, number, moment)
+                assert child.wait() == -signal.SIGKILL
                 last = newest(directory)
                 assert last in allowed
                 require_whole(directory)
@@ -138,19 +142,19 @@ def test_a_process_ends_at_a_call(story, fast):
 
 
 @quiet_forks
-def test_a_process_ends_where_a_damaged_one_makes_way(fast):
+def test_a_process_ends_while_it_replaces_a_damaged_checkpoint(fast):
     template = prepare(fast / "template", (1, 2))
     damage(template, 2)
-    made = forked(counted, shutil.copytree(template, fast / "counted"), saves, 2, {})
+    calls = forked(counted, shutil.copytree(template, fast / "counted"), saves, 2, {})
     with tally("crash at a call, damaged") as tries:
-        tries.note = f"{len(made)} calls"
-        for at, moment in points(made):
-            directory = shutil.copytree(template, fast / f"{at}-{moment}")
-            with tries.one((at, moment)):
-                assert Child(crash, directory, saves, 2, {}, at, moment).end() == -signal.SIGKILL
-                # Until it is saved again, the one before it is found, with a warning while the damaged one is there.
-                aloud = is_damaged(directory / "step-000000000002")
-                with pytest.warns(UserWarning, match="damaged") if aloud else nullcontext():
+        tries.note = f"{len(calls)} calls"
+        for number, moment in points(calls):
+            directory = shutil.copytree(template, fast / f"{number}-{moment}")
+            with tries.attempt((number, moment)):
+                assert Child(crash, directory, saves, 2, {}, number, moment).wait() == -signal.SIGKILL
+                # Until step 2 is saved again, step 1 is the newest, with a warning while the damaged one is there.
+                warns = is_damaged(directory / "step-000000000002")
+                with pytest.warns(UserWarning, match="damaged") if warns else nullcontext():
                     assert newest(directory) in {1, 2}
                 require_goes_on(directory, 2)
             shutil.rmtree(directory)
@@ -166,13 +170,13 @@ def alone(path, step):
 
 @quiet_forks
 def test_a_process_ends_at_a_call_of_save(fast):
-    made = forked(counted, fast / "counted" / "m", alone, 1, {})
+    calls = forked(counted, fast / "counted" / "m", alone, 1, {})
     with tally("crash at a call, save") as tries:
-        tries.note = f"{len(made)} calls"
-        for at, moment in points(made):
-            path = fast / f"{at}-{moment}" / "m"
-            with tries.one((at, moment)):
-                assert Child(crash, path, alone, 1, {}, at, moment).end() == -signal.SIGKILL
+        tries.note = f"{len(calls)} calls"
+        for number, moment in points(calls):
+            path = fast / f"{number}-{moment}" / "m"
+            with tries.attempt((number, moment)):
+                assert Child(crash, path, alone, 1, {}, number, moment).wait() == -signal.SIGKILL
                 if not path.exists():
                     alone(path, 1)
                 assert is_tree(1, load(path))

@@ -1,4 +1,7 @@
-"""Files that are not what was written: found, named, and gone back from; also what other formats notice of a bit."""
+"""Damaged files: each damage is detected and named, and a run goes back to an older checkpoint.
+
+Also how many flipped bits other formats detect.
+"""
 
 import itertools
 import json
@@ -26,7 +29,7 @@ OLD, NEW = 1, 2
 
 
 class Run:
-    """Two checkpoints of a run, of which the newer one is damaged again and again."""
+    """Two checkpoints of a run; the tests damage the newer one and mend it again."""
 
     def __init__(self, directory):
         self.parts = {step: {"state": state(step), "run": everything(step)} for step in (OLD, NEW)}
@@ -45,7 +48,7 @@ class Run:
 
 
 def tensors(files, name):
-    """Where each tensor of a file lies, by the format's own header, and its path in the tree."""
+    """Yield start and end of each tensor in a file, from its header, and the path of the tensor in the tree."""
     data = files[name]
     length = int.from_bytes(data[:8], "little")
     paths = {(item["file"], item["key"]): item["path"] for item in json.loads(files[MANIFEST])["tensors"]}
@@ -60,13 +63,13 @@ def put(path, data):
 
 
 def named(run, file, places):
-    """What an error about bytes of a file must say: the file, and one of the tensors if it is their bytes."""
+    """Return what an error about damaged bytes must name: the file, and one of these tensors if they are damaged."""
     hit = [path for start, end, path in run.tensors.get(file, ()) if any(start <= place < end for place in places)]
     header = any(place < min(start for start, _, _ in run.tensors[file]) for place in places) if hit else True
     return file, () if header else hit
 
 
-# What is done to the newer checkpoint, and what must be named then: a file, and one of several tensors.
+# Each function damages the newer checkpoint, and returns what the error must name: a file, and one of several tensors.
 
 
 def flipped(run, draw):
@@ -91,7 +94,7 @@ def grown(run, draw):
 
 
 def blanked(run, draw):
-    """Zeros where the disk has lost a block; all of them may have been zeros before, and then nothing is wrong."""
+    """Replace a block of a file by zeros, as a disk may do; not one that is zeros already."""
     while True:
         file = draw.choice(FILES)
         data = bytearray(run.whole[file])
@@ -107,7 +110,7 @@ def blanked(run, draw):
 
 
 def moved(run, draw):
-    """Two stretches of a file have changed places."""
+    """Exchange two pieces of a file that differ."""
     while True:
         file = draw.choice([MODEL, STATE])
         data = bytearray(run.whole[file])
@@ -136,11 +139,11 @@ def missing(run, draw):
 
 
 def mixed(run, draw):
-    """Files of the older checkpoint in the newer one; that of a text is the same, and a whole one is another step."""
+    """Put files of the older checkpoint into the newer one; not the text, which is the same in both."""
     files = draw.sample([MODEL, STATE, MANIFEST], draw.randint(1, 2))
     for file in files:
         put(run.new / file, run.other[file])
-    # A manifest of the other one is good by itself; the tensors are not its own.
+    # The manifest of the older one is intact; then the tensors are wrong that do not belong to it.
     held = {MODEL, STATE} - set(files) if MANIFEST in files else set(files)
     return "|".join(sorted(held)), ()
 
@@ -149,7 +152,7 @@ KINDS = flipped, cut, grown, blanked, moved, swapped, missing, mixed
 
 
 def by_latest(run):
-    """Go back to the older one; the reason is in the warning."""
+    """Return the warning with which `latest` goes back to the older checkpoint; None if it loads the newer one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         actual = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
@@ -162,6 +165,8 @@ def by_latest(run):
 
 
 def by(read):
+    """Return a function that returns the text of the error that reading raises; None without an error."""
+
     def reading(run):
         try:
             read(run)
@@ -193,7 +198,7 @@ def test_damage_is_found_and_named(run, kind):
     with tally(f"damage: {kind.__name__}") as tries:
         for number, (route, read) in zip(range(count), routes, strict=False):
             file, paths = kind(run, draw)
-            with tries.one((number, route, file, paths)):
+            with tries.attempt((number, route, file, paths)):
                 try:
                     said = read(run)
                 finally:
@@ -210,7 +215,7 @@ def test_damage_is_found_and_named(run, kind):
 
 
 def test_every_bit_of_a_manifest_counts(run):
-    """Those too that JSON does not tell apart, such as the case of the letters in an escaped one."""
+    """Also bits that do not change the parsed JSON, such as the case of the digits of an escaped character."""
     whole, bits = run.whole[MANIFEST], times(8, 1)
     silent = []
     with tally("damage: every bit of a manifest") as tries:
@@ -237,7 +242,7 @@ def test_checkpoints_that_have_changed_places_are_found(tmp_path):
         run.checkpoints.latest()
 
 
-def test_a_copy_under_a_later_name_is_gone_back_from(tmp_path):
+def test_a_checkpoint_renamed_to_a_later_step_is_not_loaded(tmp_path):
     run = Run(tmp_path)
     os.rename(run.new, run.checkpoints.path(7))
     with pytest.warns(UserWarning, match=r"going back to step 1(.|\n)*step-000000000007.*is of step 2"):
@@ -287,13 +292,13 @@ FORMATS = {
 }
 
 
-def noticed(tell, name, path, tries):
-    """Try one format: how many flips were found, loaded as other numbers, or changed nothing."""
+def noticed(send, name, path, tries):
+    """Flip bits in files of a format; send how many were detected, loaded as other numbers, or changed nothing."""
     write, read = FORMATS[name]
-    given, draw = tree(), random.Random(0)
+    expected, draw = tree(), random.Random(0)
     counts = {"found": 0, "silent": 0, "harmless": 0}
     warnings.simplefilter("ignore")
-    write(given, path)
+    write(expected, path)
     files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
     whole = {file: file.read_bytes() for file in files}
     for _ in range(tries):
@@ -306,14 +311,14 @@ def noticed(tell, name, path, tries):
         except BaseException:
             counts["found"] += 1
         else:
-            counts["harmless" if same(actual, given) else "silent"] += 1
+            counts["harmless" if same(actual, expected) else "silent"] += 1
         put(file, whole[file])
-    tell(counts)
+    send(counts)
 
 
 @quiet_forks
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_format_notices_of_a_bit(name, tmp_path):
+def test_flipped_bits_that_a_format_detects(name, tmp_path):
     count = times(200, 20)
     with tally(f"a bit: {name}") as tries:
         tries.runs, tries.note = count, "silent: loaded without an error as other numbers"

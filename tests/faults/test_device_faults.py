@@ -1,4 +1,4 @@
-"""Devices that are not there, or that lack what is asked of them."""
+"""Devices that do not exist, or that lack a dtype or a feature."""
 
 import dataclasses
 
@@ -12,16 +12,16 @@ from tests.faults.problem import assert_bitwise, batch, failing, make, params, s
 
 @pytest.fixture
 def cpu_with():
-    """Replace the record of the CPU by one with other fields, until the test ends."""
-    real = ft.backends.get("cpu")
-    yield lambda **fields: ft.backends.register(dataclasses.replace(real, describe=lambda: "Turing T4", **fields))
-    ft.backends.register(real)
+    """A function that replaces fields in the record of the CPU until the test ends."""
+    record = ft.backends.get("cpu")
+    yield lambda **fields: ft.backends.register(dataclasses.replace(record, describe=lambda: "Turing T4", **fields))
+    ft.backends.register(record)
 
 
 @pytest.mark.parametrize(("dtype", "other"), [("bf16", "fp16"), ("fp16", "bf16")])
 def test_a_dtype_the_device_cannot_compute_in(dtype, other, cpu_with):
-    has = {"bf16": torch.bfloat16, "fp16": torch.float16}[other]
-    cpu_with(autocast_dtypes=lambda: (has,))
+    available = {"bf16": torch.bfloat16, "fp16": torch.float16}[other]
+    cpu_with(autocast_dtypes=lambda: (available,))
     step = make(squares, ft.with_amp(dtype))
     with failing(DeviceError, "with_amp", "Turing T4", f"compute in {dtype}", other, "float32"):
         step.init(params())
@@ -37,11 +37,11 @@ def test_a_device_without_any_narrow_dtype(cpu_with):
 def test_a_state_from_elsewhere_is_checked_too(cpu_with):
     step = make(squares, ft.with_amp("bf16"))
     state = step.init(params())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     cpu_with(autocast_dtypes=lambda: (torch.float16,))
     with failing(DeviceError, "with_amp", "Turing T4", "bf16"):
         step(state, batch())
-    assert_bitwise(state, kept)
+    assert_bitwise(state, before)
 
 
 def test_an_evaluation_in_a_dtype_the_device_cannot_compute_in(cpu_with):

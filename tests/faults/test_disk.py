@@ -1,7 +1,7 @@
-"""The disk refuses, is full, takes but a part, or a file may not grow: a named error, and nothing that was is lost.
+"""A disk that fails, is full, writes only a part of the data, or limits the size of files.
 
-Each call of a checkpoint to the system is made to fail once; and a small file system and a limit on the size of files
-are filled for real, byte by byte.
+The error has a name and a remedy, and earlier checkpoints stay. Each call of a checkpoint to the system is made to fail
+once. A small file system, and files with a limit on their size, are also filled for real.
 """
 
 import ast
@@ -33,13 +33,13 @@ WHEN = "before", "after"
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-def test_all_calls_to_the_system_are_between():
-    """A call that is not known here would never fail in a test."""
+def test_all_calls_to_the_system_are_in_files():
+    """The tests here let only these calls fail."""
     package = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(files.__file__).parent.glob("*.py")}
     own = package.pop(Path(files.__file__))
-    named = {ast.unparse(node) for node in ast.walk(own) if isinstance(node, ast.Attribute)}
-    named = {name for name in named if re.fullmatch(r"os\.(path\.)?[a-z_]+", name)}
-    assert named == {f"os.{name}" for name in CALLS | ANSWERING}
+    names = {ast.unparse(node) for node in ast.walk(own) if isinstance(node, ast.Attribute)}
+    names = {name for name in names if re.fullmatch(r"os\.(path\.)?[a-z_]+", name)}
+    assert names == {f"os.{name}" for name in CALLS | ANSWERING}
     for path, parsed in package.items():
         if path.stem in COMMAND:
             continue
@@ -68,13 +68,14 @@ OF_PATHS = {
 OF_PATHS |= {"is_file", "resolve", "read_text", "read_bytes", "write_text", "write_bytes", "symlink_to", "rmtree"}
 
 
-class Refused:
-    """What became of a run that saves on a disk that fails: the errors, and the last step that was acknowledged."""
+class Outcome:
+    """The outcome of a run on a disk that fails: its errors, and the last step whose save returned."""
 
     def __init__(self):
         self.errors, self.saved = [], 0
 
-    def tried(self, act):
+    def attempt(self, act):
+        """Call a function, and record a CheckpointError; return whether there was none."""
         try:
             act()
         except CheckpointError as error:
@@ -83,90 +84,90 @@ class Refused:
         return True
 
 
-def run(directory, proxy, mode, told):
+def run(directory, proxy, mode, outcome):
     """Open the directory of a run, save steps 3 and 4 and pin the last, all on a disk that fails."""
 
     def act():
-        with checkpoints(directory, keep=KEEP, async_=MODES[mode]) as writing:
+        with checkpoints(directory, keep=KEEP, async_=MODES[mode]) as writer:
             journal = Journal(directory)
             for step in (3, 4):
-                if told.tried(lambda step=step: save_with_history(writing, journal, step)):
-                    told.saved = step
-                elif "could not be written" in str(told.errors[-1]) and not proxy.lasting:
-                    assert step not in writing.steps()
-            told.tried(lambda: writing.pin(told.saved) if told.saved else None)
+                if outcome.attempt(lambda step=step: save_with_history(writer, journal, step)):
+                    outcome.saved = step
+                elif "could not be written" in str(outcome.errors[-1]) and not proxy.lasting:
+                    assert step not in writer.steps()
+            outcome.attempt(lambda: writer.pin(outcome.saved) if outcome.saved else None)
 
     with through(proxy):
-        # Once more, if it could not even be opened.
-        told.tried(act) or told.saved or told.tried(act)
+        # Once more if the directory could not be opened.
+        outcome.attempt(act) or outcome.saved or outcome.attempt(act)
 
 
 def prepared(directory):
-    """The directory of a run that has saved steps 1 and 2."""
-    with checkpoints(directory, keep=KEEP) as writing:
+    """Return a directory after saving steps 1 and 2."""
+    with checkpoints(directory, keep=KEEP) as writer:
         for step in (1, 2):
-            writing.save(step, tree(step))
+            writer.save(step, tree(step))
     return directory
 
 
 def calls(directory, mode):
-    """The calls that a run makes when nothing fails."""
+    """Return the names of the calls that a run makes when nothing fails."""
     proxy = Calls()
-    run(prepared(directory), proxy, mode, Refused())
-    return proxy.made
+    run(prepared(directory), proxy, mode, Outcome())
+    return proxy.names
 
 
-def check(directory, told, mode):
+def check(directory, outcome, mode):
     actual = newest(directory)
     assert actual is not None
-    assert actual >= max(told.saved, 2)
-    # It may be there although nobody could tell for sure that it would stay.
-    assert actual == max(told.saved, 2) or told.errors
+    assert actual >= max(outcome.saved, 2)
+    # A newer one may be there although its save failed: only the sync of its name failed.
+    assert actual == max(outcome.saved, 2) or outcome.errors
     require_goes_on(directory, 5, keep=KEEP, async_=MODES[mode])
     assert not files._held
 
 
-def fails(tries, fast, mode, error, numbers, **how):
+def let_calls_fail(tries, fast, mode, error, numbers, **options):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
-    failed = named = 0
+    num_failed = num_errors = 0
     template = prepared(fast / "template")
     for number in numbers:
-        with tries.one(number):
+        with tries.attempt(number):
             directory = shutil.copytree(template, fast / f"{mode}-{number}")
-            before, told = descriptors(), Refused()
-            proxy = Failing(number, error, **how)
-            run(directory, proxy, mode, told)
-            failed, named = failed + bool(proxy.failed), named + bool(told.errors)
+            before, outcome = descriptors(), Outcome()
+            proxy = Failing(number, error, **options)
+            run(directory, proxy, mode, outcome)
+            num_failed, num_errors = num_failed + bool(proxy.failed), num_errors + bool(outcome.errors)
             assert descriptors() == before
-            if not how.get("lasting"):
-                # An older one that could not be removed is, by the next save.
-                assert not temporary(directory) or "cannot be removed" in str(told.errors)
-            check(directory, told, mode)
-    tries.note = f"a call failed in {failed} of them, {named} times with a CheckpointError"
-    return failed, named
+            if not options.get("lasting"):
+                # The next save removes an older checkpoint that could not be removed.
+                assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
+            check(directory, outcome, mode)
+    tries.note = f"a call failed in {num_failed} of them, {num_errors} times with a CheckpointError"
+    return num_failed, num_errors
 
 
 FEW = 64
 
 
-def chosen(made, *which):
-    """All calls; or of every `FEW` one, another one in each test."""
+def numbers_to_fail(calls_made, *choices):
+    """Return the numbers of the calls to fail: all, or every `FEW`-th, with another start in each test."""
     if FULL:
-        return range(len(made))
+        return range(len(calls_made))
     offset = 0
-    for one, among in which:
-        offset = offset * len(among) + list(among).index(one)
-    return range(offset % FEW, len(made), FEW)
+    for value, values in choices:
+        offset = offset * len(values) + list(values).index(value)
+    return range(offset % FEW, len(calls_made), FEW)
 
 
 @modes
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
 def test_a_call_fails(mode, when, error, fast):
-    made = calls(fast / "all", mode)
-    numbers = chosen(made, (mode, MODES), (when, WHEN), (error, ERRORS))
+    calls_made = calls(fast / "all", mode)
+    numbers = numbers_to_fail(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
     with tally(f"{error} {when} a call, {mode}") as tries:
-        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
+        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
         assert failed > 0.9 * len(numbers)
         assert named > 0.5 * failed
 
@@ -174,19 +175,19 @@ def test_a_call_fails(mode, when, error, fast):
 @modes
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
-    made = calls(fast / "all", mode)
-    numbers = chosen(made, (mode, MODES), (error, ERRORS))
+    calls_made = calls(fast / "all", mode)
+    numbers = numbers_to_fail(calls_made, (mode, MODES), (error, ERRORS))
     with tally(f"{error} from a call on, {mode}") as tries:
-        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, lasting=True)
+        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, lasting=True)
         assert named > 0.5 * failed
 
 
 @modes
 def test_a_write_takes_but_a_part(mode, fast):
-    made = calls(fast / "all", mode)
-    writes = [number for number, name in enumerate(made) if name == "write"][:: times(1, 9)]
+    calls_made = calls(fast / "all", mode)
+    writes = [number for number, name in enumerate(calls_made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
-        assert fails(tries, fast, mode, "short", writes) == (len(writes), 0)
+        assert let_calls_fail(tries, fast, mode, "short", writes) == (len(writes), 0)
 
 
 def test_a_write_takes_nothing(fast):
@@ -194,19 +195,19 @@ def test_a_write_takes_nothing(fast):
         def call(self, number, name, function, args):
             return 0 if number == self.at else function(*args)
 
-    made = calls(fast / "all", "sync")
-    number = [number for number, name in enumerate(made) if name == "write"][1]
-    told = Refused()
-    run(prepared(fast / "run"), Nothing(number, None), "sync", told)
-    assert "nothing was written" in str(told.errors[0])
-    check(fast / "run", told, "sync")
+    calls_made = calls(fast / "all", "sync")
+    number = [number for number, name in enumerate(calls_made) if name == "write"][1]
+    outcome = Outcome()
+    run(prepared(fast / "run"), Nothing(number, None), "sync", outcome)
+    assert "nothing was written" in str(outcome.errors[0])
+    check(fast / "run", outcome, "sync")
 
 
 # For real
 
 
 def mounted(directory, options):
-    """Mount a small file system in memory, which this process alone sees; False where that is not permitted."""
+    """Mount a small file system in memory, which only this process sees; return False where that is not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_user, new_mounts = 0x10000000, 0x00020000
     if libc.unshare(new_mounts) and libc.unshare(new_user | new_mounts):
@@ -217,7 +218,7 @@ def mounted(directory, options):
 
 
 class Roomy(Calls):
-    """Says that there is room, so that the disk itself has to say that there is none."""
+    """Reports much free space, so that the check before a save passes and a write fails."""
 
     def call(self, number, name, function, args):
         if name == "statvfs":
@@ -225,29 +226,29 @@ class Roomy(Calls):
         return function(*args)
 
 
-def tried(directory, limited):
-    """Run in a directory of its own while something real limits it; whether there was an error, and what is wrong."""
+def run_limited(directory, limited):
+    """Run while a real limit applies; return whether there was a CheckpointError, and a text of what is wrong."""
     try:
         prepared(directory)
-        told = Refused()
+        outcome = Outcome()
         with limited():
-            run(directory, Roomy(), "sync", told)
-        assert not temporary(directory) or "cannot be removed" in str(told.errors)
-        check(directory, told, "sync")
+            run(directory, Roomy(), "sync", outcome)
+        assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
+        check(directory, outcome, "sync")
         files.remove(directory)
     except Exception as error:
         return [True, f"{type(error).__name__}: {error}"]
-    return [bool(told.errors), ""]
+    return [bool(outcome.errors), ""]
 
 
-def judged(tries, actual):
-    """Count what `tried` has returned of each; return where there was an error."""
-    for number, (_, wrong) in enumerate(actual):
-        with tries.one(number):
-            assert not wrong, wrong
+def record_results(tries, actual):
+    """Record the results of `run_limited`, and return for each whether there was an error."""
+    for number, (_, problem) in enumerate(actual):
+        with tries.attempt(number):
+            assert not problem, problem
     errors = [error for error, _ in actual]
     tries.note = f"{sum(errors)} with a CheckpointError"
-    # Of the least there is, and of enough.
+    # The smallest limit is too little, and the largest is enough.
     assert errors[0]
     assert not errors[-1]
     return errors
@@ -259,7 +260,7 @@ PAGES, NODES = 256, 400
 
 @contextmanager
 def little_room(root, pages):
-    """Context in which a file system has so many pages left."""
+    """Context in which a file system has only `pages` free pages."""
     ballast = root / "ballast"
     space = os.statvfs(root)
     ballast.write_bytes(bytes(PAGE * (space.f_bavail * space.f_frsize // PAGE - pages)))
@@ -271,7 +272,7 @@ def little_room(root, pages):
 
 @contextmanager
 def few_nodes(root, count):
-    """Context in which a file system takes so many files and directories more."""
+    """Context in which a file system has room for only `count` more files and directories."""
     ballast = root / "ballast"
     ballast.mkdir()
     for number in range(os.statvfs(root).f_favail - count):
@@ -285,12 +286,14 @@ def few_nodes(root, count):
 FULL_OF = {"bytes": little_room, "files": few_nodes}
 
 
-def on_a_small_disk(tell, root, what):
+def on_a_small_disk(send, root, what):
     if not mounted(root, f"size={PAGES * PAGE},nr_inodes={NODES}"):
-        tell(None)
+        send(None)
         return
-    made = [tried(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))]
-    tell(made)
+    results = [
+        run_limited(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))
+    ]
+    send(results)
 
 
 @quiet_forks
@@ -299,14 +302,14 @@ def test_a_file_system_is_full_where_mounting_is_permitted(what, tmp_path):
     actual = forked(on_a_small_disk, tmp_path, what)
     if actual is not None:
         with tally(f"tmpfs full of {what}") as tries:
-            judged(tries, actual)
+            record_results(tries, actual)
 
 
 @contextmanager
-def small_files(most):
-    """Context in which no file may be longer, of this process."""
+def small_files(max_bytes):
+    """Context in which no file of this process may have more bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
     try:
         yield
     finally:
@@ -316,25 +319,30 @@ def small_files(most):
 LONGEST = 12_000
 
 
-def with_small_files(tell, root):
-    tell([tried(root / str(most), lambda most=most: small_files(most)) for most in range(0, LONGEST, times(8, 2000))])
+def with_small_files(send, root):
+    send(
+        [
+            run_limited(root / str(max_bytes), lambda max_bytes=max_bytes: small_files(max_bytes))
+            for max_bytes in range(0, LONGEST, times(8, 2000))
+        ]
+    )
 
 
 @quiet_forks
 def test_files_may_not_grow(fast):
     with tally("a limit on the size of files") as tries:
-        errors = judged(tries, forked(with_small_files, fast))
+        errors = record_results(tries, forked(with_small_files, fast))
         assert sum(errors) > len(errors) // 3
 
 
 def test_a_file_system_that_cannot_sync_directories(tmp_path, monkeypatch):
-    """As some that machines share answer. An error of the disk itself stays one."""
-    real = os.fsync
+    """As some network file systems. Another error of a sync is still raised."""
+    fsync_of_os = os.fsync
 
     def fsync(descriptor):
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
             raise OSError(number, os.strerror(number))
-        real(descriptor)
+        fsync_of_os(descriptor)
 
     monkeypatch.setattr(files.os, "fsync", fsync)
     for number in sorted(files.UNSYNCABLE):
@@ -345,20 +353,20 @@ def test_a_file_system_that_cannot_sync_directories(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-def test_what_is_synced_is_on_the_disk_of_a_mac(has_it, tmp_path, monkeypatch):
-    asked, synced, real = [], [], os.fsync
+def test_on_macos_files_are_synced_with_full_sync_where_the_file_system_has_it(has_it, tmp_path, monkeypatch):
+    requests, synced, fsync_of_os = [], [], os.fsync
 
     def fcntl(descriptor, request):
-        asked.append(request)
+        requests.append(request)
         if not has_it:
             raise OSError(errno.ENOTSUP, "not on this file system")
 
     monkeypatch.setattr(files, "FULL_SYNC", 51)
     monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(descriptor) or real(descriptor))
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(descriptor) or fsync_of_os(descriptor))
     save(tmp_path / "state", tree(0))
-    assert set(asked) == {51}
-    assert len(synced) == (0 if has_it else len(asked))
+    assert set(requests) == {51}
+    assert len(synced) == (0 if has_it else len(requests))
 
 
 def test_a_system_without_the_calls_is_named(tmp_path, monkeypatch):

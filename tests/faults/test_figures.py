@@ -1,4 +1,4 @@
-"""The file of figures: rows are replaced by variant and metric, and nothing else is lost."""
+"""The file of results: rows are replaced by variant and metric, and all others stay."""
 
 import pytest
 
@@ -25,27 +25,27 @@ def rows(folder):
     return {row.metric: (row.median, row.note) for row in read(folder)}
 
 
-def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_path):
-    def tried(bad, ends):
+def test_a_row_counts_the_failures_and_is_written_also_by_a_test_that_fails(tmp_path):
+    def attempt_four(bad, ends):
         with tally("a bit", file=tmp_path / "faults.csv") as tries:
             tries.note = "of four"
             for number in range(4):
-                with tries.one(number):
+                with tries.attempt(number):
                     assert number not in bad, "wrong"
             assert not ends, "the whole is wrong"
 
-    tried((), ends=False)
+    attempt_four((), ends=False)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (0.0, "of four")}
     with pytest.raises(AssertionError, match=r"(?s)1: AssertionError: wrong.*3: AssertionError: wrong"):
-        tried((1, 3), ends=False)
+        attempt_four((1, 3), ends=False)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
     with pytest.raises(AssertionError, match="the whole is wrong"):
-        tried((1,), ends=True)
+        attempt_four((1,), ends=True)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
 
 
 def test_a_row_has_counts_of_its_own_also_when_the_test_ends_early(tmp_path):
-    def tried():
+    def attempt_and_fail():
         with tally("a flip", file=tmp_path / "faults.csv") as tries:
             tries.figures["silent"] = 1
             tries.runs += 3
@@ -53,5 +53,5 @@ def test_a_row_has_counts_of_its_own_also_when_the_test_ends_early(tmp_path):
             raise OSError("the third does not end")
 
     with pytest.raises(OSError, match="the third"):
-        tried()
+        attempt_and_fail()
     assert rows(tmp_path) == {"runs": (3.0, ""), "silent": (1.0, ""), "failures": (2.0, "")}

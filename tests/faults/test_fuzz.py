@@ -1,6 +1,6 @@
-"""Manifests and headers that nobody has written: refused by what reads them, quickly and in little memory.
+"""Malformed manifests and headers: refused with a CheckpointError, quickly and in little memory.
 
-A manifest is changed as a tree and signed again, so that what is tested are the checks and not the digest.
+A changed manifest gets a right digest, so that the checks are tested and not the digest.
 """
 
 import copy
@@ -27,7 +27,7 @@ from tests.faults.specimens import everything, state
 MANIFEST, MODEL, STATE = "MANIFEST.json", "params/model.safetensors", "state.safetensors"
 SECONDS, MEMORY = 1.0, 64 * 2**20
 SHARDS = 4
-"""Children of one test, each with its own seed: what one of them leaks does not hide what another does."""
+"""Child processes of a test, each with its own seed: the peak of memory of one does not hide that of another."""
 
 PARTS = {"state": state(), "run": everything()}
 
@@ -36,7 +36,7 @@ def like():
     return PARTS
 
 
-# Pieces that a manifest may hold instead of what it should
+# Pieces that are put into a manifest
 
 NUMBERS = [0, -1, 1, 2, 7, 2**31, 2**32, 2**53, 2**61, 2**62, 2**63, 2**64, -(2**63), 10**400, 10**4400]
 FLOATS = [0.0, -0.0, 0.5, 1e308, float("nan"), float("inf"), -float("inf")]
@@ -105,14 +105,14 @@ SHAPES = [
 
 
 def deep(depth, piece=None):
-    """A tree of lists, and one of containers, as deep as that."""
+    """Return a nested tree of this depth: of lists if it is even, of containers if it is odd."""
     for _ in range(depth):
         piece = {"kind": "list", "keys": [0], "nodes": [piece]} if depth % 2 else [piece]
     return piece
 
 
 def piece(draw):
-    """Something to put where it does not belong."""
+    """Return a random piece to put into a manifest."""
     source = draw.choice([NUMBERS, FLOATS, NAMES, SCALARS, CONTAINERS, SHAPES, [None, True, False, [], {}]])
     if draw.random() < 0.02:
         return deep(draw.choice([50, 51, 400, 401, 3001, 3000]))
@@ -120,13 +120,13 @@ def piece(draw):
 
 
 def places(tree, actual):
-    """All containers of a tree, with their keys."""
+    """Append (container, key) for each node of a tree."""
     stack = [tree]
     while stack:
         node = stack.pop()
-        inside = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
-        actual += [(node, key) for key, _ in inside]
-        stack += [child for _, child in inside]
+        items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
+        actual += [(node, key) for key, _ in items]
+        stack += [child for _, child in items]
     return actual
 
 
@@ -134,12 +134,12 @@ def copied(tree):
     try:
         return copy.deepcopy(tree)
     except RecursionError:
-        # What was made deep before; once of it is enough.
+        # An earlier change has put a deep tree there.
         return None
 
 
 def mutate(body, draw):
-    """Change a manifest in one to three places, at any depth of it."""
+    """Change a manifest at one to three random nodes."""
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         if draw.random() < 0.4:
             one(body, draw)
@@ -148,14 +148,14 @@ def mutate(body, draw):
         if not actual:
             return
         node, key = draw.choice(actual)
-        what = draw.random()
-        if what < 0.6:
+        choice = draw.random()
+        if choice < 0.6:
             node[key] = piece(draw)
-        elif what < 0.75:
+        elif choice < 0.75:
             del node[key]
-        elif what < 0.85:
-            other, at = draw.choice(actual)
-            node[key] = copied(other[at]) if _within(at, other) else None
+        elif choice < 0.85:
+            other, key_of_other = draw.choice(actual)
+            node[key] = copied(other[key_of_other]) if _within(key_of_other, other) else None
         elif isinstance(node, dict):
             node[draw.choice(NAMES)] = node.pop(key)
         else:
@@ -184,7 +184,7 @@ def one(body, draw):
         item[field] = draw.choice([*NAMES, *NUMBERS])
 
 
-# Text that no tree of Python's gives
+# Changes of the text
 
 
 def text(data, draw):
@@ -237,11 +237,11 @@ def header(data, draw):
     return len(body).to_bytes(8, "little") + body + rest
 
 
-# What is tried, with what came of it
+# Reading changed checkpoints
 
 
 class Victim:
-    """A checkpoint, of which one file is changed and put back."""
+    """A checkpoint whose files are changed and mended again."""
 
     def __init__(self, path):
         self.path = path
@@ -258,7 +258,7 @@ class Victim:
 
 
 def change_manifest(victim, draw):
-    """A manifest with a digest that is right; its tensors may have the headers that go with it."""
+    """Write a changed manifest with a right digest, sometimes with matching headers; return the changed files."""
     body = copy.deepcopy(victim.body)
     mutate(body, draw)
     try:
@@ -277,20 +277,20 @@ def lay(victim, data):
         return []
     changed = []
     for name in (MODEL, STATE):
-        kinds = [TensorInfo(item.key, DTYPES[item.dtype], item.shape) for item in manifest.tensors if item.file == name]
+        infos = [TensorInfo(item.key, DTYPES[item.dtype], item.shape) for item in manifest.tensors if item.file == name]
         before = victim.whole[name]
-        plan = layout(kinds)
-        tail = before[8 + int.from_bytes(before[:8], "little") :]
+        plan = layout(infos)
+        rest = before[8 + int.from_bytes(before[:8], "little") :]
         if plan.size - len(plan.header) < 2**20:
             victim.put(
-                name, plan.header + tail.ljust(plan.size - len(plan.header), b"\0")[: plan.size - len(plan.header)]
+                name, plan.header + rest.ljust(plan.size - len(plan.header), b"\0")[: plan.size - len(plan.header)]
             )
             changed.append(name)
     return changed
 
 
 def change_text(victim, draw):
-    """A manifest that is no longer what JSON writes; its digest is right where there is one."""
+    """Write a manifest with a changed text, often with a right digest; return the changed files."""
     data = text(victim.whole[MANIFEST], draw)
     cut = data.rfind(b',\n "digest"')
     if cut >= 0 and draw.random() < 0.7:
@@ -306,7 +306,7 @@ def change_header(victim, draw):
 
 
 def load_parts(path):
-    """Load as a run does that has saved `PARTS` at step 3."""
+    """Load as a run does that resumes from `PARTS` at step 3."""
     return load_checkpoint(path, 3, {"state": like()["state"]}, Ranks("load"), on_host=False, accept=None)
 
 
@@ -325,61 +325,64 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def fuzzed(tell, change, path, seed, tries):
-    """Change and read as often as told; say how many were accepted, and what should not have been."""
+def fuzzed(send, change, path, seed, tries):
+    """Change and read a checkpoint many times; send how many were accepted, and the wrong results."""
     victim, draw = Victim(path), random.Random(seed)
-    # Whoever looks at the manifest alone does not see the headers.
+    # `inspect` reads only the manifest, so it does not see a changed header.
     routes = itertools.cycle(
         [(name, route) for name, route in ROUTES.items() if (change, name) != ("header", "inspect")]
     )
     for read, _ in ROUTES.values():
         read(path)
-    accepted, wrong, slowest, memory = 0, [], 0.0, 0
+    accepted, problems, slowest, memory = 0, [], 0.0, 0
     for number, (name, (read, errors)) in zip(range(tries), routes, strict=False):
         changed = CHANGES[change](victim, draw)
         untouched = all((path / file).read_bytes() == victim.whole[file] for file in changed)
-        # Not what the change took: text of a deep tree has megabytes of spaces.
-        began, before = time.process_time(), peak()
+        # Measured without the change itself: the text of a deep tree has megabytes of spaces.
+        start, before = time.process_time(), peak()
         try:
             read(path)
             accepted += not untouched
         except errors as error:
-            # These are errors of what is read, and none of the machine.
+            # A good file must load, and a lack of memory is a wrong reason to refuse a file.
             if untouched or isinstance(error.__cause__, MemoryError) or "allocate" in str(error):
-                wrong.append((number, name, repr(error)[:300]))
+                problems.append((number, name, repr(error)[:300]))
         except BaseException as error:
-            wrong.append((number, name, repr(error)[:300]))
-        took = time.process_time() - began
+            problems.append((number, name, repr(error)[:300]))
+        seconds = time.process_time() - start
         memory += peak() - before
-        slowest = max(slowest, took)
-        if took > SECONDS:
-            wrong.append((number, name, f"{took:.1f} s"))
+        slowest = max(slowest, seconds)
+        if seconds > SECONDS:
+            problems.append((number, name, f"{seconds:.1f} s"))
         victim.mend(changed)
     if memory > MEMORY:
-        wrong.append((tries, change, f"{memory / 2**20:.0f} MB"))
-    tell({"accepted": accepted, "wrong": wrong, "slowest": slowest, "memory": memory})
+        problems.append((tries, change, f"{memory / 2**20:.0f} MB"))
+    send({"accepted": accepted, "wrong": problems, "slowest": slowest, "memory": memory})
 
 
 @quiet_forks
 @pytest.mark.parametrize("change", CHANGES)
 def test_only_errors_of_checkpoints_come_of_malformed_files(change, tmp_path):
     count = times({"manifest": 70_000, "text": 15_000, "header": 15_000}[change], 100) // SHARDS
-    actual = []
+    results = []
     with tally(f"fuzz: {change}") as tries:
         for shard in range(SHARDS):
             path = tmp_path / f"step-{shard}"
             save(path, PARTS, step=3)
             tries.runs += count
-            actual.append(forked(fuzzed, change, path, f"{change} {shard}", count))
-            tries.failures += actual[-1]["wrong"]
-        accepted = sum(each["accepted"] for each in actual)
-        slowest, memory = max(each["slowest"] for each in actual), max(each["memory"] for each in actual) / 2**20
+            results.append(forked(fuzzed, change, path, f"{change} {shard}", count))
+            tries.failures += results[-1]["wrong"]
+        accepted = sum(result["accepted"] for result in results)
+        slowest, memory = (
+            max(result["slowest"] for result in results),
+            max(result["memory"] for result in results) / 2**20,
+        )
         tries.note = f"{accepted} were good after all; the slowest took {slowest:.2f} s, all of them {memory:.0f} MB"
-        # Of a header nothing but the very bytes is good; of a manifest much is that somebody has signed.
+        # A changed header is never accepted; a changed manifest with a right digest may be a valid one.
         assert (accepted > 0) == (change != "header")
 
 
-# What of trees is no tree, and would otherwise lose a leaf or mean another one
+# Malformed trees that would lose a leaf, or give it another path, if they were accepted
 NONSENSE = {
     "keys that a dict takes for one": CONTAINERS[0],
     "a key twice": CONTAINERS[1],
@@ -441,7 +444,7 @@ STRIDES = [
 
 @pytest.mark.parametrize("stride", STRIDES, ids=map(str, range(len(STRIDES))))
 def test_strides_that_do_not_fill_a_memory_once_are_refused(stride, tmp_path):
-    """Of a tensor whose bytes and digest are right: it would overlap, or take more memory than the file."""
+    """The bytes and the digest of the tensor are right, but it would overlap itself or need more memory."""
     save(tmp_path / "a", PARTS)
     victim = Victim(tmp_path / "a")
     item = next(item for item in victim.body["tensors"] if item["shape"] == [4, 6])

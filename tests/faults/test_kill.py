@@ -1,7 +1,7 @@
-"""SIGKILL at random moments: of saves, and of whole runs, which go on until they are done.
+"""SIGKILL at random moments of saves, and of runs that are resumed until they are done.
 
 Children are forked from this process, so that thousands of them can be killed. The moments are drawn from a seed, and
-are spread over the time that the same work takes undisturbed, counted from what a child says it has done.
+lie between the messages that a child sends of its progress.
 """
 
 import json
@@ -33,65 +33,66 @@ BLOCK, KEEP = 4, 2
 MODES = {"sync": {"async_": False}, "async": {"async_": True}, "rotation": {"async_": False, "keep": 1}}
 
 
-def saving(tell, directory, first, options):
-    """Save some steps, and say of each that it begins, and later that it is on the disk."""
-    with checkpoints(directory, **{"keep": KEEP, **options}) as writing:
-        tell(["saved", first - 1])
+def saving(send, directory, first, options):
+    """Save some steps; send a message when the save of a step begins, and another when it is on the disk."""
+    with checkpoints(directory, **{"keep": KEEP, **options}) as writer:
+        send(["saved", first - 1])
         for step in range(first, first + BLOCK):
-            tell(["begun", step])
-            # Some have frozen parameters, whose file the next ones share.
-            writing.save(step, tree(step, FROZEN if step % BLOCK else None))
-            # In the background, saving the next one waits for it.
-            tell(["saved", step - writing.async_])
-        writing.wait()
-        tell(["saved", step])
+            send(["begun", step])
+            # All but one have frozen parameters, whose file the later ones share.
+            writer.save(step, tree(step, FROZEN if step % BLOCK else None))
+            # In the background, `save` waits for the save before, which is then on the disk.
+            send(["saved", step - writer.async_])
+        writer.wait()
+        send(["saved", step])
 
 
-def heard(child):
-    """All that a child that is no more has said."""
-    said = []
-    while (word := child.hear()) is not None:
-        said.append(word)
-    return said
+def remaining_messages(child):
+    """Return the remaining messages of a child that has ended."""
+    messages = []
+    while (message := child.receive()) is not None:
+        messages.append(message)
+    return messages
 
 
 @quiet_forks
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, fast):
-    draw, directory, options, within, left = random.Random(mode), fast / "run", MODES[mode], 0, 0
+    draw, directory, options, num_interrupted, num_leftovers = random.Random(mode), fast / "run", MODES[mode], 0, 0
     count = times(3400, 4)
-    span = took(directory, options)
+    span = seconds_of_saves(directory, options)
     known = newest(directory)
     with tally(f"SIGKILL in a save, {mode}") as tries:
         for number in range(count):
-            with tries.one(number):
+            with tries.attempt(number):
                 child = Child(saving, directory, known + 1, options)
-                assert child.hear() == ["saved", known]
+                assert child.receive() == ["saved", known]
                 time.sleep(draw.random() * span)
                 child.signal(signal.SIGKILL)
-                said = heard(child)
-                child.end()
-                left += bool(temporary(directory))
+                messages = remaining_messages(child)
+                child.wait()
+                num_leftovers += bool(temporary(directory))
                 before, known = known, newest(directory)
                 saved, begun = (
-                    max((step for what, step in said if what == name), default=before) for name in ("saved", "begun")
+                    max((step for event, step in messages if event == name), default=before)
+                    for name in ("saved", "begun")
                 )
-                assert saved <= known <= begun, (known, said)
-                within += known < before + BLOCK
+                assert saved <= known <= begun, (known, messages)
+                num_interrupted += known < before + BLOCK
                 require_whole(directory)
-        tries.note = f"{left} of them left a temporary directory"
-        # That kills strike in the midst of it, of which few on a busy machine say little.
-        assert within > count // 4 or count < 1000
-        assert left > count // 50 or count < 1000
+        tries.note = f"{num_leftovers} of them left a temporary directory"
+        # Many kills come before the last save has ended; only checked with many kills, because of chance.
+        assert num_interrupted > count // 4 or count < 1000
+        assert num_leftovers > count // 50 or count < 1000
 
 
-def took(directory, options):
-    """Seconds that saving takes when nobody disturbs."""
+def seconds_of_saves(directory, options):
+    """Return the seconds that the saves take when no signal comes."""
     child = Child(saving, directory, 1, options)
-    child.hear()
+    child.receive()
     start = time.perf_counter()
-    heard(child)
-    assert child.end() == 0
+    remaining_messages(child)
+    assert child.wait() == 0
     return time.perf_counter() - start
 
 
@@ -99,7 +100,7 @@ def took(directory, options):
 
 STEPS, SAMPLES, BATCH = 20, 33, 4
 LATEST = times(8, 14)
-"""Steps of a process before it is killed at most: more than twice as many as between checkpoints."""
+"""The largest number of steps before a process is killed: more than two intervals between checkpoints."""
 DATA = {
     "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
     "loader": lambda: ft.data.loader(samples(), BATCH, seed=5),
@@ -118,7 +119,7 @@ def squares(model, batch):
 
 @ft.wrapper
 def named_batches():
-    """Put the ids of a batch into the record of its step."""
+    """Report the ids of the samples of a batch as metrics."""
 
     def wrap(grad):
         def naming(state, batch, rng):
@@ -131,87 +132,88 @@ def named_batches():
     return ft.Wrapper("named_batches", grad=ft.OnGrad(wrap))
 
 
-def built():
+def make_step():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
     step = ft.train_step(ft.from_module(module, squares), ft.optim.adamw(0.05))
     return ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2), ft.ema(0.9), ft.skip_nonfinite(), named_batches)
 
 
-class Telling(Checkpoints):
-    """Says after each step that there was one."""
+class Reporting(Checkpoints):
+    """Sends a message after each step."""
 
-    def __init__(self, tell, directory, **options):
+    def __init__(self, send, directory, **options):
         super().__init__(directory, **options)
-        self._tell = tell
+        self._send = send
 
     def check(self):
         super().check()
-        self._tell("step")
+        self._send("step")
 
 
-def training(tell, directory, data):
-    """A run with everything that there is to resume; its result is saved beside it."""
-    step = built()
-    tell("begun")
+def training(send, directory, data):
+    """Train with everything that a run can resume, and save the result next to the run."""
+    step = make_step()
+    send("begun")
     state, history = ft.fit(
         step,
         step.init(seed=3),
         DATA[data](),
         steps=STEPS,
-        checkpoints=Telling(tell, directory / "run", every=3, keep=2),
+        checkpoints=Reporting(send, directory / "run", every=3, keep=2),
         evaluate=lambda state: {"norm": sum(leaf.double().square().sum() for leaf in state.params.values())},
         evaluate_every=5,
         log_every=2,
         loggers=[ft.loggers.jsonl(directory / "log.jsonl")],
         progress=False,
     )
-    records = [{name: value for name, value in made.items() if name != "seconds"} for made in history]
-    # It may have been killed when all was done.
+    records = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+    # An earlier process may have been killed after it saved the result.
     if not (directory / "done").exists():
         save(directory / "done", {"state": state, "records": records})
-    tell("done")
+    send("done")
 
 
 def outcome(directory):
-    """The state, the history and the log of a run, times aside."""
+    """Return the state, the history and the log of a run, without times."""
     lines = [json.loads(line) for line in (directory / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     return bits(load(directory / "done")), [{**line, "seconds": None} for line in lines]
 
 
-def grouped(tell, directory, data):
+def training_in_a_group(send, directory, data):
     os.setpgid(0, 0)
-    training(tell, directory, data)
+    training(send, directory, data)
 
 
-def let_go(child):
-    """End the workers that a killed process has left, which else do so seconds later."""
+def kill_workers(child):
+    """Kill the workers of a killed process, which would end by themselves some seconds later."""
     if child is not None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def went_on(directory, data, draw, span):
-    """Run until it is done, killed at random moments; return how often, and how often it went on from a checkpoint.
+def run_until_done(directory, data, draw, span):
+    """Run until it is done, with kills at random moments; return the numbers of kills and of resumed processes.
 
-    Steps are counted and not seconds, so that the run goes further however slow the machine is; `span` is that of one.
+    A kill comes some steps after the start, and not some seconds, so that a slow machine makes progress too. `span` is
+    the seconds that a step takes.
     """
     kills, resumed, before = 0, 0, None
     while True:
         resumed += bool(newest_step(directory))
-        child = Child(grouped, directory, data)
-        assert child.hear() == "begun"
-        # Its workers have lived on until here, beside the new ones.
-        let_go(before)
+        child = Child(training_in_a_group, directory, data)
+        assert child.receive() == "begun"
+        # Workers of the killed process ran until now, next to the new process.
+        kill_workers(before)
         for _ in range(draw.randint(0, LATEST)):
-            if child.hear() != "step":
+            if child.receive() != "step":
                 break
         time.sleep(draw.random() * span)
         with suppress(ProcessLookupError):
             child.signal(signal.SIGKILL)
-        code, before = child.end(), child
+        code, before = child.wait(), child
         if code == 0:
-            let_go(before)
+            kill_workers(before)
             return kills, resumed
         assert code == -signal.SIGKILL
         kills += 1
@@ -224,7 +226,7 @@ def newest_step(directory):
 
 @pytest.fixture
 def sockets(fast, monkeypatch):  # After `fast`, whose folder pytest makes.
-    """Workers put their sockets into a folder of the test, for those that are killed leave them behind."""
+    """Workers put their sockets into a folder of the test, since killed workers do not remove them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
@@ -237,9 +239,9 @@ def test_a_run_is_killed_again_and_again(data, fast):
     draw, kills, resumed, runs = random.Random(data), 0, 0, 0
     (fast / "whole").mkdir()
     child = Child(training, fast / "whole", data)
-    assert [child.hear(), child.hear()] == ["begun", "step"]
+    assert [child.receive(), child.receive()] == ["begun", "step"]
     start = time.perf_counter()
-    assert child.end() == 0
+    assert child.wait() == 0
     span = (time.perf_counter() - start) / STEPS
     whole = outcome(fast / "whole")
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(1, STEPS + 1))
@@ -249,23 +251,25 @@ def test_a_run_is_killed_again_and_again(data, fast):
             directory = fast / str(runs)
             directory.mkdir()
             runs += 1
-            with tries.one(f"run {runs}"):
-                killed, past = went_on(directory, data, draw, span)
-                kills, resumed = kills + killed, resumed + past
+            with tries.attempt(f"run {runs}"):
+                killed, num_resumed = run_until_done(directory, data, draw, span)
+                kills, resumed = kills + killed, resumed + num_resumed
                 assert outcome(directory) == whole
             shutil.rmtree(directory)
-            # Counted are kills, of which there are several in a run.
+            # The figure counts kills, not runs.
             tries.runs, tries.note = kills, f"{runs} runs, {resumed} times gone on"
         assert resumed > runs // 4
 
 
-def test_a_log_of_several_runs_keeps_those_that_are_not_gone_on(fast):
-    """A run that begins anew takes back the lines of its own directory alone, where it was killed before a save."""
-    log, step = ft.loggers.jsonl(fast / "log.jsonl"), built()
+def test_a_run_that_starts_again_keeps_the_lines_of_other_runs_in_the_log(fast):
+    """A run removes only lines of its own directory from the log."""
+    log, step = ft.loggers.jsonl(fast / "log.jsonl"), make_step()
 
     def run(name, steps):
-        kept = Checkpoints(fast / name, every=100)
-        ft.fit(step, step.init(seed=3), DATA["list"](), steps=steps, checkpoints=kept, loggers=[log], progress=False)
+        checkpoints = Checkpoints(fast / name, every=100)
+        ft.fit(
+            step, step.init(seed=3), DATA["list"](), steps=steps, checkpoints=checkpoints, loggers=[log], progress=False
+        )
         return [json.loads(line)["step"] for line in (fast / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
     assert run("a", 3) == [1, 2, 3]

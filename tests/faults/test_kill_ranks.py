@@ -37,28 +37,28 @@ def progress(directory, rank):
     return None
 
 
-def went_on(directory, draw, kills):
-    """Run until it is done, with one rank killed at random moments, so many times at most; return how many it were."""
+def run_until_done(directory, draw, kills):
+    """Run until it is done, with a rank killed at random moments, at most `kills` times; return the number of kills."""
     directory.mkdir()
-    agent, killed, dead = launched(directory, 3 * kills), 0, set()
-    victim, after, ends = draw.randrange(RANKS), draw.randrange(5), time.monotonic() + DEADLINE
+    launcher, killed, dead = launched(directory, 3 * kills), 0, set()
+    victim, after, deadline = draw.randrange(RANKS), draw.randrange(5), time.monotonic() + DEADLINE
     try:
-        while agent.poll() is None:
-            assert time.monotonic() < ends, (directory / "stderr").read_text()[-4000:]
+        while launcher.poll() is None:
+            assert time.monotonic() < deadline, (directory / "stderr").read_text()[-4000:]
             time.sleep(0.005)
-            actual = progress(directory, victim)
-            if killed < kills and actual and actual[0] not in dead and actual[1] >= after:
+            process_and_step = progress(directory, victim)
+            if killed < kills and process_and_step and process_and_step[0] not in dead and process_and_step[1] >= after:
                 time.sleep(draw.random() * 0.05)
                 with suppress(ProcessLookupError):
-                    os.kill(actual[0], signal.SIGKILL)
+                    os.kill(process_and_step[0], signal.SIGKILL)
                     killed += 1
-                dead |= {each[0] for each in (progress(directory, rank) for rank in range(RANKS)) if each}
+                dead |= {process[0] for process in (progress(directory, rank) for rank in range(RANKS)) if process}
                 victim, after = draw.randrange(RANKS), draw.randrange(5)
-        assert agent.returncode == 0, (directory / "stderr").read_text()[-4000:]
+        assert launcher.returncode == 0, (directory / "stderr").read_text()[-4000:]
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
     return killed
 
 
@@ -70,14 +70,14 @@ def outcome(directory):
 @pytest.mark.exhaustive  # It starts torch a dozen times, which takes most of a minute.
 def test_ranks_are_killed_and_the_run_ends_with_the_bits_of_another(tmp_path):
     draw, kills, runs = random.Random(0), 0, 0
-    assert went_on(tmp_path / "whole", draw, 0) == 0
+    assert run_until_done(tmp_path / "whole", draw, 0) == 0
     whole = outcome(tmp_path / "whole")
     assert [record["step"] for record in whole[1]] == list(range(1, kill_ranks_script.STEPS + 1))
     with tally("SIGKILL of one of two ranks in a run, restarted by torchrun") as tries:
         while kills < times(50, 1) and not tries.failures:
             runs += 1
-            with tries.one(f"run {runs}"):
-                kills += went_on(tmp_path / str(runs), draw, min(KILLS_OF_A_RUN, times(50, 1) - kills))
+            with tries.attempt(f"run {runs}"):
+                kills += run_until_done(tmp_path / str(runs), draw, min(KILLS_OF_A_RUN, times(50, 1) - kills))
                 assert outcome(tmp_path / str(runs)) == whole
-        # Counted are kills, of which there are several in a run.
+        # The figure counts kills, not runs.
         tries.runs, tries.note = kills, f"{runs} runs"

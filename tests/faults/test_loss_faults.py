@@ -1,4 +1,4 @@
-"""Losses that no gradient can be taken of, or that are no pure functions."""
+"""Losses without a gradient, with a wrong result or signature, or that are not pure functions."""
 
 import collections
 import types
@@ -41,26 +41,26 @@ def total(params):
         (mean(total, lambda p: 4), "returned a Mean of int"),
     ],
 )
-def test_no_form_of_a_loss(loss, actual, wrappers):
+def test_a_loss_that_returns_another_type_is_an_error(loss, actual, wrappers):
     with failing(LossError, "loss: ", actual):
         run(loss, *wrappers)
 
 
 @modes
 @pytest.mark.parametrize("value", [ft.Mean(torch.ones(()), 4), ft.Mean(1.0, 2.0), ft.Mean(1.0, torch.ones(()))])
-def test_a_metric_that_is_a_mean_of_numbers_without_tensors(value, wrappers):
+def test_a_metric_that_is_a_mean_of_python_numbers_is_an_error(value, wrappers):
     with failing(LossError, "loss: the metric 'kept' is a Mean of ", "needs 0-d tensors", "torch.tensor(4.0)"):
         run(lambda params, batch: (total(params), {"kept": value}), *wrappers)
 
 
-def test_the_message_lists_the_forms():
+def test_the_error_lists_the_allowed_results():
     with failing(LossError, "0-d tensor", "Mean", "(loss, metrics)", "(loss, metrics, buffers)"):
         run(lambda params, batch: None)
     with failing(LossError, "(loss, metrics, buffers), such as its ['loss']"):
         run(lambda params, batch: {"loss": params["w"].sum(), "logits": params["w"]})
 
 
-def test_the_loss_is_called_by_its_name():
+def test_errors_name_the_loss_function():
     def my_loss(params, batch):
         return None
 
@@ -77,31 +77,31 @@ def test_the_loss_is_called_by_its_name():
         lambda params, batch: torch.zeros(()),
     ],
 )
-def test_no_way_back_to_the_parameters(loss, wrappers):
+def test_a_loss_that_does_not_depend_on_the_parameters_is_an_error(loss, wrappers):
     with failing(LossError, "does not depend on the parameters", "detach", "no_grad"):
         run(loss, *wrappers)
 
 
-def test_no_way_back_from_a_number():
+def test_a_loss_that_was_a_python_number_is_an_error_that_names_item():
     with failing(LossError, "does not depend on the parameters", ".item()"):
         run(lambda params, batch: torch.tensor(total(params).item()))
 
 
 @modes
-def test_a_weight_that_depends_on_parameters(wrappers):
+def test_a_weight_that_depends_on_parameters_is_an_error(wrappers):
     with failing(LossError, "weight of the Mean depends on the parameters", "detach"):
         run(mean(total, lambda p: p["w"].sum()), *wrappers)
 
 
 @modes
 @pytest.mark.parametrize("loss", [lambda params, batch: total(params).long(), mean(lambda p: total(p) > 0, total)])
-def test_a_loss_that_is_no_floating_point_number(loss, wrappers):
+def test_a_loss_of_integers_or_bools_is_an_error(loss, wrappers):
     with failing(LossError, "the loss is ", "needs a floating-point"):
         run(loss, *wrappers)
 
 
 @modes
-def test_a_parameter_that_is_not_used(wrappers):
+def test_an_unused_parameter_is_an_error_that_names_it(wrappers):
     def loss(params, batch):
         return params["used"].sum() + params["deep"][0]["yes"].sum()
 
@@ -133,7 +133,7 @@ def test_an_unused_parameter_that_is_allowed_has_a_gradient_of_zero(wrappers):
 @pytest.mark.parametrize(
     "wrappers", [(), (ft.accumulate(2),), (ft.update_in_backward(),)], ids=["plain", "accumulate", "late"]
 )
-def test_a_sparse_gradient(wrappers):
+def test_a_sparse_gradient_is_an_error(wrappers):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
     loss = ft.from_module(model, lambda model, batch: model[0](model[1](batch["x"])).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
@@ -178,14 +178,14 @@ def changes_buffers(params, batch, buffers):
         (changes_buffers, "buffers.seen"),
     ],
 )
-def test_a_loss_that_changes_its_inputs_in_place(loss, path, wrappers):
+def test_a_loss_that_changes_its_inputs_in_place_is_an_error(loss, path, wrappers):
     step = make(loss, *wrappers, trainable=["w"])
     state = step.init(params(), buffers={"seen": torch.zeros(())})
     with failing(LossError, loss.__name__, "in place", path, "clone"):
         step(state, batch())
 
 
-def test_buffers_put_into_the_dict_do_not_reach_the_old_state():
+def test_a_loss_that_assigns_to_the_dict_of_buffers_does_not_change_the_old_state():
     def counting(params, batch, *, buffers):
         buffers["seen"] = buffers["seen"] + 1
         return squares(params, batch), {}, buffers
@@ -197,14 +197,14 @@ def test_buffers_put_into_the_dict_do_not_reach_the_old_state():
     assert float(state.buffers["seen"]) == 0
 
 
-def test_what_a_loss_puts_into_the_batch_does_not_reach_the_caller():
+def test_a_loss_that_assigns_to_the_batch_does_not_change_that_of_the_caller():
     def doubling(params, batch):
         batch["x"] = batch["x"] * 2
         return squares(params, batch)
 
-    given = batch()
-    run(doubling, given=given)
-    assert_bitwise(given, batch())
+    inputs = batch()
+    run(doubling, inputs=inputs)
+    assert_bitwise(inputs, batch())
 
 
 @pytest.mark.parametrize("wrappers", [(), (CAPTURED,)], ids=["eager", "whole"])
@@ -217,7 +217,7 @@ def test_what_a_loss_puts_into_the_batch_does_not_reach_the_caller():
         ({"seen": torch.zeros((), dtype=torch.int64)}, "seen"),
     ],
 )
-def test_buffers_of_another_structure(returned, path, wrappers):
+def test_buffers_of_another_structure_are_an_error(returned, path, wrappers):
     step = make(lambda params, batch, *, buffers: (squares(params, batch), {}, returned), *wrappers)
     state = step.init(params(), buffers={"seen": torch.zeros(())})
     with pytest.raises(ft.errors.FtrainError, match=path) as caught:
@@ -249,7 +249,7 @@ def test_no_buffers_returned_as_none():
 @pytest.mark.parametrize(
     ("leaf", "remedy"), [(0, r"torch\.tensor\(0\)"), (types.SimpleNamespace(x=torch.ones(1)), "optree.dataclasses")]
 )
-def test_buffers_and_parameters_that_are_no_tensors(leaf, remedy):
+def test_buffers_and_parameters_that_are_not_tensors_are_an_error(leaf, remedy):
     step = make(lambda params, batch, buffers: total(params))
     with pytest.raises(StructureError, match=rf"buffers\.n is .*; needs a tensor: .*{remedy}"):
         step.init(params(), buffers={"n": leaf})
@@ -258,7 +258,7 @@ def test_buffers_and_parameters_that_are_no_tensors(leaf, remedy):
 
 
 @modes
-def test_a_metric_called_loss(wrappers):
+def test_a_metric_called_loss_is_an_error(wrappers):
     with failing(LossError, "metric", "'loss'", "rename"):
         run(lambda params, batch: (squares(params, batch), {"loss": torch.zeros(())}), *wrappers)
 
@@ -266,7 +266,7 @@ def test_a_metric_called_loss(wrappers):
 @pytest.mark.parametrize(
     ("name", "wrappers"), [("lr", ()), ("grad_norm", (ft.clip(1.0),)), ("skipped", (ft.skip_nonfinite(),))]
 )
-def test_a_metric_with_the_name_of_one_that_the_step_reports(name, wrappers):
+def test_a_metric_with_the_name_of_one_that_the_step_reports_is_an_error(name, wrappers):
     with failing(LossError, "metric", repr(name), "rename"):
         run(lambda params, batch: (squares(params, batch), {name: torch.zeros(())}), *wrappers)
 
@@ -280,7 +280,7 @@ def test_a_metric_with_the_name_of_one_that_the_step_reports(name, wrappers):
         (lambda params, batch, *, temperature: None, "temperature"),
     ],
 )
-def test_a_function_with_other_arguments(loss, signature):
+def test_a_loss_with_other_arguments_is_an_error_that_shows_its_signature(loss, signature):
     with failing(LossError, "train_step", signature, "(params, batch)"):
         ft.train_step(loss, ft.optim.sgd(0.1))
     with failing(LossError, "eval_step", signature, "(params, batch)"):
@@ -288,20 +288,20 @@ def test_a_function_with_other_arguments(loss, signature):
 
 
 @pytest.mark.parametrize("loss", [3, None, "mse"])
-def test_no_function_at_all(loss):
+def test_a_loss_that_is_not_a_function_is_an_error(loss):
     with failing(LossError, "train_step", "function", repr(loss)):
         ft.train_step(loss, ft.optim.sgd(0.1))
 
 
-def test_a_module_is_no_loss():
+def test_a_module_in_place_of_a_loss_is_an_error_that_names_from_module():
     with failing(LossError, "Linear", "from_module"):
         ft.train_step(nn.Linear(3, 1), ft.optim.sgd(0.1))
 
 
 @pytest.mark.parametrize("wrappers", [(), (CAPTURED,), (ft.accumulate(2),)], ids=["eager", "whole", "pieces"])
 @pytest.mark.parametrize("part", ["trained", "frozen"])
-def test_an_assignment_to_data_is_a_write(part, wrappers):
-    """As of the key encoder of a momentum contrast; in a graph it would be lost."""
+def test_an_assignment_to_data_is_an_error(part, wrappers):
+    """As in the key encoder of momentum contrast (MoCo). In a graph the assignment would be lost."""
 
     class Pair(nn.Module):
         def __init__(self):
@@ -321,8 +321,8 @@ def test_an_assignment_to_data_is_a_write(part, wrappers):
 
 @pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["eager", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_write_to_the_memory_of_data_is_a_write(dtype, wrappers):
-    """The first batch gives a parameter its value, as in a normalising flow."""
+def test_a_write_to_data_in_place_is_an_error(dtype, wrappers):
+    """As in normalising flows, where the first batch initialises a parameter."""
 
     class Shift(nn.Module):
         def __init__(self):
@@ -339,8 +339,8 @@ def test_a_write_to_the_memory_of_data_is_a_write(dtype, wrappers):
         step(step.init(), batch())
 
 
-def test_buffers_that_get_their_shape_in_the_first_run():
-    """As those of torch's observers of each channel."""
+def test_buffers_that_get_their_shape_in_the_first_call_are_an_error():
+    """Such as those of torch's observers per channel."""
 
     class Range(nn.Linear):
         def __init__(self):

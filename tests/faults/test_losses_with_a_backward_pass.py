@@ -11,7 +11,7 @@ from tests.parallel.ranks import run
 
 
 def attacked(model, batch, *, clears=False, by_grad=False):
-    """The loss of inputs that were moved along the sign of their gradient (Goodfellow et al. 2014, arXiv:1412.6572)."""
+    """Return the loss at inputs moved along the sign of their gradient (Goodfellow et al. 2014, arXiv:1412.6572)."""
     x = batch["x"].detach().requires_grad_()
     loss = (model(x) - batch["y"]).square().mean()
     if by_grad:
@@ -52,7 +52,7 @@ def test_a_backward_pass_of_the_loss_itself_adds_nothing_to_the_gradient(clears,
 
 
 @pytest.mark.parametrize("level", [0, 2, 3])
-def test_on_ranks_it_is_an_error_and_the_gradient_of_inputs_is_none(level):
+def test_on_ranks_a_backward_pass_in_the_loss_is_an_error_and_the_gradient_of_inputs_is_not(level):
     def rank(criterion):
         step = models.step_of(ft.sharded(ft.parallel.mesh(), level), criterion=criterion)
         return models.train(step)[0].params
@@ -71,7 +71,7 @@ def test_on_ranks_it_is_an_error_and_the_gradient_of_inputs_is_none(level):
 
 
 class Adjoint(torch.autograd.Function):
-    """As the adjoint method of differential equations: its backward differentiates by the parameters itself."""
+    """Like the adjoint method of differential equations: its backward computes gradients of the parameters itself."""
 
     @staticmethod
     def forward(ctx, function, x, *params):
@@ -85,9 +85,9 @@ class Adjoint(torch.autograd.Function):
         x, *params = ctx.saved_tensors
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            total = [torch.zeros_like(each) for each in (leaf, *params)]
-            for part in (0.25, 0.75):  # In parts, none of which is the gradient.
-                grads = torch.autograd.grad(ctx.function(leaf), (leaf, *params), part * gradient)
+            total = [torch.zeros_like(tensor) for tensor in (leaf, *params)]
+            for share in (0.25, 0.75):  # In two parts, whose sum is the gradient.
+                grads = torch.autograd.grad(ctx.function(leaf), (leaf, *params), share * gradient)
                 total = [a + b for a, b in zip(total, grads, strict=True)]
         return None, *total
 
@@ -96,14 +96,16 @@ def by_adjoint(model, batch):
     return (model[2](Adjoint.apply(model[:2], batch["x"], *model[0].parameters())) - batch["y"]).square().mean()
 
 
-@pytest.mark.parametrize("more", [[], [ft.compiled(backend="eager")]], ids=["eager", "compiled"])
-def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_takes_parts_of_it(more):
+@pytest.mark.parametrize("wrappers", [[], [ft.compiled(backend="eager")]], ids=["eager", "compiled"])
+def test_an_update_in_backward_waits_for_the_whole_gradient_of_a_function_that_takes_parts_of_it(wrappers):
     expected = trained(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
-    torch.testing.assert_close(trained(by_adjoint, ft.update_in_backward(), *more), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        trained(by_adjoint, ft.update_in_backward(), *wrappers), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 class Product(torch.autograd.Function):
-    """The sum of the products of two tensors, each of which is the gradient of the other one."""
+    """The dot product of two tensors; the gradient of one tensor is the other one."""
 
     @staticmethod
     def forward(ctx, a, b):

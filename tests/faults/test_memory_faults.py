@@ -1,4 +1,4 @@
-"""A host without memory: what fails is told from damage, and from faults of other kinds."""
+"""A host without memory: the error differs from that of damage, and from other errors."""
 
 import mmap
 import resource
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Limited:
-    """Context in which this process may have so many more bytes of addresses than it has now."""
+    """Context in which the address space of this process may grow by at most `more` bytes."""
 
     def __init__(self, more):
         self.more = more
@@ -33,37 +33,37 @@ class Limited:
         resource.setrlimit(resource.RLIMIT_AS, self.before)
 
 
-def raised(function, *given):
+def raised(function, *arguments):
     try:
-        function(*given)
+        function(*arguments)
     except Exception as error:
         return [type(error).__name__, str(error), is_out_of_memory(error)]
     return None
 
 
-def reading(tell, path, stack):
+def reading(send, path, stack):
     threading.stack_size(stack)
     with Limited(64 * MIB):
-        failed = raised(load, path)
+        error = raised(load, path)
     threading.stack_size(0)
-    tell([failed, raised(load, path)])
+    send([error, raised(load, path)])
 
 
 # There is no memory for the stack of a thread, or none for the tensor alone.
-@pytest.mark.parametrize(("stack", "said"), [(128 * MIB, "can't start new thread"), (0, "can't allocate memory")])
-def test_a_sound_checkpoint_is_not_called_damaged_where_memory_is_short(stack, said, tmp_path):
+@pytest.mark.parametrize(("stack", "expected"), [(128 * MIB, "can't start new thread"), (0, "can't allocate memory")])
+def test_a_sound_checkpoint_is_not_called_damaged_where_memory_is_short(stack, expected, tmp_path):
     save(tmp_path / "there", {"w": torch.ones(32 * MIB)})
-    (kind, text, out), without_limit = forked(reading, tmp_path / "there", stack)
-    assert (kind, out) == ("DeviceError", True), text
+    (kind, text, is_memory), without_limit = forked(reading, tmp_path / "there", stack)
+    assert (kind, is_memory) == ("DeviceError", True), text
     assert "memory ran out while it was read" in text
-    assert said in text
+    assert expected in text
     assert without_limit is None
 
 
-def going_on(tell, directory):
+def going_on(send, directory):
     with Limited(64 * MIB):
-        failed = raised(ft.Checkpoints(directory, every=1).latest)
-    tell([failed, ft.Checkpoints(directory, every=1).latest().step])
+        error = raised(ft.Checkpoints(directory, every=1).latest)
+    send([error, ft.Checkpoints(directory, every=1).latest().step])
 
 
 def test_a_run_does_not_go_back_to_an_older_checkpoint_for_want_of_memory(tmp_path):
@@ -75,7 +75,7 @@ def test_a_run_does_not_go_back_to_an_older_checkpoint_for_want_of_memory(tmp_pa
     assert step == 2
 
 
-def test_damage_is_damage_still(tmp_path):
+def test_damage_is_an_error_of_the_checkpoint_and_not_of_memory(tmp_path):
     save(tmp_path / "there", {"w": torch.ones(8)})
     (file,) = tmp_path.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
@@ -87,29 +87,29 @@ def unsaid():
     raise RuntimeError("could not create a primitive")
 
 
-def short_of_memory(tell):
+def short_of_memory(send):
     results = [raised(unsaid)[2]]
     with Limited(64 * MIB):
         results += [raised(unsaid)[2], raised(mmap.mmap, -1, 256 * MIB), raised(bytearray, 256 * MIB)]
-    tell(results)
+    send(results)
 
 
-def test_what_onednn_leaves_unsaid_is_memory_only_where_the_host_is_short_of_it():
+def test_an_error_of_onednn_without_a_reason_counts_as_memory_only_where_memory_is_short():
     roomy, short, mapped, allocated = forked(short_of_memory)
     assert (roomy, short) == (False, True)
     assert [mapped[0], mapped[2]] == ["OSError", True]
     assert [allocated[0], allocated[2]] == ["MemoryError", True]
 
 
-def test_a_fault_of_a_primitive_comes_through_as_it_is():
-    tried = []
+def test_an_error_of_onednn_in_a_step_is_not_taken_for_a_lack_of_memory():
+    lengths = []
 
     def loss(params, batch):
-        tried.append(len(batch))
+        lengths.append(len(batch))
         unsaid()
 
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     with pytest.raises(RuntimeError, match="could not create a primitive") as caught:
         ft.fit(step, step.init({"w": torch.ones(1)}), [torch.ones(8)], on_oom="split", progress=False)
     assert not isinstance(caught.value, DeviceError)
-    assert tried == [8]
+    assert lengths == [8]

@@ -1,4 +1,4 @@
-"""Modules and criteria that make no loss."""
+"""Modules and criteria that do not give a loss, and states that do not fit a module."""
 
 import copy
 import threading
@@ -22,20 +22,20 @@ def step_of(module, criterion=None):
     return ft.train_step(ft.from_module(module, criterion), SGD)
 
 
-def test_a_model_without_a_loss():
+def test_a_model_without_a_loss_is_an_error():
     step = step_of(nn.Linear(3, 1))
     with failing(LossError, "from_module", "Linear(**batch) has no .loss", "input", "criterion(model, batch)"):
         step(step.init(), {"input": torch.zeros(2, 3)})
 
 
-def test_a_model_that_does_not_take_the_names_of_the_batch():
+def test_a_model_without_arguments_of_the_names_in_the_batch_is_an_error():
     step = step_of(nn.Linear(3, 1))
     batch = {"x": torch.zeros(2, 3), "y": torch.zeros(2, 1)}
     with failing(LossError, "from_module", "Linear(**batch)", "'x'", "it has x, y", "criterion(model, batch)"):
         step(step.init(), batch)
 
 
-def test_a_type_error_within_a_model_stays_what_it_is():
+def test_a_type_error_within_a_model_is_raised():
     class Wrong(nn.Linear):
         def forward(self, input):  # noqa: A002
             return super().forward(input, weight=input)
@@ -45,7 +45,7 @@ def test_a_type_error_within_a_model_stays_what_it_is():
         step(step.init(), {"input": torch.zeros(2, 3)})
 
 
-def test_a_model_whose_loss_is_none():
+def test_a_model_whose_loss_is_none_is_an_error():
     class Output(nn.Linear):
         loss = None
 
@@ -57,15 +57,15 @@ def test_a_model_whose_loss_is_none():
         step(step.init(), {"input": torch.zeros(2, 3)})
 
 
-@pytest.mark.parametrize("given", [torch.zeros(2, 3), (torch.zeros(2, 3),), None])
-def test_a_batch_that_is_no_mapping_where_there_is_no_criterion(given):
+@pytest.mark.parametrize("batch", [torch.zeros(2, 3), (torch.zeros(2, 3),), None])
+def test_without_a_criterion_a_batch_that_is_not_a_mapping_is_an_error(batch):
     step = step_of(nn.Linear(3, 1))
-    with failing(LossError, "from_module", type(given).__name__, "dict", "criterion(model, batch)"):
-        step(step.init(), given)
+    with failing(LossError, "from_module", type(batch).__name__, "dict", "criterion(model, batch)"):
+        step(step.init(), batch)
 
 
 @pytest.mark.parametrize("module", [3, None, total, nn.Linear])
-def test_what_is_no_module(module):
+def test_an_object_that_is_not_a_module_is_an_error(module):
     with pytest.raises(ft.errors.FtrainError, match="from_module") as caught:
         ft.from_module(module, total)
     assert type(caught.value) in (LossError, ComposeError)
@@ -73,7 +73,7 @@ def test_what_is_no_module(module):
 
 
 @pytest.mark.parametrize("criterion", [3, "mse"])
-def test_a_criterion_that_is_no_function(criterion):
+def test_a_criterion_that_is_not_a_function_is_an_error(criterion):
     with failing(LossError, "from_module", repr(criterion), "criterion(model, batch)"):
         ft.from_module(nn.Linear(3, 1), criterion)
 
@@ -81,19 +81,19 @@ def test_a_criterion_that_is_no_function(criterion):
 @pytest.mark.parametrize(
     "criterion", [lambda model: None, lambda model, batch, labels: None, nn.CrossEntropyLoss()], ids=["1", "3", "torch"]
 )
-def test_a_criterion_with_other_arguments(criterion):
+def test_a_criterion_with_other_arguments_is_an_error(criterion):
     with pytest.raises(LossError, match="from_module") as caught:
         ft.from_module(nn.Linear(3, 1), criterion)
     assert "(model, batch)" in str(caught.value)
 
 
-def test_a_criterion_that_returns_no_loss():
+def test_a_criterion_that_does_not_return_a_loss_is_an_error():
     step = step_of(nn.Linear(3, 1), lambda model, batch: model(batch))
     with failing(LossError, "loss(Linear)", "float32[2, 1]", "0-d tensor"):
         step(step.init(), torch.zeros(2, 3))
 
 
-def test_parameters_that_are_not_the_modules():
+def test_init_with_parameters_that_do_not_fit_the_module_is_an_error():
     step = step_of(nn.Linear(3, 1), total)
     with failing(StructureError, "Step.init", "Linear", "weight: missing", "bias: missing"):
         step.init(params())
@@ -101,7 +101,7 @@ def test_parameters_that_are_not_the_modules():
         step.init({"weight": torch.zeros(1, 4), "bias": torch.zeros(1)})
 
 
-def test_a_state_that_does_not_fit_the_module():
+def test_to_module_with_a_state_of_other_shapes_changes_nothing():
     state = step_of(nn.Linear(3, 1), total).init()
     module = nn.Linear(4, 1)
     before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
@@ -111,7 +111,7 @@ def test_a_state_that_does_not_fit_the_module():
         assert torch.equal(leaf, before[name])
 
 
-def test_a_state_with_names_missing_and_names_too_many():
+def test_to_module_with_missing_or_unexpected_names_is_an_error():
     state = step_of(nn.Linear(3, 3), total).init()
     with failing(StructureError, "to_module", "Linear", "bias: unexpected"):
         ft.to_module(nn.Linear(3, 3, bias=False), state)
@@ -128,13 +128,13 @@ def test_the_state_of_a_pure_function_fits_no_module():
         ft.to_module(nn.Linear(3, 1), state)
 
 
-def test_parameters_that_have_no_shape_yet():
+def test_lazy_parameters_are_an_error():
     with failing(StructureError, "Step.init", "weight", "LazyLinear"):
         step_of(nn.LazyLinear(3), total).init()
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_parameter_with_a_hook_which_no_step_would_call(register):
+def test_a_parameter_with_a_hook_is_an_error_since_no_step_would_call_it(register):
     module = nn.Linear(3, 1)
     handle = getattr(module.weight, register)(lambda grad: None)
     step = step_of(module, total)
@@ -145,7 +145,7 @@ def test_a_parameter_with_a_hook_which_no_step_would_call(register):
 
 
 @pytest.mark.parametrize("use", ["step", "evaluate", "init", "to_module"])
-def test_a_module_that_is_in_a_step_of_another_thread(use):
+def test_a_module_that_is_in_a_step_of_another_thread_is_an_error(use):
     module = nn.Linear(3, 1)
     errors = []
 
@@ -157,9 +157,9 @@ def test_a_module_that_is_in_a_step_of_another_thread(use):
 
     def criterion(model, batch):
         if threading.current_thread() is threading.main_thread():
-            other = threading.Thread(target=elsewhere)
-            other.start()
-            other.join()
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
         return total(model, batch)
 
     step = step_of(module, criterion)
@@ -173,12 +173,12 @@ def test_a_module_that_is_in_a_step_of_another_thread(use):
     step(state, batch)
     assert "Linear is in a step of another thread" in str(errors[0])
     assert "copy.deepcopy(module)" in str(errors[0])
-    # Afterwards it is free again.
+    # After the step of the other thread it can be used.
     elsewhere()
     assert len(errors) == 1
 
 
-def test_steps_in_several_threads_draw_what_one_alone_does():
+def test_steps_in_several_threads_draw_the_same_random_numbers_as_one_alone():
     def dropped(model, batch, rng):
         return ft.random.dropout(rng, model(batch), 0.5).sum()
 
@@ -210,8 +210,8 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
-def test_a_parameter_of_the_module_that_is_used_from_elsewhere(wrappers):
-    # It would stay as it was when the module was made.
+def test_a_parameter_that_is_used_by_another_reference_is_an_error(wrappers):
+    # The list would hold the value from before the training.
     step = ft.compose(step_of(Keeping(), total), *wrappers)
     state = step.init()
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_a_parameter_of_the_module_that_is_used_from_elsewhere(wrappers):
             step(state, torch.ones(2, 3))
 
 
-def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
+def test_parameters_of_another_module_do_not_train_and_are_logged(caplog):
     head = nn.Linear(1, 2)
 
     def criterion(model, batch):
@@ -229,9 +229,9 @@ def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
     state = step.init()
     for _ in range(2):
         state, _ = step(state, torch.ones(2, 3))
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("criterion(Linear): uses 2 parameters that are not in the state, and do not train: ")
-    assert "float32[2, 1]" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("criterion(Linear): uses 2 parameters that are not in the state, and do not train: ")
+    assert "float32[2, 1]" in message
     caplog.clear()
     head.requires_grad_(False)
     step = step_of(nn.Linear(3, 1), criterion)
@@ -242,11 +242,11 @@ def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
 @pytest.mark.parametrize(
     "wrappers", [(), (ft.accumulate(2),), (ft.compiled(backend="eager"),)], ids=["eager", "accumulate", "compiled"]
 )
-def test_a_tensor_outside_of_the_state_that_requires_a_gradient_does_not_train_and_the_log_says_so(wrappers, caplog):
+def test_a_tensor_outside_of_the_state_that_requires_a_gradient_does_not_train_and_is_logged(wrappers, caplog):
     offset = torch.zeros(1, requires_grad=True)
 
     def criterion(model, batch):
-        x = batch.detach().requires_grad_()  # For the gradient of the input, and no parameter.
+        x = batch.detach().requires_grad_()  # An input that requires a gradient is not logged.
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         return (output + offset).mean() + (slope * x).mean()
@@ -255,13 +255,13 @@ def test_a_tensor_outside_of_the_state_that_requires_a_gradient_does_not_train_a
     state = step.init()
     for _ in range(3):
         state, _ = step(state, torch.ones(2, 3))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith(
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith(
         "criterion(Linear): uses 1 parameters that are not in the state, and do not train: float32[1]. "
     )
 
 
-def test_a_module_that_is_changed_after_its_loss_was_made():
+def test_a_module_that_was_changed_after_from_module_is_an_error():
     def head(module):
         module[1] = nn.Linear(3, 1)
 

@@ -1,4 +1,4 @@
-"""Losses that are not finite: skipped, counted, and an error when that goes on."""
+"""Losses that are not finite: the step is skipped and counted; too many in a row are an error."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_fit_stops_and_keeps_the_last_good_state(bad, donate, wrappers):
     assert int(state.slots["skip_nonfinite"]["skipped"]) == 3
 
 
-def test_fit_notices_when_it_next_reads_metrics():
+def test_fit_raises_when_it_next_reads_metrics():
     step = guarded(2)
     data = batches(1, *["nan"] * 9)
     with failing(NonFiniteError, "skip_nonfinite", "limit 2", "3 in all") as caught:
@@ -49,13 +49,13 @@ def test_fit_notices_when_it_next_reads_metrics():
     assert int(caught.value.result.state.step) == 4
 
 
-def test_fit_notices_at_the_end_too():
+def test_fit_raises_at_the_end_too():
     step = guarded(2)
     with failing(NonFiniteError, "2 steps in a row"):
         ft.fit(step, step.init(params()), batches(1, "nan", "nan"), progress=False)
 
 
-def test_fewer_than_the_limit_are_only_counted():
+def test_fewer_bad_steps_than_the_limit_are_only_counted():
     step = guarded(3)
     state, history = ft.fit(
         step, step.init(params()), batches("nan", "nan", 1, "nan", "nan"), log_every=1, progress=False
@@ -65,38 +65,38 @@ def test_fewer_than_the_limit_are_only_counted():
     assert history["skipped"] == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
-def test_step_check_in_a_loop_of_ones_own():
+def test_step_check_raises_in_a_loop_by_hand():
     step = guarded(2)
     state = step.init(params())
-    for index, given in enumerate(batches(1, "nan", "nan", 1)):
+    for index, inputs in enumerate(batches(1, "nan", "nan", 1)):
         if index == 3:
             with failing(NonFiniteError, "2 steps in a row", "step 2 was the first", "last good step"):
                 step.check(state)
         else:
             step.check(state)
-        state, _ = step(state, given)
-    # Whoever looks seldom is told of it, too; whoever goes on from there says since when.
+        state, _ = step(state, inputs)
+    # A later check raises it too, unless `since` says that the caller has continued after it.
     with failing(NonFiniteError, "2 steps in a row", "step 2 was the first"):
         step.check(state)
     step.check(state, since=3)
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
-def test_a_streak_is_counted_over_runs_and_whatever_comes_between_two_readings(wrappers):
-    """It began before this run, and is over when metrics are read."""
+def test_a_streak_is_counted_over_runs_and_between_readings(wrappers):
+    """The streak began before this run, and has ended when the metrics are read."""
     step = guarded(3, *wrappers)
     state, _ = ft.fit(step, step.init(params()), batches(1, "nan", "nan"), progress=False)
     with failing(NonFiniteError, "3 steps in a row", "step 2 was the first", "3 in all") as caught:
         ft.fit(step, state, batches("nan", 1, "nan", 1, 1), log_every=5, progress=False)
-    # From there it goes on, for it is known.
+    # A run that continues from this state does not raise again for the same streak.
     state, _ = ft.fit(step, caught.value.result.state, batches(1, "nan", "nan", 1), progress=False)
     with failing(NonFiniteError, "step 10 was the first"):
         ft.fit(step, state, batches("nan", "nan", "nan", "nan"), log_every=3, progress=False)
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_streak_goes_on_in_a_run_that_goes_on(at, tmp_path):
-    """It had begun when the run was saved."""
+def test_a_streak_is_counted_over_a_resumed_run(at, tmp_path):
+    """The streak had begun when the run was saved."""
     step, options = guarded(3), {"log_every": 6, "progress": False}
 
     def end(batch):
@@ -119,7 +119,7 @@ def test_a_streak_goes_on_in_a_run_that_goes_on(at, tmp_path):
         ft.fit(step, step.init(params()), data, checkpoints=ft.Checkpoints(tmp_path, every=2), **options)
 
 
-def test_a_loss_that_is_finite_with_a_gradient_that_is_not():
+def test_a_gradient_that_is_not_finite_is_skipped_although_the_loss_is_finite():
     def root(params, batch):
         return params["w"].sum().sqrt() + params["b"]
 
@@ -147,20 +147,20 @@ def test_fit_warns_of_the_first_loss_that_is_not_finite(bad, log_every):
 
 
 def test_fit_raises_at_a_loss_that_is_not_finite_and_saves_no_state_from_after_it(tmp_path):
-    step, told = make(scaled), []
-    options = {"on_nonfinite": "raise", "log_every": 3, "loggers": [told.append], "progress": False}
+    step, records = make(scaled), []
+    options = {"on_nonfinite": "raise", "log_every": 3, "loggers": [records.append], "progress": False}
     checkpoints = ft.Checkpoints(tmp_path, every=2, keep=1)
     data = batches(1, 1, 1, 1, "nan", 1, 1, 1)
     with failing(
         NonFiniteError, "the loss of step 5 is nan", "newest checkpoint before it is that of step 4"
     ) as caught:
         ft.fit(step, step.init(params()), data, checkpoints=checkpoints, **options)
-    assert caught.value.result.history["step"] == [record["step"] for record in told] == [1, 2, 3, 4, 5, 6]
+    assert caught.value.result.history["step"] == [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert int(caught.value.result.state.step) == 6
     assert checkpoints.steps() == [4]
 
 
-def test_checkpoints_from_before_outlive_those_that_are_not_finite(tmp_path):
+def test_the_newest_checkpoint_before_a_nonfinite_loss_is_pinned(tmp_path):
     step = make(scaled)
     checkpoints = ft.Checkpoints(tmp_path, every=1, keep=2)
     with pytest.warns(UserWarning, match="checkpoint of step 2, the newest before it, is pinned"):
@@ -171,7 +171,7 @@ def test_checkpoints_from_before_outlive_those_that_are_not_finite(tmp_path):
 
 
 @pytest.mark.parametrize("wrappers", [(ft.skip_nonfinite(),), (ft.with_amp("fp16"),)], ids=["skip", "fp16"])
-def test_steps_that_were_left_out_are_not_news(wrappers):
+def test_skipped_steps_are_not_warned_of(wrappers):
     step = make(scaled, *wrappers)
     _, history = ft.fit(step, step.init(params()), batches(1, "nan", 1), on_nonfinite="raise", progress=False)
     # The first scale of fp16 may overflow, too.
@@ -194,8 +194,8 @@ def test_without_the_wrapper_nothing_is_skipped():
     step.check(state)
 
 
-def test_however_many_steps_overflow_the_next_good_one_is_good():
-    """Halved 200 times, a scale of 2**16 would be 0, and what is divided by it NaN."""
+def test_after_many_overflows_in_fp16_a_finite_step_is_right():
+    """A scale of 2**16 that is halved 200 times would be 0, and gradients divided by it NaN."""
     step = make(scaled, ft.with_amp("fp16"))
     state = step.init(params())
     bad, good = batches("inf", 1)
@@ -211,8 +211,8 @@ def test_however_many_steps_overflow_the_next_good_one_is_good():
 
 
 @pytest.mark.parametrize("action", ["warn", "raise"])
-def test_a_batch_without_anything_to_average_does_not_end_a_run(action):
-    """Its loss is NaN, and changes nothing."""
+def test_a_batch_with_a_mean_of_weight_zero_does_not_end_a_run(action):
+    """Its loss is NaN, and the step changes nothing."""
 
     def counted(params, batch):
         errors = (batch["x"] @ params["w"] + params["b"]).square()

@@ -1,4 +1,4 @@
-"""Parameters that nothing can be trained with, and choices of parameters that choose nothing."""
+"""Parameters that cannot be trained, and patterns that match no parameter."""
 
 import pytest
 import torch
@@ -21,23 +21,23 @@ from tests.faults.problem import failing, make, params
         (torch.arange(3), "params is int64[3]"),
     ],
 )
-def test_a_leaf_that_cannot_be_trained(tree, actual):
+def test_a_leaf_that_cannot_be_trained_is_an_error_that_names_it(tree, actual):
     with failing(StructureError, "Step.init", actual, "floating-point tensor", "trainable="):
         make().init(tree)
 
 
-def test_what_is_no_tree():
+def test_a_generator_in_place_of_a_tree_of_parameters_is_an_error():
     with failing(StructureError, "Step.init: params is generator; needs a tree of tensors", "ft.from_module"):
         make().init(nn.Linear(3, 1).parameters())
 
 
 @pytest.mark.parametrize("tree", [{}, [], {"a": None}, ()])
-def test_no_parameters(tree):
+def test_a_tree_without_parameters_is_an_error(tree):
     with failing(StructureError, "Step.init", "no parameter", "at least one tensor"):
         make().init(tree)
 
 
-def test_parameters_left_out_where_there_is_no_module():
+def test_init_without_parameters_and_without_a_module_is_an_error():
     with failing(StructureError, "Step.init", "squares", "step.init(params)"):
         make().init()
 
@@ -54,7 +54,7 @@ def test_integers_may_be_frozen():
     assert new.params["index"] is None
 
 
-def test_a_module_with_everything_frozen():
+def test_a_module_without_a_trainable_parameter_is_an_error():
     module = nn.Linear(3, 1).requires_grad_(False)
     step = ft.train_step(ft.from_module(module, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
     with failing(StructureError, "Step.init", "no parameter", "requires_grad"):
@@ -62,7 +62,7 @@ def test_a_module_with_everything_frozen():
 
 
 @pytest.mark.parametrize(("patterns", "unmatched"), [(["zz.*"], "zz.*"), (["w", "bias"], "bias")])
-def test_a_pattern_that_matches_no_parameter(patterns, unmatched):
+def test_a_pattern_that_matches_no_parameter_is_an_error(patterns, unmatched):
     with pytest.raises(ft.errors.FtrainError, match="trainable") as caught:
         make(trainable=patterns).init(params())
     assert type(caught.value) in (OptionError, StructureError)
@@ -70,8 +70,8 @@ def test_a_pattern_that_matches_no_parameter(patterns, unmatched):
     assert "w" in str(caught.value)
 
 
-def test_a_bare_string_is_not_taken_apart_into_patterns():
-    # The characters of "b*" would be the patterns "b" and "*", and train everything.
+def test_a_str_in_place_of_a_list_of_patterns_is_an_error():
+    # Its characters, "b" and "*", would be two patterns, and "*" matches all parameters.
     with pytest.raises(ft.errors.FtrainError, match="trainable") as caught:
         make(trainable="b*").init(params())
     assert type(caught.value) is OptionError

@@ -1,4 +1,4 @@
-"""Paths that lead elsewhere: nothing of them is opened, and rotation removes nothing outside."""
+"""Hostile paths: files outside of a checkpoint are not opened, and rotation does not remove them."""
 
 import json
 import os
@@ -22,18 +22,18 @@ READERS = {"load": load, "verify": verify, "read_manifest": read_manifest}
 
 
 class Watched:
-    """The module `os` as `ftrain.checkpoint.files` sees it, which notes what is opened."""
+    """Stands for the module `os` in `ftrain.checkpoint.files`; notes which paths are opened, and which successfully."""
 
     def __init__(self):
-        self.opened, self.got = [], []
+        self.opened, self.succeeded = [], []
 
     def __getattr__(self, name):
         return getattr(os, name)
 
-    def open(self, path, flags, *given):
+    def open(self, path, flags, *arguments):
         self.opened.append(os.path.realpath(path))
-        descriptor = os.open(path, flags, *given)
-        self.got.append(os.path.realpath(path))
+        descriptor = os.open(path, flags, *arguments)
+        self.succeeded.append(os.path.realpath(path))
         return descriptor
 
 
@@ -44,7 +44,7 @@ def ran():
 
 @pytest.fixture(scope="module", autouse=True)
 def _figures(request, ran):
-    """A row for all of them, since each is tried but once. Where several processes share them, none knows it."""
+    """Records one row for all tests of this file; not with xdist, where no process knows all of them."""
     before = request.session.testsfailed
     yield
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -58,9 +58,9 @@ def _counted(request, ran):
 
 @pytest.fixture
 def watched(monkeypatch):
-    made = Watched()
-    monkeypatch.setattr(files, "os", made)
-    return made
+    watched_os = Watched()
+    monkeypatch.setattr(files, "os", watched_os)
+    return watched_os
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def secret(tmp_path):
     return path
 
 
-def at_once(function, *given):
-    """Call something that must not wait, for a FIFO say; return its error."""
+def at_once(function, *arguments):
+    """Call a function that must not block, for example on a FIFO; return its error."""
     caught = []
 
     def call():
         try:
-            function(*given)
+            function(*arguments)
         except Exception as error:
             caught.append(error)
 
@@ -101,14 +101,14 @@ def at_once(function, *given):
     return caught[0] if caught else None
 
 
-def refuses(function, *given):
-    error = at_once(function, *given)
+def refuses(function, *arguments):
+    error = at_once(function, *arguments)
     assert type(error) is CheckpointError, error
     return str(error)
 
 
 def sign(checkpoint, change):
-    """Change a manifest, with a digest that is right."""
+    """Change a manifest, and give it a right digest."""
     body = json.loads((checkpoint / MANIFEST).read_text())
     body.pop("digest")
     change(body)
@@ -162,7 +162,7 @@ def test_texts_that_lead_elsewhere_are_not_saved(tmp_path, secret, name):
     assert secret.read_bytes() == b"secret"
 
 
-# What a file of a checkpoint may be instead of one
+# Paths that are not regular files
 
 
 def linked(path, secret):
@@ -218,7 +218,9 @@ sorts = pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SO
 @pytest.mark.parametrize("read", [load, verify], ids=["load", "verify"])
 @sorts
 @pytest.mark.parametrize("name", [MODEL, STATE, TEXT, MANIFEST])
-def test_what_is_no_file_is_refused_before_it_is_opened(checkpoint, secret, watched, name, sort, read):
+def test_a_path_that_is_not_a_regular_file_is_refused_before_it_is_opened(
+    checkpoint, secret, watched, name, sort, read
+):
     shutil.copy(checkpoint / name, secret.parent / "kept")
     os.unlink(checkpoint / name)
     sort(checkpoint / name, secret)
@@ -228,25 +230,25 @@ def test_what_is_no_file_is_refused_before_it_is_opened(checkpoint, secret, watc
 
 
 def test_a_device_is_refused_before_it_is_opened(checkpoint, watched, monkeypatch):
-    """As it looks to the system, for only its owner may make one."""
+    """Simulated by `lstat`, since only root may make a device."""
     sort = os.lstat(checkpoint / STATE)
-    looks = os.stat_result((stat.S_IFBLK | 0o600, *sort[1:]))
+    result = os.stat_result((stat.S_IFBLK | 0o600, *sort[1:]))
     real = os.lstat
-    monkeypatch.setattr(watched, "lstat", lambda path: looks if path.name == STATE else real(path), raising=False)
+    monkeypatch.setattr(watched, "lstat", lambda path: result if path.name == STATE else real(path), raising=False)
     assert "regular file" in refuses(load, checkpoint)
     assert str(checkpoint / STATE) not in watched.opened
 
 
 @pytest.mark.parametrize("sort", [linked, fifo], ids=["link", "fifo"])
-def test_what_takes_the_place_of_a_file_meanwhile_is_not_read(checkpoint, secret, watched, monkeypatch, sort):
-    """Between the look at a file and its opening somebody may put something else there."""
+def test_a_file_that_is_replaced_after_lstat_is_not_read(checkpoint, secret, watched, monkeypatch, sort):
+    """Another process may replace a file between `lstat` and `open`."""
 
     def look(path):
-        seen = os.lstat(path)
-        if path.name == STATE and stat.S_ISREG(seen.st_mode):
+        result = os.lstat(path)
+        if path.name == STATE and stat.S_ISREG(result.st_mode):
             os.unlink(path)
             sort(path, secret)
-        return seen
+        return result
 
     monkeypatch.setattr(watched, "lstat", look, raising=False)
     monkeypatch.setattr(files, "is_directory", lambda path: os.path.isdir(path))
@@ -255,7 +257,7 @@ def test_what_takes_the_place_of_a_file_meanwhile_is_not_read(checkpoint, secret
 
 @pytest.mark.parametrize("folder", ["params", "more"])
 def test_a_directory_that_is_a_link_is_not_looked_into(checkpoint, secret, watched, folder):
-    """With the very files that are expected, or others."""
+    """Whether it has the expected files, or others."""
     if folder == "params":
         shutil.move(checkpoint / "params", secret.parent / "params")
         (checkpoint / "params").symlink_to(secret.parent / "params")
@@ -273,11 +275,11 @@ def test_a_checkpoint_that_is_no_directory_is_refused_before_it_is_opened(checkp
 
 
 @sorts
-def test_what_the_manifest_does_not_list_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
+def test_a_path_that_the_manifest_does_not_list_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
     (checkpoint / "more").mkdir()
     sort(checkpoint / "more" / "name", secret)
     if sort is directory:
-        # Names alone hold nothing.
+        # An empty directory is allowed.
         load(checkpoint)
         return
     assert "more/name" in refuses(load, checkpoint)
@@ -307,8 +309,8 @@ def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])
-def test_rotation_leaves_what_is_no_checkpoint(tmp_path, secret, sort):
-    """A step that leads elsewhere is none of the run's, and neither kept, counted nor removed."""
+def test_rotation_leaves_paths_that_are_not_checkpoints(tmp_path, secret, sort):
+    """A link with the name of a step is not a checkpoint of the run: it is not counted, and not removed."""
     shutil.copy(secret, secret.parent / "kept")
     before = everything_in(secret.parent)
     with run_in(tmp_path / "run", keep=1) as checkpoints:
@@ -330,7 +332,7 @@ def test_rotation_does_not_follow_a_link_to_a_checkpoint_elsewhere(tmp_path):
         for step in (2, 3):
             checkpoints.save(step, {"state": state(step)})
         assert checkpoints.steps() == [3]
-        # Its own step 1 takes the place of the link, which is put aside.
+        # A save of step 1 renames the link, and takes its name.
         checkpoints.save(1, {"state": state(5)})
     assert everything_in(tmp_path / "other") == before
 
@@ -359,8 +361,8 @@ def test_remains_of_a_save_that_lead_elsewhere_are_left(tmp_path, secret, watche
         checkpoints.save(2, {"state": state()})
     assert checkpoints.steps() == [2]
     assert everything_in(secret.parent) == before
-    # A link is opened as what it is, which no system allows.
-    assert not [path for path in watched.got if path.startswith((str(secret.parent), "/dev"))]
+    # With O_NOFOLLOW, opening a link fails.
+    assert not [path for path in watched.succeeded if path.startswith((str(secret.parent), "/dev"))]
 
 
 @pytest.mark.parametrize("sort", [linked, linked_to_nothing, fifo, directory, socket], ids=lambda sort: sort.__name__)
@@ -385,7 +387,7 @@ def test_a_pin_that_is_no_file_pins_and_touches_nothing_else(tmp_path, secret, s
 
 
 @pytest.mark.parametrize("name", ["step-0000000000007", "step-٠٠٠٠٠٠٠٠٠٠٠٧", "step-7", "step-000000000007.tmp"])
-def test_names_that_are_almost_those_of_a_step_count_for_nothing(tmp_path, name):
+def test_names_that_are_almost_those_of_a_step_are_ignored(tmp_path, name):
     with run_in(tmp_path / "run", keep=2) as checkpoints:
         for step in (6, 7):
             checkpoints.save(step, {"state": state()})

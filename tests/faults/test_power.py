@@ -1,7 +1,7 @@
-"""Power is lost: of what was not synced, any part may be on the disk. What was acknowledged is there all the same.
+"""A power loss: of unsynced changes any part may be on the disk, but each save that has returned is there.
 
-The disk is a model (`tests.faults.disk.Disk`): everything that checkpoints do to it is recorded, and for each moment
-every tree that it may then hold is laid out and loaded. Leaving out any one of the syncs must be noticed.
+The disk is a model (`tests.faults.disk.Disk`). All changes that checkpoints make are recorded. For each moment every
+possible content of the disk is written to a directory and loaded. A test also leaves out each sync, and must then fail.
 """
 
 import itertools
@@ -39,26 +39,26 @@ PINNED = 2
 
 
 def run(disk, root, **options):
-    """A run in a new directory: four saves, of which the first is rotated away, and the second pinned."""
-    with checkpoints(root / "runs" / "a", **options) as writing:
+    """Save four steps in a new directory; rotation removes the first, and the second is pinned."""
+    with checkpoints(root / "runs" / "a", **options) as writer:
         for step in (1, 2, 3, 4):
-            disk.say("begun", step)
-            writing.save(step, tree(step), wait=True)
-            disk.say("saved", step)
+            disk.note("begun", step)
+            writer.save(step, tree(step), wait=True)
+            disk.note("saved", step)
             if step == PINNED:
-                writing.pin(step)
-                disk.say("pinned", step)
+                writer.pin(step)
+                disk.note("pinned", step)
 
 
 def overlapping(disk, root, **options):
-    """A run that goes on while each save is written; the next save tells that the one before is on the disk."""
-    with checkpoints(root / "runs" / "a", async_=True) as writing:
+    """Save four steps in the background; each save waits for the one before, which is then on the disk."""
+    with checkpoints(root / "runs" / "a", async_=True) as writer:
         for step in (1, 2, 3, 4):
-            disk.say("begun", step)
-            writing.save(step, tree(step))
-            disk.say("saved", step - 1)
-        writing.wait()
-        disk.say("saved", step)
+            disk.note("begun", step)
+            writer.save(step, tree(step))
+            disk.note("saved", step - 1)
+        writer.wait()
+        disk.note("saved", step)
 
 
 def check_run(root, saved, begun, pinned):
@@ -69,11 +69,11 @@ def check_run(root, saved, begun, pinned):
 
 
 def alone(disk, root):
-    """`save` by itself, twice, below directories that are not there."""
+    """Call `save` twice, without a run, in directories that do not exist."""
     for step in (1, 2):
-        disk.say("begun", step)
+        disk.note("begun", step)
         save(root / "new" / "models" / f"m{step}", tree(step), texts=TEXTS)
-        disk.say("saved", step)
+        disk.note("saved", step)
 
 
 def check_alone(root, saved, begun, pinned):
@@ -85,17 +85,17 @@ def check_alone(root, saved, begun, pinned):
 
 
 def shared(disk, root, **options):
-    """A run whose checkpoints share a file of frozen parameters, but for the last one, which has another copy."""
-    with checkpoints(root / "runs" / "a", **options) as writing:
+    """Save four steps of a run that share a file of frozen parameters, except the last, which has a copy of them."""
+    with checkpoints(root / "runs" / "a", **options) as writer:
         for step in (1, 2, 3, 4):
-            disk.say("begun", step)
-            writing.save(step, tree(step, FROZEN if step < 4 else ft.tree.map(torch.clone, FROZEN)), wait=True)
-            disk.say("saved", step)
+            disk.note("begun", step)
+            writer.save(step, tree(step, FROZEN if step < 4 else ft.tree.map(torch.clone, FROZEN)), wait=True)
+            disk.note("saved", step)
 
 
 def refused(disk, root):
-    """A save whose name cannot be synced, nor taken back, and which therefore fails; tried again, it is there."""
-    with checkpoints(root / "runs" / "a") as writing:
+    """Save a step whose new name cannot be synced, nor be renamed back, so the save fails; then save it again."""
+    with checkpoints(root / "runs" / "a") as writer:
         renamed = []
 
         def broken(name, args):
@@ -103,24 +103,24 @@ def refused(disk, root):
                 renamed.append(args)
             return len(renamed) > 1 if name == "rename" else name == "fsync" and bool(renamed)
 
-        disk.say("begun", 1)
+        disk.note("begun", 1)
         disk.broken = broken
         with pytest.raises(CheckpointError, match="Input/output error"):
-            writing.save(1, tree(1))
+            writer.save(1, tree(1))
         disk.broken = lambda name, args: False
-        assert writing.steps() == [1]
-        writing.save(1, tree(1))
-        disk.say("saved", 1)
+        assert writer.steps() == [1]
+        writer.save(1, tree(1))
+        disk.note("saved", 1)
 
 
 def replaced(disk, root):
-    """The last checkpoint is replaced by one of other metrics."""
-    with checkpoints(root / "runs" / "a") as writing:
+    """Save two steps, and replace the last checkpoint by one with other metrics."""
+    with checkpoints(root / "runs" / "a") as writer:
         for step, loss in ((1, 1.0), (PINNED, 2.0), (PINNED, 3.0)):
-            disk.say("begun", step)
-            writing.save(step, tree(step), metrics={"loss": loss})
-            disk.say("saved", step)
-        disk.say("replaced", PINNED)
+            disk.note("begun", step)
+            writer.save(step, tree(step), metrics={"loss": loss})
+            disk.note("saved", step)
+        disk.note("replaced", PINNED)
 
 
 def check_replaced(root, saved, begun, replaced):
@@ -131,21 +131,21 @@ def check_replaced(root, saved, begun, replaced):
 
 
 def with_history(disk, root):
-    """Two saves with a history, one that ends when its records are there, and another run that goes on."""
+    """Save twice with a history, then only append records, as if killed, and resume in another context."""
     directory = root / "runs" / "a"
-    with checkpoints(directory) as writing:
+    with checkpoints(directory) as writer:
         journal = Journal(directory)
         for step in (1, 2):
-            disk.say("begun", step)
-            save_with_history(writing, journal, step)
-            disk.say("saved", step)
+            disk.note("begun", step)
+            save_with_history(writer, journal, step)
+            disk.note("saved", step)
         _, append = journal.prepare_append(
             [*records(2), {"step": 7, "loss": 1.0, "of": "what never was in a checkpoint"}]
         )
         append()
-    disk.say("begun", 3)
+    disk.note("begun", 3)
     saves_with_history(directory, 3)
-    disk.say("saved", 3)
+    disk.note("saved", 3)
 
 
 STORIES = {
@@ -171,45 +171,45 @@ def recorded(root, story, **how):
 
 
 def moments(log):
-    """How much of a log there is when the power fails: up to each sync, and each acknowledgement.
+    """Yield the lengths of a log at which the power may fail: before each sync, after each event, and at the end.
 
-    Whatever may be on the disk at another moment may be there at the next of these, too.
+    Any content that is possible at another moment is also possible at the next of these.
     """
     for at, line in enumerate(log):
         if line[0] == "sync":
             yield at
-        elif line[0] == "said" and line[1] != "begun":
+        elif line[0] == "event" and line[1] != "begun":
             yield at + 1
     yield len(log)
 
 
 def known(log):
-    """What was acknowledged, what was begun, and whether the pin was set or the last one replaced."""
-    said = [line[1:] for line in log if line[0] == "said"]
-    steps = {name: max((step for what, step in said if what == name), default=0) for name in ("saved", "begun")}
-    return steps["saved"], steps["begun"], bool({("pinned", PINNED), ("replaced", PINNED)} & {*said})
+    """Return the last step that was saved, the last that was begun, and whether it was pinned or replaced."""
+    events = [line[1:] for line in log if line[0] == "event"]
+    steps = {name: max((step for event, step in events if event == name), default=0) for name in ("saved", "begun")}
+    return steps["saved"], steps["begun"], bool({("pinned", PINNED), ("replaced", PINNED)} & {*events})
 
 
-def uncounted(what):
-    """Where what goes wrong is raised at once."""
+def uncounted(label):
+    """Return a context in place of `Tally.attempt` that does not catch errors."""
     return nullcontext()
 
 
-def outcomes(log, check, scratch, *, after=None, one=uncounted, stride=1):
-    """Lay out every disk that there may be, at every moment, or one of `stride`, once, and check it."""
+def outcomes(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
+    """Check each possible content of the disk once, at every moment, or at every `stride`-th."""
     seen = set()
     for at in [*moments(log)][::stride]:
-        facts = known(log[:at])
+        acknowledged = known(log[:at])
         for state in Disk(log[:at]).states(MOST, seed=at):
-            if (key := (frozen(state), facts)) in seen:
+            if (key := (frozen(state), acknowledged)) in seen:
                 continue
             seen.add(key)
             root = scratch / str(len(seen))
-            with one((at, facts)):
+            with attempt((at, acknowledged)):
                 laid_out(state, root)
-                check(root, *facts)
+                check(root, *acknowledged)
                 if after is not None and len(seen) % 20 == 1:
-                    after(root, facts[1])
+                    after(root, acknowledged[1])
             shutil.rmtree(root)
 
 
@@ -218,18 +218,18 @@ def goes_on(root, begun):
 
 
 @stories
-def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
+def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, fast):
     (fast / "disk").mkdir()
     (fast / "scratch").mkdir()
     disk, check = recorded(fast / "disk", story), STORIES[story][1]
     with tally(f"power loss, {story}") as tries:
         tries.note = "disks that there may be after power was lost"
         after = None if check is check_alone else goes_on
-        outcomes(disk.log, check, fast / "scratch", after=after, one=tries.one, stride=times(1, 3))
+        outcomes(disk.log, check, fast / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
         assert tries.runs > 10
 
 
-# Which function of `files`, called from where, for what.
+# For each sync: a story that makes it, the function of `files` and its caller, and the name of the synced path.
 SYNCS = {
     "model": ("run", "created < write_tensors", "model.safetensors"),
     "trained": ("frozen", "created < write_tensors", "model-trained.safetensors"),
@@ -258,8 +258,8 @@ LOST = pytest.raises((AssertionError, CheckpointError, UserWarning))
 
 
 def is_site(name, site):
-    _, where, what = SYNCS[name]
-    return site[0] == where and what in (None, site[1])
+    _, code, path = SYNCS[name]
+    return site[0] == code and path in (None, site[1])
 
 
 @pytest.mark.parametrize("name", choose(list(SYNCS), [name for name in SYNCS if name != "renamed_before_a_kill"]))
@@ -285,13 +285,13 @@ def test_every_sync_is_left_out_once(fast):
     assert {site for site in sites if not any(is_site(name, site) for name in SYNCS)} == set()
 
 
-def killed(root, at, first, **how):
-    """A run that is killed before a change of the disk, in its first save or its second; another finds it, or saves it.
+def killed(root, at, first, **options):
+    """Kill a run before change number `at` of the disk in a save; another run loads the newest step, and saves it.
 
-    What the other one is told must be on the disk, which the killed one may have had no time to see to. Returns None
-    when there is no such change.
+    A step that the other run has loaded must be on the disk, although the killed run may not have synced it. Returns
+    the disk, or None if the save makes fewer changes.
     """
-    disk = Recorded(root, **how)
+    disk = Recorded(root, **options)
     with through(disk):
         for step in range(1, first):
             saved(disk, root, step)
@@ -302,49 +302,49 @@ def killed(root, at, first, **how):
             disk.revive()
         else:
             return None
-        with checkpoints(root / "runs" / "a") as writing:
-            if actual := writing.latest():
-                disk.say("saved", actual.step)
+        with checkpoints(root / "runs" / "a") as writer:
+            if loaded := writer.latest():
+                disk.note("saved", loaded.step)
         saved(disk, root, first)
     return disk
 
 
 def saved(disk, root, step):
-    with checkpoints(root / "runs" / "a") as writing:
-        disk.say("begun", step)
-        writing.save(step, tree(step))
-        disk.say("saved", step)
+    with checkpoints(root / "runs" / "a") as writer:
+        disk.note("begun", step)
+        writer.save(step, tree(step))
+        disk.note("saved", step)
 
 
 @pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
 def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
     with tally(f"power loss after a kill, save {first}") as tries:
-        moments = kills(fast, first, one=tries.one)
+        moments = kills(fast, first, attempt=tries.attempt)
         tries.note = f"{moments} moments of the kill"
         assert moments > 20
 
 
-def kills(directory, first, one=uncounted, **how):
-    """Check the disks that there may be after a kill at moments of a save; return how many moments there are."""
+def kills(directory, first, attempt=uncounted, **options):
+    """Check the possible disks after a kill at each moment of a save; return the number of moments."""
     for at in itertools.count(step=times(1, 5)):
         root, scratch = directory / f"disk{at}", directory / f"scratch{at}"
         root.mkdir()
         scratch.mkdir()
-        disk = killed(root, at, first, **how)
+        disk = killed(root, at, first, **options)
         if disk is None:
             return at
-        told(disk.log, scratch, first, one)
+        check_told(disk.log, scratch, first, attempt)
     return None
 
 
-def told(log, scratch, step, one):
-    """Check the disks that there may be right after the other process was told of a step, each once."""
+def check_told(log, scratch, step, attempt):
+    """Check each possible disk once, right after the other process has loaded or saved a step."""
     seen = set()
-    for at in [at for at, line in enumerate(log, 1) if line == ("said", "saved", step)]:
-        facts = known(log[:at])
+    for at in [at for at, line in enumerate(log, 1) if line == ("event", "saved", step)]:
+        acknowledged = known(log[:at])
         for state in Disk(log[:at]).states(MOST, seed=at):
-            if (key := (frozen(state), facts)) not in seen:
+            if (key := (frozen(state), acknowledged)) not in seen:
                 seen.add(key)
                 laid_out(state, scratch / str(len(seen)))
-                with one((at, facts)):
-                    check_run(scratch / str(len(seen)), *facts)
+                with attempt((at, acknowledged)):
+                    check_run(scratch / str(len(seen)), *acknowledged)

@@ -1,4 +1,4 @@
-"""Re-entrant checkpointing, through which the engine of gradients cannot see."""
+"""Re-entrant checkpointing: torch.autograd.grad cannot find the parameters within it."""
 
 import warnings
 
@@ -14,7 +14,7 @@ from tests.faults.problem import failing
 REMEDIES = "use_reentrant=False", "ft.remat()"
 SPLIT = ft.compiled(backend="aot_eager", lowering="split")
 WHOLE = ft.compiled(backend="aot_eager", lowering="whole")
-# Torch says so of checkpoints whose inputs have no gradient.
+# A warning of torch for checkpoints whose inputs do not require a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
 
@@ -45,7 +45,7 @@ WRAPPERS = pytest.mark.parametrize(
 
 @WRAPPERS
 @pytest.mark.parametrize("allow_unused", [False, True])
-def test_parameters_within_a_checkpoint_whose_inputs_have_no_gradient(allow_unused, wrappers):
+def test_parameters_within_a_reentrant_checkpoint_whose_inputs_have_no_gradient_are_an_error(allow_unused, wrappers):
     step = step_of(Reentrant(nn.Identity()), *wrappers, allow_unused=allow_unused)
     state = step.init()
     for _ in range(2):
@@ -54,30 +54,30 @@ def test_parameters_within_a_checkpoint_whose_inputs_have_no_gradient(allow_unus
 
 
 @WRAPPERS
-def test_a_gradient_that_passes_through_such_a_checkpoint(wrappers):
+def test_a_gradient_through_a_reentrant_checkpoint_is_an_error(wrappers):
     step = step_of(Reentrant(nn.Linear(4, 4)), *wrappers, allow_unused=True)
     with failing(LossError, "use_reentrant=True", *REMEDIES):
         step(step.init(), torch.randn(4, 4))
 
 
-def test_all_that_is_trained_is_within_such_a_checkpoint():
+def test_a_loss_whose_trained_parameters_are_all_within_a_reentrant_checkpoint_is_an_error():
     step = step_of(Reentrant(nn.Identity()), trainable=["part.*"])
     with failing(LossError, "does not depend on the parameters", "torch.utils.checkpoint with use_reentrant=True"):
         step(step.init(), torch.randn(4, 4))
 
 
-def test_frozen_parameters_may_be_within_such_a_checkpoint():
+def test_frozen_parameters_may_be_within_a_reentrant_checkpoint():
     model = Reentrant(nn.Identity())
     step = step_of(model, allow_unused=True, trainable=["head.*", "spare"])
     state = step.init()
-    for run in (2, 3):  # What is not used is looked for once.
+    for count in (2, 3):  # Unused parameters are searched only in the first step.
         state, _ = step(state, torch.randn(4, 4))
-        assert model.runs == run
+        assert model.runs == count
     assert torch.equal(state.params["spare"], torch.zeros(4))
     assert not torch.equal(state.params["head.weight"], model.head.weight)
 
 
-def test_a_graph_of_torch_compile_has_gradients_within_such_a_checkpoint():
+def test_a_split_step_has_gradients_within_a_reentrant_checkpoint():
     model = Reentrant(nn.Linear(4, 4))
     model.part[1].p = 0.0
     actual, _ = step_of(model, SPLIT, allow_unused=True)(step_of(model).init(), torch.ones(4, 4))
@@ -87,7 +87,7 @@ def test_a_graph_of_torch_compile_has_gradients_within_such_a_checkpoint():
 
 
 @pytest.mark.parametrize("trainable", [None, ["transformer.h.*", "transformer.ln_f.*"]], ids=["all", "blocks"])
-def test_gradient_checkpointing_of_transformers(trainable):
+def test_reentrant_gradient_checkpointing_of_transformers_is_an_error(trainable):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=12, bos_token_id=0, eos_token_id=0

@@ -1,4 +1,4 @@
-"""Signals at any moment of a run with checkpoints: saved after a step, with the documented exit code, and no harm."""
+"""Signals at any moment of a run: it is saved after a step, ends with the documented exit code, and can be resumed."""
 
 import functools
 import os
@@ -25,8 +25,8 @@ signals = pytest.mark.parametrize("name", SIGNALS)
 
 
 def noisy(params, batch, rng):
-    kept = ft.random.dropout(rng, batch["x"], 0.2)
-    return ((kept @ params["w"] - batch["y"]) ** 2).mean()
+    x = ft.random.dropout(rng, batch["x"], 0.2)
+    return ((x @ params["w"] - batch["y"]) ** 2).mean()
 
 
 def problem():
@@ -48,22 +48,22 @@ def train(directory=None, **options):
 
 
 def records(history):
-    """What of a history is no time."""
+    """Return the records of a history without times."""
     return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
 
 
 @functools.cache
 def whole():
-    """A run that nobody interrupts: how it ends, its history, and the state after each step."""
+    """Return the final state, the history and the state after each step of a run without signals."""
     step, state, data = problem()
-    states = {made.step: ft.tree.clone(made.state) for made in ft.iterate(step, state, data, steps=STEPS)}
+    states = {new.step: ft.tree.clone(new.state) for new in ft.iterate(step, state, data, steps=STEPS)}
     result = train()
     assert same(result.state, states[STEPS])
     return result.state, records(result.history), states
 
 
-def interrupted(tell, directory, default):
-    """Train and tell of every step; signals outside of `fit` have an exit code of their own, or end the process."""
+def train_and_report(send, directory, default):
+    """Train, and send the number of each step; a signal outside of `fit` exits with OUTSIDE, or ends the process."""
     if not default:
         for number, _ in SIGNALS.values():
             signal.signal(number, lambda *_: os._exit(OUTSIDE))
@@ -72,7 +72,7 @@ def interrupted(tell, directory, default):
     def told(batch):
         nonlocal count
         count += 1
-        tell(count)
+        send(count)
         return 1
 
     try:
@@ -82,31 +82,31 @@ def interrupted(tell, directory, default):
     return ENDED
 
 
-def signalled(directory, number, after, delays, default=False):
+def run_with_signals(directory, number, after, delays, default=False):
     """Send a signal a little after a number of steps, and others later; return the exit code and the steps made."""
-    child = Child(interrupted, directory, default)
+    child = Child(train_and_report, directory, default)
     steps = 0
-    while steps < after and (said := child.hear()) is not None:
-        steps = said
+    while steps < after and (step_number := child.receive()) is not None:
+        steps = step_number
     for delay in delays:
         time.sleep(delay)
         child.signal(number)
-    while (said := child.hear()) is not None:
-        steps = said
-    return child.end(), steps
+    while (step_number := child.receive()) is not None:
+        steps = step_number
+    return child.wait(), steps
 
 
 def step_length(directory):
-    """Seconds that a step takes."""
-    child = Child(interrupted, directory, False)
-    child.hear()
-    began = time.monotonic()
-    assert child.end() == ENDED
-    return (time.monotonic() - began) / STEPS
+    """Return the seconds that a step takes."""
+    child = Child(train_and_report, directory, False)
+    child.receive()
+    start = time.monotonic()
+    assert child.wait() == ENDED
+    return (time.monotonic() - start) / STEPS
 
 
-def goes_on(directory):
-    """The run goes on to the same end as one that nobody has interrupted."""
+def ends_like_whole(directory):
+    """Resume a run, and return whether it ends like one without signals."""
     result = train(directory)
     state, history, _ = whole()
     return same(result.state, state) and records(result.history) == history
@@ -116,32 +116,36 @@ def goes_on(directory):
 def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
     number, code = SIGNALS[name]
     count, draw = times(150, 3), random.Random(name)
-    states, takes = whole()[2], step_length(tmp_path / "first")
+    states, seconds_per_step = whole()[2], step_length(tmp_path / "first")
     saved = 0
     with tally(f"signals: {name}") as tries:
         while tries.runs < count:
             directory, before = tmp_path / str(tries.runs), 0
             # Some runs are interrupted more than once.
             for _ in range(draw.randint(1, 2)):
-                actual, steps = signalled(
-                    directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * takes)]
+                exit_code, steps = run_with_signals(
+                    directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * seconds_per_step)]
                 )
                 tries.runs += 1
                 latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
-                at = None if latest is None else latest.step
-                saved += actual == code
-                right = at is not None and same(latest.parts["state"], states[at])
-                # After the fit, which has then done all that it had to.
-                right &= at == before + steps if actual == code else actual in (ENDED, OUTSIDE) and at == STEPS
-                if not right:
-                    tries.failures.append((tries.runs, actual, before, steps, at))
-                before = at or 0
+                saved_step = None if latest is None else latest.step
+                saved += exit_code == code
+                is_right = saved_step is not None and same(latest.parts["state"], states[saved_step])
+                # A signal that comes after `fit` has ended changes nothing.
+                is_right &= (
+                    saved_step == before + steps
+                    if exit_code == code
+                    else exit_code in (ENDED, OUTSIDE) and saved_step == STEPS
+                )
+                if not is_right:
+                    tries.failures.append((tries.runs, exit_code, before, steps, saved_step))
+                before = saved_step or 0
                 if before == STEPS:
                     break
-            if not goes_on(directory):
+            if not ends_like_whole(directory):
                 tries.failures.append((tries.runs, "goes on otherwise"))
         tries.note = f"{saved} within fit, exit code {code}"
-        # Else nothing was tried.
+        # At least one signal came within `fit`.
         assert saved
 
 
@@ -149,40 +153,40 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
 def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     number, code = SIGNALS[name]
     stopped = -number if number == signal.SIGTERM else INTERRUPTED
-    draw, at_once = random.Random(name), 0
-    states, takes = whole()[2], step_length(tmp_path / "first")
+    draw, num_stopped = random.Random(name), 0
+    states, seconds_per_step = whole()[2], step_length(tmp_path / "first")
     with tally(f"signals: {name} twice") as tries:
         for tried in range(1, times(150, 2) + 1):
             tries.runs = tried
             directory = tmp_path / str(tried)
-            moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
-            actual, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
-            at_once += actual == stopped
-            # The first may have come after the fit, or the second after what the first has asked for.
-            if actual not in (stopped, code, ENDED, -number):
-                tries.failures.append((tried, actual, moments))
+            moments = [draw.uniform(0, seconds_per_step), draw.choice([0.0, draw.uniform(0, 0.01)])]
+            exit_code, _ = run_with_signals(directory, number, draw.randint(1, STEPS), moments, default=True)
+            num_stopped += exit_code == stopped
+            # The first may come after `fit`, or the second after the run has stopped for the first.
+            if exit_code not in (stopped, code, ENDED, -number):
+                tries.failures.append((tried, exit_code, moments))
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
             if latest is not None and not same(latest.parts["state"], states[latest.step]):
-                tries.failures.append((tried, actual, latest.step))
-            if not goes_on(directory):
-                tries.failures.append((tried, actual, "goes on otherwise"))
-        tries.note = f"{at_once} stopped at once"
-        # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
-        assert at_once or not FULL
+                tries.failures.append((tried, exit_code, latest.step))
+            if not ends_like_whole(directory):
+                tries.failures.append((tried, exit_code, "goes on otherwise"))
+        tries.note = f"{num_stopped} stopped at once"
+        # With few attempts, it may be that no second signal comes before the run has stopped for the first.
+        assert num_stopped or not FULL
 
 
-def stuck(tell, directory):
+def stuck(send, directory):
     count = 0
 
     def waiting(batch):
         nonlocal count
         count += 1
         if count == EVERY + 2:
-            tell("waits")
+            send("waits")
             until = time.monotonic() + FOREVER
             while time.monotonic() < until:
                 time.sleep(0.02)
-                tell(time.monotonic())
+                send(time.monotonic())
         return 1
 
     try:
@@ -194,21 +198,21 @@ def stuck(tell, directory):
 
 @signals
 def test_a_second_signal_stops_at_once(name, tmp_path):
-    """Where the step after which the first would have been heard never comes."""
+    """The step in which the first signal comes never ends."""
     number, _ = SIGNALS[name]
     child = Child(stuck, tmp_path)
-    assert child.hear() == "waits"
+    assert child.receive() == "waits"
     child.signal(number)
-    sent = time.monotonic()
-    # Signals of a kind are one until the first is heard, and a busy machine may be late with that.
-    while (told := child.hear()) is not None and told < sent + 0.2:
+    sent_at = time.monotonic()
+    # Two signals of a kind become one if the first is not handled yet, so wait until the child has run for a while.
+    while (last_time := child.receive()) is not None and last_time < sent_at + 0.2:
         pass
     assert os.waitpid(child.pid, os.WNOHANG) == (0, 0), "the first one must not stop it"
     child.signal(number)
-    actual = child.end()
-    assert actual == (-number if number == signal.SIGTERM else INTERRUPTED)
+    exit_code = child.wait()
+    assert exit_code == (-number if number == signal.SIGTERM else INTERRUPTED)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
-    assert goes_on(tmp_path)
+    assert ends_like_whole(tmp_path)
 
 
 @signals
@@ -228,7 +232,7 @@ def test_a_signal_says_where_the_run_was_saved(name, tmp_path, capsys):
 
 
 def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
-    """`stop` is asked at the same steps by a run that goes on, though it has more history when it begins."""
+    """A resumed run calls `stop` at the same steps, although it starts with a history."""
 
     def stop(history):
         return "enough" if len(history) >= 2 * LOG + 1 else ""
@@ -260,15 +264,15 @@ def plainly(params, batch):
 
 
 def compiling(lowering, backend):
-    """A run whose batches are of two lengths, the second one the fifth: two graphs of the loss, or of the step."""
+    """Return a step, a state and data with a shorter fifth batch, for which another graph is compiled."""
     draw = torch.Generator().manual_seed(0)
     data = ft.data.arrays({"x": torch.randn(23, 3, generator=draw), "y": torch.randn(23, generator=draw)})
     step = ft.compose(ft.train_step(plainly, ft.optim.adamw(0.1)), ft.compiled(lowering=lowering, backend=backend))
     return step, step.init({"w": torch.ones(3)}, seed=1), ft.data.loader(data, 5, seed=2, drop_last=False)
 
 
-def sleeping(tell, directory, lowering, at):
-    """Train; the compilation of graph number `at` takes long."""
+def sleeping(send, directory, lowering, at):
+    """Train; the compilation of graph number `at` does not end."""
     count = 0
 
     @torch._dynamo.register_backend(name="sleeping")
@@ -276,17 +280,17 @@ def sleeping(tell, directory, lowering, at):
         nonlocal count
         count += 1
         if count == at:
-            tell("compiles")
+            send("compiles")
             time.sleep(FOREVER)
         return graph.forward
 
-    there = None if directory is None else ft.Checkpoints(directory, every=100)
+    checkpoints = None if directory is None else ft.Checkpoints(directory, every=100)
     step, state, data = compiling(lowering, "sleeping")
     try:
-        result = ft.fit(step, state, data, epochs=2, checkpoints=there, progress=False)
+        result = ft.fit(step, state, data, epochs=2, checkpoints=checkpoints, progress=False)
     except KeyboardInterrupt:
         return INTERRUPTED
-    tell([result.history.stopped, len(result.history), int(result.state.step)])
+    send([result.history.stopped, len(result.history), int(result.state.step)])
     return ENDED
 
 
@@ -302,9 +306,9 @@ def undisturbed(lowering):
 )
 def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tmp_path):
     child = Child(sleeping, tmp_path, lowering, at)
-    assert child.hear() == "compiles"
+    assert child.receive() == "compiles"
     child.signal(signal.SIGTERM)
-    assert child.end() == 143
+    assert child.wait() == 143
     assert ft.Checkpoints(tmp_path, every=100).steps() == ([steps] if steps else [])
     step, state, data = compiling(lowering, "eager")
     actual = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
@@ -313,34 +317,34 @@ def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tm
     assert records(actual.history) == records(expected.history)
 
 
-def test_without_checkpoints_what_was_trained_is_returned():
+def test_without_checkpoints_an_interrupted_fit_returns_the_trained_state():
     child = Child(sleeping, None, "whole", 2)
-    assert child.hear() == "compiles"
+    assert child.receive() == "compiles"
     child.signal(signal.SIGINT)
-    assert child.hear() == ["interrupt", 4, 4]
-    assert child.end() == ENDED
+    assert child.receive() == ["interrupt", 4, 4]
+    assert child.wait() == ENDED
 
 
 @signals
 def test_a_second_signal_stops_a_compilation_that_does_not_hear_the_first(name, tmp_path):
-    """One in a thread of the compiler, say, or below Python: here, what swallows every error."""
+    """For example one in C++, which Python cannot interrupt; here, code that catches every error."""
     number, _ = SIGNALS[name]
     child = Child(deaf, tmp_path)
-    assert child.hear() == "compiles"
+    assert child.receive() == "compiles"
     child.signal(number)
-    assert child.hear() == "swallowed"
+    assert child.receive() == "swallowed"
     child.signal(number)
-    assert child.end() == (-number if number == signal.SIGTERM else INTERRUPTED)
+    assert child.wait() == (-number if number == signal.SIGTERM else INTERRUPTED)
 
 
-def deaf(tell, directory):
+def deaf(send, directory):
     @torch._dynamo.register_backend(name="deaf")
     def sleep(graph, inputs):
         try:
-            tell("compiles")
+            send("compiles")
             time.sleep(FOREVER)
         except BaseException:
-            tell("swallowed")
+            send("swallowed")
         time.sleep(FOREVER)
         return graph.forward
 

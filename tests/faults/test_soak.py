@@ -1,4 +1,4 @@
-"""Many saves and many steps: memory, descriptors and threads stay what they were."""
+"""Many saves and many steps: memory, descriptors and threads do not grow."""
 
 import gc
 import itertools
@@ -17,7 +17,7 @@ from tests.faults.specimens import everything, state
 
 SAMPLES = times(40, 20)
 SLACK = 4 * 2**20
-"""Bytes by which the second half of a run may be larger than the first: pages that come and go."""
+"""Bytes by which the memory may grow without a leak: the allocator keeps some pages."""
 
 
 def resident():
@@ -25,34 +25,34 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def look():
-    """Bytes, descriptors, threads, and objects of Python's."""
+def measure():
+    """Return the resident bytes, and the numbers of descriptors, threads and objects of Python."""
     return [resident(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(gc.get_objects())]
 
 
-def alone(tell, function, directory, count):
-    """Run something in a process whose own modules need not be looked through each time."""
+def alone(send, function, directory, count):
+    """Call a function after freezing all objects of the modules, so that each collection is fast."""
     gc.collect()
     gc.freeze()
-    function(tell, directory, count)
+    function(send, directory, count)
 
 
-def saving(tell, directory, count):
+def saving(send, directory, count):
     samples = []
-    step, made = make(squares, ft.ema(0.9)), state()
-    more = everything()
+    step, new_state = make(squares, ft.ema(0.9)), state()
+    others = everything()
     with ft.Checkpoints(directory, every=1, keep=2) as checkpoints:
         for number in range(1, count + 1):
-            made, _ = step.donating(made, batch())
-            checkpoints.save(number, {"state": made, "more": more}, metrics={"loss": number / 7})
+            new_state, _ = step.donating(new_state, batch())
+            checkpoints.save(number, {"state": new_state, "more": others}, metrics={"loss": number / 7})
             if number % (count // SAMPLES) == 0:
                 checkpoints.wait()
                 gc.collect()
-                samples.append(look())
-    tell(samples)
+                samples.append(measure())
+    send(samples)
 
 
-def loading(tell, directory, count):
+def loading(send, directory, count):
     parts = {"state": state(), "more": everything()}
     with ft.Checkpoints(directory, every=1) as checkpoints:
         checkpoints.save(1, parts)
@@ -61,49 +61,51 @@ def loading(tell, directory, count):
         ft.Checkpoints(directory, every=1).latest({"state": parts["state"]})
         if number % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
-    tell(samples)
+            samples.append(measure())
+    send(samples)
 
 
-def entering(tell, directory, count):
-    """A run that is gone on with again and again: the context, the lock, the pool."""
+def entering(send, directory, count):
+    """Open a directory again and again: the context, the lock, the thread pool."""
     samples, parts = [], {"state": state()}
     for number in range(1, count + 1):
         with ft.Checkpoints(directory, every=1, keep=1, best="loss") as checkpoints:
             checkpoints.save(number, parts, metrics={"loss": float(number % 5)})
         if number % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
-    tell(samples)
+            samples.append(measure())
+    send(samples)
 
 
-def stepping(tell, directory, count):
-    """Steps alone, for the history of a `fit` grows as it says."""
+def stepping(send, directory, count):
+    """Make steps without `fit`, whose history grows."""
     samples = []
     step = make(squares, ft.ema(0.9))
     data = ft.data.loader(ft.data.arrays({"x": torch.ones(64, 3), "y": torch.zeros(64)}), 4)
-    for made in ft.iterate(step.donating, step.init({"w": torch.ones(3), "b": torch.zeros(())}), data, steps=count):
-        if made.step % (count // SAMPLES) == 0:
+    for new_state in ft.iterate(
+        step.donating, step.init({"w": torch.ones(3), "b": torch.zeros(())}), data, steps=count
+    ):
+        if new_state.step % (count // SAMPLES) == 0:
             gc.collect()
-            samples.append(look())
-    tell(samples)
+            samples.append(measure())
+    send(samples)
 
 
-def fitting(tell, directory, count):
-    """`fit` with all of its services; its memory and its objects grow by the history, which it returns."""
+def fitting(send, directory, count):
+    """Run `fit` with evaluations and checkpoints; its memory grows by the history that it returns."""
     samples = []
     step = make(squares)
 
     def sample(state):
         gc.collect()
-        samples.append(look())
+        samples.append(measure())
         return {"x": 0.0}
 
     data = ft.data.loader(ft.data.arrays({"x": torch.ones(64, 3), "y": torch.zeros(64)}), 4)
-    made = step.init({"w": torch.ones(3), "b": torch.zeros(())})
+    new_state = step.init({"w": torch.ones(3), "b": torch.zeros(())})
     ft.fit(
         step,
-        made,
+        new_state,
         data,
         steps=count,
         evaluate=sample,
@@ -111,11 +113,11 @@ def fitting(tell, directory, count):
         checkpoints=ft.Checkpoints(directory, every=count // 20),
         progress=False,
     )
-    tell(samples)
+    send(samples)
 
 
 HISTORY = {"fit": 512}
-"""Bytes that a step may add to what a run returns: a dict of floats of its history. Told is what it does add."""
+"""The largest number of bytes that a step may add: its record in the history, a dict of floats."""
 
 KINDS = {
     "saves": (saving, 10_000, 20),
@@ -127,15 +129,17 @@ KINDS = {
 
 
 def growth(values):
-    """By how much the least of the last quarter is above the largest of the second: nothing that comes and goes."""
+    """Return by how much the minimum of the last quarter is above the maximum of the second; fluctuations are less."""
     quarter = len(values) // 4
     return min(values[-quarter:]) - max(values[quarter : 2 * quarter])
 
 
 def trend(values):
-    """The growth from one sample to the next, as the median of all pairs: one page more is none."""
+    """Return the growth per sample, as the median of the slopes of all pairs (the Theil-Sen estimator)."""
     pairs = itertools.combinations(enumerate(values), 2)
-    return statistics.median((other - one) / (later - now) for (now, one), (later, other) in pairs)
+    return statistics.median(
+        (second - first) / (second_at - first_at) for (first_at, first), (second_at, second) in pairs
+    )
 
 
 @quiet_forks

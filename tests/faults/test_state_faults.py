@@ -1,5 +1,6 @@
-"""States that belong to another step or are used up, and calls that fail: they must lose nothing."""
+"""States of another step, consumed states, and calls that fail, after which the state must be unchanged."""
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -31,7 +32,7 @@ KEPT = {
 
 @pytest.mark.parametrize("compiled", [(), (CAPTURED,)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("maker", "user", "lines"),
+    ("step", "other_step", "lines"),
     [
         (make(optimizer=SGD), make(optimizer=MOMENTUM), ["opt_state.momentum.w: missing, needs float32[3]"]),
         (make(optimizer=MOMENTUM), make(optimizer=SGD), ["opt_state.momentum.w: unexpected float32[3]"]),
@@ -41,13 +42,13 @@ KEPT = {
         (make(optimizer=SGD), make(), ["opt_state.count: missing", "opt_state.mu.w: missing", "opt_state.nu.b"]),
     ],
 )
-def test_a_state_of_another_structure(maker, user, lines, compiled):
-    user = ft.compose(user, *compiled)
+def test_a_state_of_another_structure_is_an_error_that_lists_the_differences(step, other_step, lines, compiled):
+    other_step = ft.compose(other_step, *compiled)
     with failing(StructureError, "Step", "structure", *lines):
-        user(maker.init(params()), batch())
+        other_step(step.init(params()), batch())
 
 
-def test_a_state_with_another_shape():
+def test_a_state_with_another_shape_is_an_error():
     step = make(optimizer=MOMENTUM)
     state = step.init(params())
     state.opt_state["momentum"]["w"] = torch.zeros(4)
@@ -59,7 +60,7 @@ def test_a_state_with_another_shape():
     "wrappers", [[], [ft.donated()], [ft.update_in_backward()]], ids=["plain", "donated", "in_backward"]
 )
 @pytest.mark.parametrize(
-    "optimizer", [MOMENTUM, ft.optim.adam(0.1), ft.optim.adafactor(0.1)], ids=lambda each: each.name
+    "optimizer", [MOMENTUM, ft.optim.adam(0.1), ft.optim.adafactor(0.1)], ids=lambda optimizer: optimizer.name
 )
 def test_a_parameter_of_another_shape_in_a_state_that_a_step_returned(optimizer, wrappers):
     """Fused kernels of torch would write beyond the end of the moments."""
@@ -70,14 +71,14 @@ def test_a_parameter_of_another_shape_in_a_state_that_a_step_returned(optimizer,
         step(state, {"x": torch.ones(4, 5), "y": torch.zeros(4)})
 
 
-def test_a_state_of_an_equal_step_is_welcome():
+def test_a_state_of_an_equal_step_can_be_used():
     state, _ = make()(make().init(params()), batch())
     expected, _ = make()(make().init(params()), batch())
     assert_bitwise(state, expected)
 
 
 @pytest.mark.parametrize("state", [None, params(), 3], ids=["none", "params", "number"])
-def test_what_is_no_state(state):
+def test_an_object_that_is_not_a_state_is_an_error(state):
     with failing(StructureError, "Step", type(state).__name__, "step.init()"):
         make()(state, batch())
 
@@ -88,7 +89,7 @@ def test_the_average_of_a_state_without_one():
 
 
 @pytest.mark.parametrize("name", DONATED)
-def test_a_state_that_was_donated(name):
+def test_a_donated_state_cannot_be_used(name):
     step = make(squares, DONATED[name])
     first = step.init(params())
     second, _ = step(first, batch())
@@ -123,19 +124,19 @@ def test_a_consumed_state_has_no_other_attributes_either():
         _ = state.weights
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize("average_name", ["ema", "swa"])
 @pytest.mark.parametrize("name", DONATED)
-def test_an_average_that_is_kept_over_a_donated_step(name, kind):
-    step = make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind], DONATED[name])
+def test_an_average_is_consumed_with_the_state_whose_memory_it_shares(name, average_name):
+    step = make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[average_name], DONATED[name])
     state, _ = step(step.init(params()), batch())
     average, copied = ft.averaged(state), ft.tree.clone(ft.averaged(state))
-    kept = ft.tree.clone(copied)
+    before = ft.tree.clone(copied)
     state, _ = step(state, batch())
     with failing(ConsumedError, "TrainState.params", "one whose memory it shares", "ft.tree.clone"):
         ft.evaluate(ft.eval_step(squares), average, [batch()])
-    assert_bitwise(copied, kept)
+    assert_bitwise(copied, before)
     average = ft.averaged(state)
-    make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[kind])(state, batch())
+    make(squares, {"ema": ft.ema(0.5), "swa": ft.swa()}[average_name])(state, batch())
     assert average.params is not None  # This step does not donate.
 
 
@@ -143,9 +144,9 @@ def test_an_adjusted_state_is_consumed_with_the_old_one_and_not_the_other_way_ro
     step = make(squares, ft.donated(), optimizer=ft.optim.adjustable(SGD))
     state = step.init(params())
     low, high = (ft.optim.adjust(state, {"lr": factor}) for factor in (0.1, 2.0))
-    kept = ft.tree.clone(high)
+    before = ft.tree.clone(high)
     step(low, batch())
-    assert_bitwise(high, kept)
+    assert_bitwise(high, before)
     step(state, batch())
     with failing(ConsumedError, "TrainState.params", "one whose memory it shares"):
         _ = high.params
@@ -156,42 +157,39 @@ def test_a_merged_state_and_the_average_of_one_are_consumed_with_the_one_that_th
     state = step.init({"w": torch.ones(3, 2)})
     merged = [ft.adapters.merge(step, state), ft.adapters.merge(step, ft.averaged(state))]
     step(state, torch.ones(4, 3))
-    for each in merged:
+    for merged_state in merged:
         with failing(ConsumedError, "TrainState.params", "ft.tree.clone"):
-            _ = each.params
+            _ = merged_state.params
 
 
-def intact(state, kept):
-    """Whether a state is as it was, bit by bit; one that says that it was donated is neither changed nor a surprise."""
-    try:
-        assert_bitwise(state, kept)
-    except ConsumedError:
-        return False
-    return True
+def assert_unchanged_or_consumed(state, before):
+    """Assert that a state has the same bits as before, unless it is consumed: then it cannot be read by mistake."""
+    with contextlib.suppress(ConsumedError):
+        assert_bitwise(state, before)
 
 
 @pytest.mark.parametrize("name", ["fit", *DONATED])
 def test_a_copy_with_another_key_leaves_the_original_alone(name):
-    # Runs that differ in their seed have one start: the second must not begin where the first ended.
+    # Runs with different seeds may start from one state: the first must not change it for the second.
     step = make() if name == "fit" else make(squares, DONATED[name])
     state = step.init(params())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     other = dataclasses.replace(state, rng=ft.random.key(1))
     if name == "fit":
         ft.fit(step, other, [batch()], progress=False)
     else:
         step(other, batch())
-    intact(state, kept)
+    assert_unchanged_or_consumed(state, before)
 
 
 def test_training_on_from_the_averages_leaves_the_original_alone():
     step = make(squares, ft.ema(0.9))
     state, _ = step(step.init(params()), batch())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     expected, _ = step(ft.averaged(state), batch())
     actual, _ = ft.fit(step, ft.averaged(state), [batch()], progress=False)
     assert_bitwise(actual, expected)
-    intact(state, kept)
+    assert_unchanged_or_consumed(state, before)
 
 
 def flaky(params, batch):
@@ -223,18 +221,18 @@ FLAKY = [
 def test_a_call_that_fails_loses_nothing(loss, wrappers):
     step = make(loss, *wrappers)
     state, _ = step(step.init(params()), batch())
-    kept, random_state = ft.tree.clone(state), torch.get_rng_state()
+    before, random_state = ft.tree.clone(state), torch.get_rng_state()
     with pytest.raises(ValueError, match="boom in the loss"):
         step(state, {**batch(), "fail": True})
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.is_grad_enabled()
-    assert_bitwise(state, kept)
-    # What comes next is what would have come without the failure, to the bit.
+    assert_bitwise(state, before)
+    # The next step has the same bits as without the failure.
     state, metrics = step(state, batch())
     fresh = make(loss, *wrappers)
-    expected, needed_metrics = fresh(fresh(fresh.init(params()), batch())[0], batch())
+    expected, expected_metrics = fresh(fresh(fresh.init(params()), batch())[0], batch())
     assert_bitwise(state, expected)
-    assert_bitwise(metrics, needed_metrics)
+    assert_bitwise(metrics, expected_metrics)
 
 
 def test_an_error_of_the_loss_does_not_change_the_lowering(caplog):
@@ -251,10 +249,10 @@ def test_an_error_of_the_loss_does_not_change_the_lowering(caplog):
 def test_an_error_found_by_the_step_itself_loses_nothing(wrappers):
     step = make(squares, ft.accumulate(2), *wrappers)
     state, _ = step(step.init(params()), batch())
-    kept = ft.tree.clone(state)
+    before = ft.tree.clone(state)
     with failing(ft.errors.BatchError, "batch.x"):
         step(state, {**batch(), "y": torch.zeros(2)})
-    assert_bitwise(state, kept)
+    assert_bitwise(state, before)
     step(state, batch())
 
 

@@ -1,4 +1,4 @@
-"""Trees that have changed since they were saved: one error that lists every path, and nothing half loaded."""
+"""Trees that have changed since they were saved: one error lists every path, and the tree in `like` is not changed."""
 
 import random
 import re
@@ -20,30 +20,32 @@ DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8,
 
 
 def grown(draw, depth=0):
-    """A random tree of dicts, lists, tuples and tensors; every dict has names of its own."""
+    """Return a random tree of dicts, lists, tuples and tensors."""
     kind = draw.choice(["dict", "dict", "list", "tuple", "leaf", "leaf"] if depth else ["dict"])
     if kind == "leaf" or depth > 3:
         shape = [draw.randint(1, 3) for _ in range(draw.randint(0, 3))]
         return torch.full(shape, draw.randint(0, 9)).to(draw.choice(DTYPES))
-    inside = [grown(draw, depth + 1) for _ in range(draw.randint(2, 4))]
+    children = [grown(draw, depth + 1) for _ in range(draw.randint(2, 4))]
     return (
-        {f"n{i}": child for i, child in enumerate(inside)} if kind == "dict" else (tuple, list)[kind == "list"](inside)
+        {f"n{i}": child for i, child in enumerate(children)}
+        if kind == "dict"
+        else (tuple, list)[kind == "list"](children)
     )
 
 
-# Each change gives another tree and the paths that an error must name, with what it says of them.
+# Each change returns a changed tree, and the paths that the error must list, each with a part of its line.
 
 
 def nodes(tree, at=()):
-    """All nodes of a tree with their paths."""
+    """Yield the path and the node for all nodes of a tree."""
     yield at, tree
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    for key, child in inside:
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, child in children:
         yield from nodes(child, (*at, key))
 
 
 def put(tree, at, new):
-    """The tree with another node at a path."""
+    """Return the tree with another node at a path."""
     if not at:
         return new
     key, rest = at[0], at[1:]
@@ -57,16 +59,16 @@ def dotted(at):
 
 
 def below(at, tree):
-    """The paths of a node and of all that is in it."""
+    """Return the dotted paths of a node and of all nodes in it."""
     return [dotted(path) for path, _ in nodes(tree, at)]
 
 
-def said(leaf):
+def dtype_and_shape(leaf):
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
 
 
 def dropped(tree, at, node):
-    """Lines when what is needed lacks a node of a dict that was saved."""
+    """Remove a node from a dict."""
     *above, key = at
     kept = {name: child for name, child in get(tree, above).items() if name != key}
     return put(tree, tuple(above), kept), dict.fromkeys(below(at, node), "unexpected")
@@ -88,16 +90,16 @@ def renamed(tree, at, node):
 
 def reshaped(tree, at, node):
     new = torch.zeros([*node.shape, 2], dtype=node.dtype)
-    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def retyped(tree, at, node):
     new = torch.zeros(node.shape, dtype=next(dtype for dtype in DTYPES if dtype != node.dtype))
-    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def another_container(tree, at, node):
-    """A dict that was a tuple, and so on; of a dict the names change too."""
+    """Change a dict to a tuple, a tuple to a list, or a list to a tuple; the paths in a dict change too."""
     if isinstance(node, dict):
         new = tuple(node.values())
         lines = dict.fromkeys(below(at, node), "unexpected") | dict.fromkeys(below(at, new), "missing")
@@ -107,13 +109,13 @@ def another_container(tree, at, node):
 
 
 def scalar(tree, at, node):
-    return put(tree, at, 3), {dotted(at): f"found {said(node)}, needs int"}
+    return put(tree, at, 3), {dotted(at): f"found {dtype_and_shape(node)}, needs int"}
 
 
 def gone(tree, at, node):
-    """A leaf or a branch that is None now."""
+    """Replace a leaf or a container by None."""
     lines = dict.fromkeys(below(at, node), "unexpected")
-    actual = said(node) if isinstance(node, torch.Tensor) else type(node).__name__
+    actual = dtype_and_shape(node) if isinstance(node, torch.Tensor) else type(node).__name__
     return put(tree, at, None), {**lines, dotted(at): f"found {actual}, needs None"}
 
 
@@ -136,41 +138,41 @@ CHANGES = {
 }
 
 
-def suits(tree, at, node, wanted):
+def suits(tree, at, node, requirement):
     return {
         LEAF: isinstance(node, torch.Tensor),
         DICT: isinstance(node, dict),
         INSIDE_DICT: bool(at) and isinstance(get(tree, at[:-1]), dict) and len(get(tree, at[:-1])) > 1,
         CONTAINER: bool(at) and not isinstance(node, torch.Tensor),
         ANY: bool(at),
-    }[wanted]
+    }[requirement]
 
 
 def candidates(tree, name):
-    """The nodes of a tree to which a change can be made."""
-    return [(at, node) for at, node in nodes(tree) if suits(tree, at, node, CHANGES[name][1])]
+    """Return (path, node) for the nodes of a tree that a change can be applied to."""
+    return [(path, node) for path, node in nodes(tree) if suits(tree, path, node, CHANGES[name][1])]
 
 
 def changed(tree, draw, name, others):
-    """Make one change, or several that do not touch each other."""
-    like, lines, taken = tree, {}, []
+    """Make a change, and `others` more at other nodes; return the tree and the lines that the error must have."""
+    like, lines, changed_paths = tree, {}, []
     for number in range(1 + others):
         change = name if not number else draw.choice([*CHANGES])
-        free = [
-            (at, node)
-            for at, node in candidates(tree, change)
-            if not any(at[: len(other)] == other[: len(at)] or at[:-1] == other[:-1] for other in taken)
+        unchanged = [
+            (path, node)
+            for path, node in candidates(tree, change)
+            if not any(path[: len(other)] == other[: len(path)] or path[:-1] == other[:-1] for other in changed_paths)
         ]
-        if free:
-            at, node = draw.choice(free)
-            like, more = CHANGES[change][0](like, at, node)
-            lines |= more
-            taken.append(at)
+        if unchanged:
+            path, node = draw.choice(unchanged)
+            like, new_lines = CHANGES[change][0](like, path, node)
+            lines |= new_lines
+            changed_paths.append(path)
     return like, lines
 
 
 def listed(error):
-    """The paths of a message, with what it says of each."""
+    """Return the lines of an error by path."""
     return dict(re.findall(r"^  (.+?): (.+)$", str(error), re.MULTILINE))
 
 
@@ -219,35 +221,35 @@ def _within(prefix, path):
 
 
 def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
-    """And names what is missing and what is too much, through `fit`'s way of reading."""
+    """The error of `latest`, which `fit` calls, lists the missing and the unexpected leaves."""
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state(), "run": everything()})
-    given = state(0)
-    other = ft.tree.clone(given)
+    start = state(0)
+    other = ft.tree.clone(start)
     other = ft.types.replace(other, opt_state={"momentum": other.params}, params={"w": torch.zeros(4)})
     before = ft.tree.clone(other)
     with pytest.raises(StructureError) as caught:
         ft.Checkpoints(tmp_path, every=1).latest({"state": other})
-    actual = listed(caught.value)
-    assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= actual.keys()
-    assert actual["params.w"].startswith("found float32[3], needs float32[4]")
+    listed_lines = listed(caught.value)
+    assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= listed_lines.keys()
+    assert listed_lines["params.w"].startswith("found float32[3], needs float32[4]")
     assert same(other, before)
 
 
 @pytest.mark.parametrize("more", [{}, {"run": {"note": "mine"}}, {"run": None}], ids=["alone", "of ours", "none"])
-def test_fit_does_not_go_on_from_what_it_has_not_saved(more, tmp_path):
+def test_fit_does_not_resume_from_a_checkpoint_that_it_has_not_saved(more, tmp_path):
     step = make(squares, ft.ema(0.9))
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state(), **more})
-    given = ft.tree.clone(state(0))
+    start = ft.tree.clone(state(0))
     options = {"steps": 3, "checkpoints": ft.Checkpoints(tmp_path, every=1), "progress": False}
     with failing(CheckpointError, "step-000000000001", "not saved by ftrain.fit"):
-        ft.fit(step, given, [batch()], **options)
+        ft.fit(step, start, [batch()], **options)
     with failing(CheckpointError, "step-000000000001", "not saved by ftrain.fit"):
-        replay(step, given, [batch()], options["checkpoints"], at=3)
+        replay(step, start, [batch()], options["checkpoints"], at=3)
 
 
-def test_a_structure_that_differs_is_no_reason_to_go_back(tmp_path):
+def test_a_different_structure_is_an_error_and_not_a_reason_to_load_an_older_checkpoint(tmp_path):
     """An older checkpoint that fits by chance would silently undo the newer ones."""
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": {"w": torch.zeros(2)}})
@@ -257,7 +259,7 @@ def test_a_structure_that_differs_is_no_reason_to_go_back(tmp_path):
 
 
 def test_damage_to_a_tensor_leaves_the_tree_as_it_was(tmp_path):
-    """Digests are of the last of several tensors; the ones before were good."""
+    """The last of several tensors is damaged; the others are intact."""
     tree = {f"w{i}": torch.full((300, 300), float(i)) for i in range(5)}
     save(tmp_path / "a", tree)
     data = bytearray((tmp_path / "a" / "state.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""Two that would write to one directory: one does, and the other is told at once who that is."""
+"""Several processes that want to write to a directory: one does, and the others get an error at once that names it."""
 
 import errno
 import importlib.util
@@ -22,32 +22,32 @@ from tests.faults.specimens import same, state
 pytestmark = quiet_forks
 
 
-def write(tell, directory, start, stop):
-    """Try to become the writer as soon as the pipe `start` is closed, and stay it until `stop` is."""
+def write(send, directory, start, stop):
+    """Try to become the writer when the pipe `start` is closed, and stay the writer until `stop` is closed."""
     os.close(start[1])
     os.close(stop[1])
     os.read(start[0], 1)
-    began = time.monotonic()
+    start_time = time.monotonic()
     try:
         with ft.Checkpoints(directory, every=1) as checkpoints:
-            tell(["writes", "", time.monotonic() - began])
+            send(["writes", "", time.monotonic() - start_time])
             checkpoints.save(1, {"state": state()})
             os.read(stop[0], 1)
     except CheckpointError as error:
-        tell(["refused", str(error), time.monotonic() - began])
+        send(["refused", str(error), time.monotonic() - start_time])
 
 
 def race(directory, count):
-    """Let so many start at once; return what each says, by process."""
+    """Start `count` writers at once; return the message of each by process, and their exit codes."""
     start, stop = os.pipe(), os.pipe()
     children = [Child(write, directory, start, stop) for _ in range(count)]
     os.close(start[0])
     os.close(start[1])
-    said = {child.pid: child.hear() for child in children}
+    messages = {child.pid: child.receive() for child in children}
     os.close(stop[0])
     os.close(stop[1])
-    codes = [child.end() for child in children]
-    return said, codes
+    codes = [child.wait() for child in children]
+    return messages, codes
 
 
 def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
@@ -56,22 +56,22 @@ def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
         for number in range(times(100, 8)):
             tries.runs += 1
             directory = tmp_path / str(number % 10)
-            # A lock of one that was killed has its name in it, which must not be taken for the winner's.
+            # A lock file with the text of a killed writer, which must not be taken for that of the winner.
             if number % 10 != number:
                 shutil.rmtree(directory)
                 directory.mkdir()
                 (directory / ".lock").write_text('{"host": "nowhere", "process": 1}')
-            said, codes = race(directory, 2 + number % 3)
-            winners = [pid for pid, (what, _, _) in said.items() if what == "writes"]
-            # The winner stays until all have said something: who waited for it would hang.
-            slowest = max(slowest, *(seconds for _, _, seconds in said.values()))
-            right = len(winners) == 1 and all(
+            messages, codes = race(directory, 2 + number % 3)
+            winners = [pid for pid, (event, _, _) in messages.items() if event == "writes"]
+            # The winner holds the lock until all have sent a message, so a writer that waited for it would hang.
+            slowest = max(slowest, *(seconds for _, _, seconds in messages.values()))
+            is_right = len(winners) == 1 and all(
                 f'"process": {winners[0]}' in text and socket.gethostname() in text and str(directory) in text
-                for what, text, _ in said.values()
-                if what == "refused"
+                for event, text, _ in messages.values()
+                if event == "refused"
             )
-            if not right or any(codes):
-                tries.failures.append((number, said, codes))
+            if not is_right or any(codes):
+                tries.failures.append((number, messages, codes))
             if not same(ft.Checkpoints(directory, every=1).latest().parts["state"], state()):
                 tries.failures.append((number, "not saved"))
         tries.note = f"the slowest knew after {slowest:.3f} s"
@@ -91,8 +91,8 @@ def test_a_link_to_the_directory_is_the_same_directory(tmp_path):
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held by the parent", "given back by it"])
-def test_a_child_knows_who_holds_what_its_parent_held(tmp_path, held):
-    """A fork knows what its parent knew, and owns none of its locks."""
+def test_a_forked_child_does_not_own_the_lock_of_its_parent(tmp_path, held):
+    """Although it inherits the memory and the descriptors of the parent."""
     start, stop = os.pipe(), os.pipe()
     checkpoints = ft.Checkpoints(tmp_path, every=1)
     checkpoints.__enter__()
@@ -101,13 +101,13 @@ def test_a_child_knows_who_holds_what_its_parent_held(tmp_path, held):
         checkpoints.__exit__(None, None, None)
     for end in start:
         os.close(end)
-    what, text, _ = child.hear()
+    event, text, _ = child.receive()
     for end in stop:
         os.close(end)
-    assert child.end() == 0
-    assert (what, f'"process": {os.getpid()}' in text) == (("refused", True) if held else ("writes", False))
+    assert child.wait() == 0
+    assert (event, f'"process": {os.getpid()}' in text) == (("refused", True) if held else ("writes", False))
     if held:
-        # Nor has the child given away what is the parent's.
+        # The child has not released the lock of the parent.
         with pytest.raises(CheckpointError, match="is being written to by"):
             ft.Checkpoints(tmp_path, every=1).__enter__()
         checkpoints.save(2, {"state": state()})
@@ -115,55 +115,55 @@ def test_a_child_knows_who_holds_what_its_parent_held(tmp_path, held):
     assert ft.Checkpoints(tmp_path, every=1).steps() == [2] if held else [1]
 
 
-def write_late(tell, directory):
-    """Become the writer, and say so in the lock a little later only."""
+def write_late(send, directory):
+    """Become the writer, and write the process into the lock file a little later."""
     real = files.write
 
     def late(descriptor, data):
-        tell("locked")
+        send("locked")
         time.sleep(0.05)
         real(descriptor, data)
 
     files.write = late
     with ft.Checkpoints(directory, every=1):
-        tell("writes")
+        send("writes")
         time.sleep(FOREVER)
 
 
-def test_a_winner_that_has_not_yet_said_who_it_is(tmp_path):
+def test_a_writer_that_has_not_yet_written_its_process_into_the_lock_is_named(tmp_path):
     child = Child(write_late, tmp_path)
-    assert child.hear() == "locked"
+    assert child.receive() == "locked"
     with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
         ft.Checkpoints(tmp_path, every=1).__enter__()
-    assert child.hear() == "writes"
+    assert child.receive() == "writes"
     child.signal(signal.SIGKILL)
-    child.end()
+    child.wait()
 
 
-def leave(tell, checkpoints):
+def leave(send, checkpoints):
     checkpoints.__exit__(None, None, None)
-    tell("left")
+    send("left")
 
 
-def test_a_child_that_leaves_the_context_of_its_parent_gives_nothing_away(tmp_path):
+def test_a_child_that_leaves_the_context_of_its_parent_does_not_release_the_lock(tmp_path):
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         forked(leave, checkpoints)
-        said, codes = race(tmp_path, 1)
-        ((what, text, _),) = said.values()
-        assert (what, codes) == ("refused", [0])
+        messages, codes = race(tmp_path, 1)
+        ((event, text, _),) = messages.values()
+        assert (event, codes) == ("refused", [0])
         assert f'"process": {os.getpid()}' in text
 
 
-def test_a_writer_that_was_killed_holds_nothing(tmp_path):
+def test_the_lock_of_a_killed_writer_is_released(tmp_path):
     start, stop = os.pipe(), os.pipe()
     child = Child(write, tmp_path, start, stop)
     os.close(start[0])
     os.close(start[1])
-    assert child.hear()[0] == "writes"
+    assert child.receive()[0] == "writes"
     with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
         ft.Checkpoints(tmp_path, every=1).__enter__()
     child.signal(signal.SIGKILL)
-    assert child.end() == -signal.SIGKILL
+    assert child.wait() == -signal.SIGKILL
     os.close(stop[0])
     os.close(stop[1])
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
@@ -177,15 +177,15 @@ def test_reading_needs_no_lock(tmp_path):
         assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
 
 
-# What else has the lock file in its hands
+# Other uses of the lock file
 
 
-def write_and_copy(tell, directory, copy):
-    """Be the writer, and do with the directory what a logger may."""
+def write_and_copy(send, directory, copy):
+    """Become the writer, and use the directory as a logger may."""
     with ft.Checkpoints(directory, every=1) as checkpoints:
         checkpoints.save(1, {"state": state()}, wait=True)
         copy(directory)
-        tell("copied")
+        send("copied")
         time.sleep(FOREVER)
 
 
@@ -194,8 +194,8 @@ def asked_again(directory):
         ft.Checkpoints(directory, every=1).__enter__()
 
 
-def nothing(tell):
-    tell("nothing")
+def nothing(send):
+    send("nothing")
 
 
 COPIES = {
@@ -206,14 +206,14 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_a_writer_that_opens_and_closes_its_own_lock_keeps_it(how, tmp_path):
-    child = Child(write_and_copy, tmp_path / "run", COPIES[how])
-    assert child.hear() == "copied"
+@pytest.mark.parametrize("action", COPIES)
+def test_a_writer_that_opens_and_closes_its_own_lock_keeps_it(action, tmp_path):
+    child = Child(write_and_copy, tmp_path / "run", COPIES[action])
+    assert child.receive() == "copied"
     with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
         ft.Checkpoints(tmp_path / "run", every=1).__enter__()
     child.signal(signal.SIGKILL)
-    child.end()
+    child.wait()
     with ft.Checkpoints(tmp_path / "run", every=1) as checkpoints:
         checkpoints.save(2, {"state": state()})
 
@@ -222,36 +222,36 @@ def test_a_child_that_outlives_a_killed_writer_does_not_keep_its_lock(tmp_path):
     """As workers of a data loader do, for some seconds."""
     start, stop = os.pipe()
 
-    def linger(tell):
+    def linger(send):
         checkpoints = ft.Checkpoints(tmp_path, every=1)
         checkpoints.__enter__()
         if not os.fork():
             os.close(stop)
             os.read(start, 1)
             os._exit(0)
-        tell("forked")
+        send("forked")
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = Child(linger)
-    assert child.hear() == "forked"
-    assert child.end() == -signal.SIGKILL
+    assert child.receive() == "forked"
+    assert child.wait() == -signal.SIGKILL
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state()})
     os.close(stop)
     os.close(start)
 
 
-def save_in_child(tell, checkpoints):
+def save_in_child(send, checkpoints):
     try:
         checkpoints.save(2, {"state": state()})
     except CheckpointError as error:
-        tell(str(error))
+        send(str(error))
 
 
 def test_a_child_cannot_save_with_the_lock_of_its_parent(tmp_path):
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
-        said = forked(save_in_child, checkpoints)
-        assert f"open for writing in process {os.getpid()}" in said
+        message = forked(save_in_child, checkpoints)
+        assert f"open for writing in process {os.getpid()}" in message
         checkpoints.save(1, {"state": state()})
     assert checkpoints.steps() == [1]
 
@@ -270,7 +270,7 @@ def renamed(directory):
 
 
 @pytest.mark.parametrize(
-    ("lose", "said"),
+    ("lose", "expected"),
     [
         (removed, "its .lock was removed or replaced"),
         (replaced, "its .lock was removed or replaced"),
@@ -279,19 +279,19 @@ def renamed(directory):
     ],
     ids=["lock removed", "lock replaced", "directory renamed", "directory removed"],
 )
-def test_a_writer_that_has_lost_its_lock_is_told_before_it_saves(lose, said, tmp_path):
+def test_a_writer_that_has_lost_its_lock_is_told_before_it_saves(lose, expected, tmp_path):
     directory = tmp_path / "run"
     with ft.Checkpoints(directory, every=1) as checkpoints:
         checkpoints.save(1, {"state": state()}, wait=True)
         lose(directory)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=expected):
             checkpoints.save(2, {"state": state()})
-    # Nothing was made anew where the run was.
+    # The failed save has not made the directory again.
     assert lose in (removed, replaced) or not directory.exists()
 
 
 def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
-    """Else two would hold a lock, each of a file of its own."""
+    """Otherwise two writers would each hold the lock of another file."""
     real, times_locked = files._flock, []
 
     def flock(descriptor):
@@ -308,17 +308,17 @@ def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monke
 
 
 def test_a_temporary_directory_that_another_save_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    make, made = files.make_directory, []
+    make, paths = files.make_directory, []
 
     def make_directory(path):
         make(path)
-        made.append(path)
-        if len(made) == 1:
+        paths.append(path)
+        if len(paths) == 1:
             saving.remove_abandoned(tmp_path)
 
     monkeypatch.setattr(files, "make_directory", make_directory)
     checkpoint.save(tmp_path / "a", {"state": state()})
-    assert not made[0].exists()
+    assert not paths[0].exists()
     assert checkpoint.load(tmp_path / "a")
 
 
@@ -338,7 +338,7 @@ def test_a_leftover_is_locked_until_it_is_removed(tmp_path, monkeypatch):
 
 
 def test_a_leftover_that_cannot_be_removed_hinders_no_save(tmp_path, monkeypatch):
-    """As that of another user in a directory that they share."""
+    """Such as that of another user in a shared directory."""
     leftover = tmp_path / f".a.{'0' * 32}.tmp"
     leftover.mkdir()
 
@@ -365,12 +365,12 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(number, tmp_pa
     ):
         checkpoints.save(1, {"state": state()})
     assert checkpoints.steps() == [1]
-    # It may be another's, which is writing it.
+    # Another process may be writing it.
     assert leftover.exists()
 
 
 def test_the_module_needs_no_locks_of_the_system(monkeypatch):
-    """Where there is no fcntl and no fork, as on Windows, it is imported all the same."""
+    """On Windows, which has no fcntl and no fork, it can be imported."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     monkeypatch.delattr(os, "register_at_fork")
     spec = importlib.util.spec_from_file_location("files_elsewhere", files.__file__)

@@ -26,7 +26,7 @@ def started(size, function, *args):
     finally:
         for child in children:
             child.signal(signal.SIGKILL)
-            child.end()
+            child.wait()
 
 
 def _rank(tell, rank, size, listening, function, *args):

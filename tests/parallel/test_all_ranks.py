@@ -58,7 +58,7 @@ def calling(tell, rank, name, goes_on):
 @pytest.mark.parametrize("name", CALLS)
 def test_the_error_of_a_rank_that_gathers_alone_says_where_the_others_are(name):
     with started(2, calling, name, True) as ranks:
-        text = ranks[0].hear(SOON)
+        text = ranks[0].receive(SOON)
     assert re.match(
         f"{name}: rank 0 has called it, and rank 1 is in step 2(, at block .*)?. The ranks exchange tensors", text
     )
@@ -66,7 +66,7 @@ def test_the_error_of_a_rank_that_gathers_alone_says_where_the_others_are(name):
 
 def test_a_rank_whose_program_has_ended_is_not_waited_for():
     with started(2, calling, "to_module", False) as ranks:
-        text = ranks[0].hear(SOON)
+        text = ranks[0].receive(SOON)
     assert text.startswith("to_module: rank 0 has called it, and the program of rank 1 has ended after step 1.")
 
 
@@ -83,7 +83,7 @@ def calling_another(tell, rank):
 def test_ranks_that_call_different_functions_exchange_nothing():
     """As when one rank gathers alone, `if rank == 0: ...`, and all ranks evaluate afterwards."""
     with started(2, calling_another) as ranks:
-        texts = [rank.hear(SOON) for rank in ranks]
+        texts = [rank.receive(SOON) for rank in ranks]
     reason = "has called it, and another rank has called another function in its place"
     assert texts[0].startswith(f"whole: rank 0 {reason}")
     assert texts[1].startswith(f"evaluate: rank 1 {reason}")
@@ -117,7 +117,7 @@ def saving(tell, rank, path, function):
 @pytest.mark.parametrize("function", ["save", "Checkpoints", "Checkpoints.latest", "adapters.save", "adapters.load"])
 def test_the_error_of_a_rank_that_saves_or_loads_alone_says_where_the_others_are(tmp_path, function):
     with started(2, saving, str(tmp_path), function) as ranks:
-        text = ranks[0].hear(SOON)
+        text = ranks[0].receive(SOON)
     name = function.removesuffix(".latest")
     assert re.match(
         rf"{name}: rank 1 did not come within \d+ seconds; rank 1 is in step 2.*Every rank must call it", text
@@ -139,7 +139,7 @@ def fitting(tell, rank):
 
 def test_an_evaluation_within_fit_on_one_rank_alone_ends_soon():
     with started(2, fitting) as ranks:
-        text = ranks[0].hear(SOON)
+        text = ranks[0].receive(SOON)
     assert text.startswith("evaluate: rank 0 has called it, and rank 1 is after step 2, at the end of evaluate")
 
 
@@ -156,4 +156,4 @@ def all_call(tell, rank):
 
 def test_ranks_that_come_late_are_waited_for():
     with started(2, all_call) as ranks:
-        assert [rank.hear(SOON) for rank in ranks] == [3, 3]
+        assert [rank.receive(SOON) for rank in ranks] == [3, 3]

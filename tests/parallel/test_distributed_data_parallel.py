@@ -80,7 +80,7 @@ def trained(tell, rank, directory, modules):
 def test_models_of_transformers_end_where_distributed_data_parallel_does(tmp_path):
     modules = [model(name) for name in NAMES]
     with started(4, trained, tmp_path, modules) as ranks:
-        assert [rank.end() for rank in ranks] == [0] * 4
+        assert [rank.wait() for rank in ranks] == [0] * 4
     for rank in range(4):
         for (losses, params), by_level in torch.load(tmp_path / f"{rank}.pt"):
             assert losses[-1] != losses[0]

@@ -135,8 +135,8 @@ def test_each_rank_raises_an_error_with_the_cause_and_the_checkpoint_is_complete
         pytest.skip("only the first rank has loggers")
     _, own, others = FAULTS[name]
     with started(2, fitting, tmp_path, name, faulty) as ranks:
-        errors = [rank.hear() for rank in ranks]
-        assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
+        errors = [rank.receive() for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [BROKEN, BROKEN]
     other = 1 - faulty
     assert errors[faulty].startswith(own.format(faulty, other))
     assert errors[other].startswith("RankError: ")

@@ -244,7 +244,7 @@ def test_compiled_steps_are_split_together(level, faults, pieces, tmp_path, mode
         1, 0, modes, wrappers=(ft.ema(0.8),), optimizer=ft.optim.sgd(0.05), model=models.Small
     )
     with started(2, compiled_rank, level, tmp_path, faults) as ranks:
-        assert [rank.hear() for rank in ranks] == ["done"] * 2
+        assert [rank.receive() for rank in ranks] == ["done"] * 2
     for number in range(2):
         state, losses, splits = torch.load(tmp_path / f"{number}.pt", weights_only=False)
         assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)

@@ -72,5 +72,5 @@ def beside_a_dead_rank(tell, rank):
 @quiet_forks
 def test_a_step_that_fails_beside_a_dead_rank_does_not_wait_for_it_until_the_timeout():
     with started(2, beside_a_dead_rank) as (alive, dead):
-        assert alive.hear(patience=60) == ["ValueError", "on purpose"]
-        assert dead.end() == -signal.SIGKILL
+        assert alive.receive(patience=60) == ["ValueError", "on purpose"]
+        assert dead.wait() == -signal.SIGKILL

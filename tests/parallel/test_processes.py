@@ -48,11 +48,11 @@ def fitting(tell, rank, directory, event):
 def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(tmp_path, capfd):
     with started(2, fitting, tmp_path, "SIGTERM") as ranks:
         # The signal comes while rank 1 reads batch 4. It votes to stop after step 4, and all know it after step 5.
-        assert [rank.hear() for rank in ranks] == [["Interrupted: 143", [], 5]] * 2
-        assert [rank.end() for rank in ranks] == [143, 143]
+        assert [rank.receive() for rank in ranks] == [["Interrupted: 143", [], 5]] * 2
+        assert [rank.wait() for rank in ranks] == [143, 143]
     assert capfd.readouterr().err.count("fit: ended by SIGTERM, saved in") == 1
     with started(2, fitting, tmp_path, "") as ranks:
-        assert [rank.end() for rank in ranks] == [0, 0]
+        assert [rank.wait() for rank in ranks] == [0, 0]
 
     def alone(_):
         return models.train(models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh())), models.batches(8))
@@ -85,8 +85,8 @@ def with_sum_of_weights(model, batch):
 def test_numbers_of_another_dtype_on_one_rank_are_summed_and_common_batches_of_it_refused(batches):
     """Gloo ends the process of a rank to which another sends more bytes than it expects."""
     with started(2, fitting_wider, batches) as ranks:
-        results = [rank.hear() for rank in ranks]
-        assert [rank.end() for rank in ranks] == [0, 0]
+        results = [rank.receive() for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [0, 0]
     if batches == "whole":
         assert [text.endswith("that of another rank has other shapes or dtypes") for text, _ in results] == [True] * 2
         assert [step for _, step in results] == [3, 3]
@@ -97,8 +97,8 @@ def test_numbers_of_another_dtype_on_one_rank_are_summed_and_common_batches_of_i
 
 def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path):
     with started(2, fitting, tmp_path, "error") as ranks:
-        first, second = (rank.hear() for rank in ranks)
-        assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
+        first, second = (rank.receive() for rank in ranks)
+        assert [rank.wait() for rank in ranks] == [BROKEN, BROKEN]
     assert second == ["OSError: disk gone", [], 3]
     assert first[0].startswith("RankError: ")
     assert "rank 1 failed after step 3: OSError: disk gone" in first[0] + str(first[1])
@@ -134,7 +134,7 @@ def compressing(tell, rank, path, names):
 def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(names, tmp_path):
     path = tmp_path / "states.pt"
     with started(2, compressing, path, names) as ranks:
-        assert [rank.end() for rank in ranks] == [0, 0]
+        assert [rank.wait() for rank in ranks] == [0, 0]
     states = torch.load(path)
     assert [*states] == names
     for eager, compiled in states.values():
@@ -154,7 +154,7 @@ def compiling(tell, rank, path, level, blocks):
 def test_a_compiled_step_of_each_level_equals_one_rank(level, blocks, tmp_path):
     path = tmp_path / "state.pt"
     with started(2, compiling, path, level, blocks) as ranks:
-        assert [rank.end() for rank in ranks] == [0, 0]
+        assert [rank.wait() for rank in ranks] == [0, 0]
 
     def alone(_):
         wrappers = ft.accumulate(2), ft.clip(0.05), ft.sharded(ft.parallel.mesh())
@@ -178,8 +178,8 @@ def planning(tell, rank):
 def test_a_plan_does_not_change_the_shapes_of_tensors_on_a_mesh_of_the_same_size():
     """Torch caches properties of tensors on a mesh, and uses them for meshes that equal it."""
     with started(2, planning) as ranks:
-        counts = [rank.hear() for rank in ranks]
-        assert [rank.end() for rank in ranks] == [0, 0]
+        counts = [rank.receive() for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [0, 0]
     for planned, actual in counts:
         assert planned == actual
 
@@ -217,7 +217,7 @@ def contrasting(tell, rank, path):
 def test_a_loss_of_the_features_of_all_ranks_is_that_of_one_rank(tmp_path):
     path = tmp_path / "params.pt"
     with started(2, contrasting, path) as ranks:
-        assert [rank.end() for rank in ranks] == [0, 0]
+        assert [rank.wait() for rank in ranks] == [0, 0]
     expected = contrastive(None)
     for params in torch.load(path):
         torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)

@@ -92,7 +92,7 @@ def test_a_rank_that_fails_is_named_on_every_other_rank_within_the_deadline(name
     place = ", at block blocks.0" if name == "runs out of memory" else r"(, at block blocks\.\d)?"
     with started(SIZE, training, name) as ranks:
         for number, rank in enumerate(ranks[:FAULTY]):
-            step, seconds, kind, text = rank.hear()
+            step, seconds, kind, text = rank.receive()
             assert (step, kind) == (AT, RankError.__name__)
             assert re.match(rf"sharded: step {AT} did not end on rank {number}{place}: {FAULTS[name][2]}", text), text
             # The limit is generous, because the machine may be busy. Without a deadline it would be half an hour.
@@ -129,7 +129,7 @@ def waiting_for_a_device(tell, rank):
 @quiet_forks
 def test_a_rank_without_progress_logs_which_other_rank_has_died():
     with started(2, waiting_for_a_device) as ranks:
-        (message,) = ranks[0].hear()
+        (message,) = ranks[0].receive()
     pattern = r"rank 0 waits after step 0: rank 1 (died or hangs, and was after step 0|never came)"
     assert re.match(pattern, message), message
 

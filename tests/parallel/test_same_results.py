@@ -71,8 +71,8 @@ def test_a_change_on_one_rank_alone_is_an_error_that_names_it_on_all(name, level
     """Ranks send their numbers as one vector: one more would end the program of another rank, or be added to others."""
     text = CHANGES[name][1]
     with started(2, training, name, level, [1]) as ranks:
-        first, second = (rank.hear() for rank in ranks)
-        assert [rank.end() for rank in ranks] == [0, 0]
+        first, second = (rank.receive() for rank in ranks)
+        assert [rank.wait() for rank in ranks] == [0, 0]
     assert second[:2] == [AT - 1, "LossError"]
     assert second[2].startswith(f"sharded: the loss returns {text}, and not on every rank: rank 0 is in step {AT}")
     assert first[:2] == [AT - 1, "RankError"]
@@ -81,7 +81,7 @@ def test_a_change_on_one_rank_alone_is_an_error_that_names_it_on_all(name, level
 
 def test_a_change_on_all_ranks_is_no_error():
     with started(2, training, "extra", 0, [0, 1]) as ranks:
-        names_by_rank = [rank.hear() for rank in ranks]
-        assert [rank.end() for rank in ranks] == [0, 0]
+        names_by_rank = [rank.receive() for rank in ranks]
+        assert [rank.wait() for rank in ranks] == [0, 0]
     usual = ["loss", "size", "sizes"]
     assert names_by_rank == [[usual, usual, sorted([*usual, "extra"]), usual]] * 2

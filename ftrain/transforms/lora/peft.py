@@ -99,12 +99,12 @@ def save(
         return {**config, "task_type": task_type}
 
     ranks = _ranks_with("adapters.save", step, state)
-    config = ranks.first(described)
+    config = ranks.on_first(described)
     beside = buffers_of(adapters.module, state, config["modules_to_save"] or ())
     tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in {**trained, **beside}.items()}
     fingerprints = {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
     metadata = {FINGERPRINTS: json.dumps(fingerprints)}
-    ranks.first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
+    ranks.on_first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
 
 
 def _warn_of_buffers(module: nn.Module, state: TrainState, whole_modules: Iterable[str]) -> None:
@@ -145,7 +145,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
     """
     path, adapters = as_path("adapters.load", "directory", directory), _of_module("adapters.load", step, state)
     ranks = _ranks_with("adapters.load", step, state)
-    content, named, bases = ranks.each(lambda: _read(path))
+    content, named, bases = ranks.on_each(lambda: _read(path))
     params = state.params
     problems = _tied(named, bases, adapters.module)
     problems += [
@@ -158,7 +158,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
     problems += _differences(named, {**trained, **buffers})
     if not any_base:
         problems += _other_base(content.metadata, bases, adapters, state)
-    ranks.together(lambda: _require_none(path, problems))
+    ranks.gather(lambda: _require_none(path, problems))
     loaded = {name: divided(named[name].to(leaf.dtype), like=leaf) for name, leaf in {**trained, **buffers}.items()}
     params = {name: loaded.get(name) for name in params}
     if buffers:
