@@ -141,7 +141,7 @@ def __dir__() -> list[str]:
 if not typing.TYPE_CHECKING:
     # Type checkers would take any name for one that exists.
     def __getattr__(name: str) -> typing.Any:
-        """Import what measures steps, which most programs do not, when it is first used."""
+        """Import a name of `ftrain.profiling` when it is first used: most programs do not profile steps."""
         if name not in _IMPORTED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)

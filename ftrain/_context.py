@@ -1,4 +1,4 @@
-"""Set a context variable for the time of a ``with`` statement."""
+"""Set a context variable within a ``with`` statement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Context in which a variable has a value."""
+    """Context in which `variable` has the value `value`."""
     token = variable.set(value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, if it is installed, and their files."""
+"""Create figures with matplotlib, if it is installed, and write them to files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ftrain.errors import FtrainError, OptionError, as_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Without a date, equal figures have equal bytes.
+# An SVG without a date: equal figures are then equal files.
 _METADATA: dict[str, dict[str, str | None]] = {".png": {}, ".svg": {"Date": None}}
 
 
 def as_file(path: str | PathLike[str] | None) -> Path | None:
-    """Return the path of an image file. Raises an OptionError if it ends neither in .png nor in .svg."""
+    """Return the path of an image file; None for None. Raises an OptionError if it ends neither in .png nor in .svg."""
     if path is None:
         return None
     file = as_path("plot", "path", path)
@@ -35,7 +35,7 @@ def blank(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, file: Path | None) -> Figure:
-    """Write a figure, if there is a file, and return it."""
+    """Write a figure to a file, unless `file` is None, and return the figure."""
     if file is not None:
         import matplotlib
 

@@ -109,7 +109,10 @@ class CheckpointError(FtrainError, RuntimeError):
 
 
 class UnreachableError(CheckpointError):
-    """A checkpoint that may be intact cannot be read now, as for lack of a permission; nothing is done in its place."""
+    """A checkpoint cannot be read now, because a permission is missing, say, but may be intact.
+
+    It is not replaced by an older checkpoint.
+    """
 
 
 class RankError(FtrainError, RuntimeError):
@@ -117,7 +120,7 @@ class RankError(FtrainError, RuntimeError):
 
 
 LIBRARIES = f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
-"""How the names of files of ftrain and torch begin: a message that names a line of the user's skips these."""
+"""The directories of ftrain and torch. A message that names a line of the user's program skips files in them."""
 
 
 def warn(message: str) -> None:
@@ -132,34 +135,38 @@ def warn(message: str) -> None:
 
 
 def log_on_first_rank(message: str, *args: object, logger: str = "ftrain") -> None:
-    """Log a warning of what all ranks know alike: with torchrun, only the first one does."""
+    """Log a warning about something that is the same on all ranks. Under torchrun only rank 0 logs it."""
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(logger).warning(message, *args)
 
 
-MAX_LISTED, MAX_LINES = 8, 20
-"""The number of names that a message lists at most, and of the leaves of a checkpoint."""
+MAX_LISTED = 8
+"""The largest number of names or lines in a message."""
+
+MAX_LINES = 20
+"""The largest number of leaves of a checkpoint in a message."""
 
 
 def listed(names: Sequence[str]) -> str:
     """Join names for a message; ``...`` stands for those after the first `MAX_LISTED`."""
-    return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])])
+    ellipsis = ["..."] if len(names) > MAX_LISTED else []
+    return ", ".join([*names[:MAX_LISTED], *ellipsis])
 
 
-def first_lines(lines: Sequence[str], most: int = MAX_LISTED) -> str:
-    """Join lines for a message, each after a line break; the last one counts those after the first `most`."""
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
+def first_lines(lines: Sequence[str], limit: int = MAX_LISTED) -> str:
+    """Join the first `limit` lines for a message, each after a line break. A last line counts the others."""
+    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "".join(f"\n  {line}" for line in [*lines[:limit], *more])
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, as `BaseException.add_note` does, which frozen dataclasses refuse."""
+    """Add a note to an error, as `BaseException.add_note` does, also to one that is a frozen dataclass."""
     with contextlib.suppress(Exception):
         BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
 
 
 def kind_and_text(error: BaseException) -> str:
-    """Return the class of an error and its text, which may be empty, as of a KeyboardInterrupt."""
+    """Return ``"Class: text"`` of an error, or ``"Class"`` if its text is empty, as that of a KeyboardInterrupt is."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -167,13 +174,13 @@ LARGER_IS_BETTER = {
     *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou", "miou", "dice"),
     *("map", "ndcg", "mrr", "r2", "psnr", "ssim", "mcc", "kappa", "reward", "top1", "top5"),
 }
-"""Words in the names of metrics of which more is better."""
+"""Words in the names of metrics for which a larger value is better."""
 
 SMALLER_IS_BETTER = {"loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer"}
-"""Words in the names of metrics of which less is better."""
+"""Words in the names of metrics for which a smaller value is better."""
 
 NEGATED = {"neg", "negative", "minus"}
-"""Words that reverse which is better, as in neg_log_loss of scikit-learn."""
+"""Words that reverse the direction, as in neg_log_loss of scikit-learn."""
 
 
 def warn_of_mode(function: str, metric: str, mode: str) -> None:
@@ -182,25 +189,27 @@ def warn_of_mode(function: str, metric: str, mode: str) -> None:
     words |= {word.rstrip("0123456789") for word in words}  # acc1, bleu4
     if "loss" in words:  # dice_loss
         words -= LARGER_IS_BETTER
-    is_less, is_more = not SMALLER_IS_BETTER.isdisjoint(words), not LARGER_IS_BETTER.isdisjoint(words)
-    if is_less == is_more or not NEGATED.isdisjoint(words):  # top1_error, error_f1
+    smaller_is_better = not SMALLER_IS_BETTER.isdisjoint(words)
+    larger_is_better = not LARGER_IS_BETTER.isdisjoint(words)
+    is_unclear = smaller_is_better == larger_is_better or not NEGATED.isdisjoint(words)  # top1_error, error_f1
+    if is_unclear:
         return
-    if is_less and mode == "max":
+    if smaller_is_better and mode == "max":
         warn(f"{function}: more of {metric!r} counts as better; pass mode='min' if less is")
-    elif is_more and mode == "min":
+    elif larger_is_better and mode == "min":
         warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
 
 
 def as_path(function: str, name: str, value: Any) -> Path:
-    """Return the absolute path of a file or directory, which stays when the program changes its directory.
+    """Return the absolute path of a file or directory, which stays valid when the program changes its directory.
 
-    ``~`` is the home directory, as in a shell. Raises an OptionError if it is no path, is empty, or has a null
-    character.
+    ``~`` is the home directory, as in a shell. Raises an OptionError if `value` is not a path, is empty, or contains a
+    null character.
     """
     if not isinstance(value, str | os.PathLike) or value == "" or "\0" in str(value):
         needed = 'a path as a str or pathlib.Path ("." is the working directory)'
         raise OptionError(f"{function}: {name} is {value!r}, needs {needed}")
-    # Not `Path.expanduser`, which raises for a name that is no user: that may be the name of a file.
+    # Not `Path.expanduser`, which raises for ~name if there is no user of that name: it may be the name of a file.
     return Path(os.path.expanduser(value)).absolute()
 
 
@@ -210,7 +219,10 @@ def require_positive(function: str, name: str, value: Any) -> None:
 
 
 def whole_number(function: str, name: str, value: Any, *, least: int = 0) -> int:
-    """Return an integer, of Python, numpy or torch, as an int. Raises an OptionError if it is none, or too small."""
+    """Return an integer of Python, numpy or torch as an int. Raises an OptionError for another value, or a small one.
+
+    It must be at least `least`. A bool is not an integer here.
+    """
     number = None
     with contextlib.suppress(TypeError):
         number = None if isinstance(value, bool) else index(value)
@@ -222,7 +234,7 @@ def whole_number(function: str, name: str, value: Any, *, least: int = 0) -> int
 def require_range(
     function: str, name: str, value: Any, low: float, high: float = float("inf"), *, closed: bool = False
 ) -> float:
-    """Return a number in [low, high), or [low, high] if `closed`, as a float. Raises an OptionError if it is none."""
+    """Return a number in [low, high), or [low, high] if `closed`, as a float. Raises an OptionError if it is not."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (value == high and not closed):
         raise OptionError(
@@ -232,14 +244,17 @@ def require_range(
 
 
 def require_positive_number(function: str, name: str, value: Any) -> float:
-    """Return a finite number above 0 as a float. Raises an OptionError if it is none."""
+    """Return a finite number above 0 as a float. Raises an OptionError if it is not."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise OptionError(f"{function}: {name} is {value!r}, needs a positive number")
     return float(value)
 
 
 def require_switches(function: str, **values: Any) -> None:
-    """Check that arguments are True or False: of texts, ``"no"`` counts as true. Raises an OptionError if not."""
+    """Check that arguments are True or False. Raises an OptionError if not.
+
+    Without the check a text such as ``"no"`` would count as true.
+    """
     for name, value in values.items():
         if value not in (True, False):
             raise OptionError(f"{function}: {name} is {value!r}, needs True or False")
@@ -253,9 +268,9 @@ def require_choice(function: str, name: str, value: Any, choices: Sequence[str])
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step and a state are not swapped, and the step is not a class. Raises a ComposeError if not.
+    """Check that a step and a state are not swapped, and that the step is not a class. Raises a ComposeError if not.
 
-    `needed` is the right call of the function.
+    `needed` is the correct call of the function, for the message.
     """
     if not callable(step) and callable(state):
         raise ComposeError(f"{function}: the step and the state are swapped; needs {needed}")

@@ -48,45 +48,46 @@ TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
 """Tag of a registered class -> function that returns an instance from its fields by name and its static values."""
 
 
-def tree_tag(kind: type) -> str:
+def tree_tag(cls: type) -> str:
     """Return the tag of a registered class, which stands for it in checkpoints.
 
-    That of a class of ftrain is without its module, which may change; two classes of users may have one name.
+    That of a class of ftrain is its name alone, since the class may move to another module.
     """
-    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return kind.__name__
-    return f"{kind.__module__}.{kind.__qualname__}"
+    if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def tree_class(kind: type[T]) -> type[T]:
+def tree_class(cls: type[T]) -> type[T]:
     """Register a dataclass as a tree whose children are its fields, except those with the metadata `STATIC`.
 
-    Use it as a decorator, above ``@dataclass``. Its function in `TREE_CLASSES` raises a StructureError of other fields.
+    Use it as a decorator, above ``@dataclass``. Its entry of `TREE_CLASSES` raises a StructureError for other fields.
     """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    names = tuple(each.name for each in fields if not each.metadata.get("static"))
-    static = tuple(each.name for each in fields if each.metadata.get("static"))
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    child_names = tuple(field.name for field in fields if not field.metadata.get("static"))
+    static_names = tuple(field.name for field in fields if field.metadata.get("static"))
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-        return tuple([getattr(node, name) for name in names]), tuple([getattr(node, s) for s in static]), names
+        static = tuple([getattr(node, name) for name in static_names])
+        return tuple([getattr(node, name) for name in child_names]), static, child_names
 
-    def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
+    def unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        return cls(**dict(zip(child_names, children, strict=True)), **dict(zip(static_names, static, strict=True)))
 
-    def restore(children: Mapping[str, Any], values: Sequence[Any]) -> Any:
-        if children.keys() != set(names) or len(values) != len(static):
-            raise StructureError(f"{kind.__name__} has the fields {', '.join(names)}; found {', '.join(children)}")
-        return kind(**children, **dict(zip(static, values, strict=True)))
+    def restore(children: Mapping[str, Any], static: Sequence[Any]) -> Any:
+        if children.keys() != set(child_names) or len(static) != len(static_names):
+            raise StructureError(f"{cls.__name__} has the fields {', '.join(child_names)}; found {', '.join(children)}")
+        return cls(**children, **dict(zip(static_names, static, strict=True)))
 
-    TREE_CLASSES[tree_tag(kind)] = restore
+    TREE_CLASSES[tree_tag(cls)] = restore
     optree.register_pytree_node(
-        kind,  # type: ignore[arg-type]
+        cls,  # type: ignore[arg-type]
         flatten,
         unflatten,  # type: ignore[arg-type]
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
-    return kind
+    return cls
 
 
 def replace(record: T, **changes: Any) -> T:
@@ -111,10 +112,9 @@ class Mean:
     gradient is 0. (A loss that divides by its weight still has NaN in the gradient: mask before dividing.)
 
     Args:
-        total: 0-d tensor, the weighted sum, and no mean.
+        total: 0-d tensor, the weighted sum.
         weight: 0-d tensor, the sum of the weights (such as the number of tokens or examples); not differentiated.
-        plain: whether the loss returned one number without a weight. An evaluation then weights it by the length of
-            the batch.
+        plain: whether the loss returned a number without a weight; an evaluation weights it by the batch's length.
 
     >>> import torch
     >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
@@ -201,14 +201,14 @@ DERIVED: WeakKeyDictionary[TrainState, WeakSet[TrainState]] = WeakKeyDictionary(
 
 def consume(state: TrainState) -> None:
     """Mark a state as donated: any later access to its fields raises `ConsumedError`."""
-    for each in DERIVED.pop(state, ()):
-        consume(each)
+    for derived in DERIVED.pop(state, ()):
+        consume(derived)
     vars(state).clear()
 
 
 def mark_donatable(state: TrainState) -> TrainState:
-    """Mark a state, by identity, as the only owner of its tensors, which are then donated without a copy; return it."""
-    vars(state)["_owner"] = id(state)
+    """Mark a state as the only owner of its tensors, and return it. A step may donate them without a copy."""
+    vars(state)["_owner"] = id(state)  # The mark is not valid for another state with the same attributes.
     return state
 
 
@@ -272,12 +272,12 @@ class Loss:
             The names are None if there is no module.
         needs_rng: whether `fn` draws random numbers from the key `rng`.
         adapters: the parameters that a wrapper has added, or None.
-        narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
-        matmul_precision: the text of the wrapper that sets the precision of its float32 matrix products; "" if none.
+        narrow: the name of the 16-bit or 8-bit dtype in which a wrapper runs the loss, as in `with_amp`; "" if none.
+        matmul_precision: the text of the wrapper that sets the precision of float32 matrix products; "" if none.
         wrapper_texts: the texts of its wrappers, the innermost first.
         ranks: the ranks that evaluate it together; None if every rank evaluates it on all examples.
-        on_compiled: ``fn -> fn`` for a loss that `torch.compile` has compiled: its module keeps the tensors of a run
-            until the end of `scope`, as after a run that is not compiled.
+        on_compiled: ``fn -> fn``, applied to `fn` after `torch.compile`: its module then keeps the tensors of a run
+            until the end of `scope`, as it does for a loss that is not compiled.
     """
 
     fn: LossFn

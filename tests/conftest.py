@@ -14,18 +14,18 @@ hypothesis.settings.load_profile("ftrain")
 
 
 def pytest_collection_finish():
-    """Leave out what is imported by now whenever garbage is looked for, and let forked processes run autograd."""
+    """Exclude all that is imported by now from garbage collection, and let forked processes run autograd."""
     gc.collect()
     gc.freeze()
-    # Before the first fake tensor: a torch made for CUDA takes that for a device, for which its first backward pass
-    # would start a thread, and then no forked process can run one.
+    # A backward pass before the first fake tensor. A torch built for CUDA takes a fake tensor for a device and starts a
+    # thread for it in its first backward pass; after that, no forked process can run a backward pass.
     torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)
 def _each_test_alone():
-    """A test draws the same numbers whatever ran before it, and its compiled code counts against no other's limit."""
-    # `torch.manual_seed` writes down for each kind of device that is not in use from where it was called: milliseconds.
+    """Each test draws the same numbers whatever ran before it, and starts with no compiled code of other tests."""
+    # `torch.manual_seed` records a stack trace for each type of device that is not in use, which takes milliseconds.
     seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     seed(0)
     yield

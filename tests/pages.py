@@ -45,7 +45,7 @@ def run(path, directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(registry, "_records", dict(registry._records))
-        # How long something takes is not asked here, and what is there already need not be looked through before it.
+        # Times do not matter here: short turns, and no garbage collection before each.
         patch.setattr(timing, "TURN", 0.002)
         patch.setattr(timing, "gc", types.SimpleNamespace(collect=int))
         for index, (language, line, code) in enumerate(blocks):

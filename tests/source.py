@@ -1,4 +1,4 @@
-"""What the tests of the source read it with."""
+"""Functions with which tests read the source of the package."""
 
 import ast
 from functools import cache
@@ -13,7 +13,7 @@ NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuff
 
 @cache
 def tree_of(path):
-    # Not for all when this is imported, which every process of tests does.
+    # Parsed at the first call, not when this file is imported: every process that runs tests imports it.
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -27,7 +27,7 @@ def label(path):
 
 
 def imports(path):
-    """Dotted names of what a file imports, wherever in it: `from a import b` is a.b."""
+    """Yield the dotted name of everything that a file imports, also within functions: `from a import b` is a.b."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -37,7 +37,7 @@ def imports(path):
 
 
 def own_imports(path):
-    """The files and folders of this package that a file imports, by their dotted names: the longest that exist."""
+    """Yield the dotted name of each file or folder of this package that a file imports: the longest that exists."""
     modules = set(NAMES.values())
     for name in imports(path):
         if name.split(".")[0] == "ftrain":
@@ -51,5 +51,5 @@ def where(path, nodes):
 
 
 def offenders(search, leaving_out=()):
-    """What `search` lists in every file, the units that are left out aside."""
+    """Return the lines that `search(path)` lists, for every file outside the units in `leaving_out`."""
     return [line for path in FILES if unit(path) not in leaving_out for line in search(path)]

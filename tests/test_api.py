@@ -272,26 +272,26 @@ INNER = {
 
 def defined(path):
     """What a file defines or re-exports (`a as a`) under a public name; other imports are its own affair."""
-    actual = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            actual.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Assign):
-            actual |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            actual.add(node.target.id)
+            names.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
-            actual |= {alias.asname for alias in node.names if alias.asname == alias.name}
-    return sorted(each for each in actual if not each.startswith("_"))
+            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
+    return sorted(each for each in names if not each.startswith("_"))
 
 
 def test_public_names():
     assert {*ft.__all__} == {*NAMES, *MODULES, "__version__"}
     # Some are imported when they are first used.
-    actual = {name: getattr(ft, name) for name in {*vars(ft), *ft._IMPORTED_WHEN_USED} if not name.startswith("_")}
-    assert sorted(name for name, value in actual.items() if not isinstance(value, types.ModuleType)) == NAMES
+    public = {name: getattr(ft, name) for name in {*vars(ft), *ft._IMPORTED_WHEN_USED} if not name.startswith("_")}
+    assert sorted(name for name, value in public.items() if not isinstance(value, types.ModuleType)) == NAMES
     # A function that is exported under the name of one of these modules would hide it.
-    assert all(isinstance(actual[name], types.ModuleType) for name in MODULES)
+    assert all(isinstance(public[name], types.ModuleType) for name in MODULES)
 
 
 def test_dir_has_public_names_only():
@@ -502,10 +502,10 @@ BEGINNINGS = {
 
 
 def look_up(name):
-    actual = ft
+    value = ft
     for part in name.split("."):
-        actual = getattr(actual, part)
-    return actual
+        value = getattr(value, part)
+    return value
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

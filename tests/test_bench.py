@@ -39,9 +39,9 @@ def wrong(task: Task):
 
 def without_decay(task: Task):
     """AdamW of torch that does not decay."""
-    actual = updates.theirs(task)
-    actual._run.__self__.param_groups[0]["weight_decay"] = 0.0
-    return actual
+    update = updates.theirs(task)
+    update._run.__self__.param_groups[0]["weight_decay"] = 0.0
+    return update
 
 
 def broken(task: Task):
@@ -126,11 +126,11 @@ def raced(*entrants, problem="mlp"):
 
 
 def test_a_case_whose_maths_differs_fails_and_is_not_timed():
-    actual = raced(HAND_EAGER, OURS_EAGER, Entrant("wrong", "hand eager", f"{__name__}:wrong"))
-    failed = [row for row in actual if row.metric == rows.FAILED]
+    measurements = raced(HAND_EAGER, OURS_EAGER, Entrant("wrong", "hand eager", f"{__name__}:wrong"))
+    failed = [row for row in measurements if row.metric == rows.FAILED]
     assert [row.variant for row in failed] == ["all"]
     assert "wrong computes" in failed[0].note
-    assert not [row for row in actual if row.metric == rows.TIME]
+    assert not [row for row in measurements if row.metric == rows.TIME]
 
 
 def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
@@ -138,20 +138,22 @@ def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
         Entrant(name, "trainer", f"{__name__}:{name}", in_own_process=apart)
         for name, apart in (("broken", False), ("without_its_library", False))
     ]
-    actual = raced(HAND_EAGER, *others)
-    said = {row.variant: (row.metric, row.note) for row in actual if row.variant in {"broken", "without_its_library"}}
+    measurements = raced(HAND_EAGER, *others)
+    said = {
+        row.variant: (row.metric, row.note) for row in measurements if row.variant in {"broken", "without_its_library"}
+    }
     assert said == {
         "broken": (rows.FAILED, "ValueError: does not run"),
         "without_its_library": (rows.MISSING, "No module named 'optional'"),
     }
-    assert all(math.isnan(row.median) for row in actual if row.metric in {rows.MISSING, rows.FAILED})
+    assert all(math.isnan(row.median) for row in measurements if row.metric in {rows.MISSING, rows.FAILED})
 
 
 def test_who_runs_in_ranks_has_no_row_of_the_memory_of_this_process():
     ready = SimpleNamespace(losses=lambda steps: [1.0] * steps, turn=lambda steps: 1e-6 * steps, close=lambda: None)
     on_gpu = dataclasses.replace(SETTINGS, device="cuda")
-    actual = race("G6 test", SETTINGS.task("mlp"), [HAND_EAGER], on_gpu, steps=1, make=lambda *_: ready)
-    metrics = {row.metric for row in actual if row.variant == HAND_EAGER.name}
+    measurements = race("G6 test", SETTINGS.task("mlp"), [HAND_EAGER], on_gpu, steps=1, make=lambda *_: ready)
+    metrics = {row.metric for row in measurements if row.variant == HAND_EAGER.name}
     assert rows.TIME in metrics
     assert rows.MEMORY not in metrics
 
@@ -166,9 +168,9 @@ def test_only_optional_libraries_can_be_missing():
 @pytest.mark.parametrize("other", ["without_decay", None])
 def test_an_update_of_other_maths_fails_and_one_of_the_same_does_not(other):
     entrants = [field.OURS_UPDATE, Entrant(other, "torch", f"{__name__}:{other}") if other else field.TORCH]
-    actual = race("C8 test", SETTINGS.task("update 148"), entrants, SETTINGS, steps=1)
-    assert bool([row for row in actual if row.metric == rows.TIME]) == (other is None)
-    assert [row.variant for row in actual if row.metric == rows.FAILED] == (["all"] if other else [])
+    measurements = race("C8 test", SETTINGS.task("update 148"), entrants, SETTINGS, steps=1)
+    assert bool([row for row in measurements if row.metric == rows.TIME]) == (other is None)
+    assert [row.variant for row in measurements if row.metric == rows.FAILED] == (["all"] if other else [])
 
 
 def test_an_optimizer_holds_as_many_bytes_as_its_moments():
@@ -181,10 +183,10 @@ def test_an_optimizer_holds_as_many_bytes_as_its_moments():
 
 @pytest.mark.parametrize("problem", ["null", "gpt2 b1", *exhaustive(["leaves 10", "mlp", "gpt384", "bert", "llama"])])
 def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
-    actual = raced(HAND_EAGER, OURS_EAGER, problem=problem)
-    times = [row.variant for row in actual if row.metric == rows.TIME]
+    measurements = raced(HAND_EAGER, OURS_EAGER, problem=problem)
+    times = [row.variant for row in measurements if row.metric == rows.TIME]
     assert times == ["loop, eager", "ftrain, eager"]
-    assert [r.metric for r in actual if r.metric.startswith(rows.RATIO)] == ["ratio to loop, eager"]
+    assert [r.metric for r in measurements if r.metric.startswith(rows.RATIO)] == ["ratio to loop, eager"]
 
 
 def test_flops_are_six_a_weight_and_token_and_attention():
@@ -227,13 +229,13 @@ def test_a_quick_run_replaces_what_it_asks_and_keeps_what_only_a_full_one_asked(
 
 
 def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
-    actual = [
+    measurements = [
         ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 0.90),
         ratio("C2 GPT", OURS_COMPILED.name, JAX[1].name, 1.02),
         ratio("C10 other", OURS_COMPILED.name, JAX[1].name, 9.0),
         rows.said("C3 GPT", OURS_COMPILED.name, f"{rows.RATIO}{JAX[0].name}", "missing"),
     ]
-    verdicts = {verdict.claim.text: verdict for verdict in claims.judge(actual)}
+    verdicts = {verdict.claim.text: verdict for verdict in claims.judge(measurements)}
     jax = verdicts["compiled step / JAX jit"]
     assert (jax.worst.median, jax.count, jax.word) == (1.02, 2, "must")
     others = {verdict.word for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
@@ -243,18 +245,18 @@ def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
 @pytest.mark.parametrize(("median", "word"), [(0.90, "aim"), (0.97, "must"), (0.98, "short")])
 def test_a_claim_is_met_up_to_its_bound(median, word):
     best = next(entrant for entrant in TRAINERS if entrant.best)
-    actual = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
+    measurements = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
     text = "compiled step / trainers at their best"
-    assert next(v.word for v in claims.judge(actual) if v.claim.text == text) == word
+    assert next(v.word for v in claims.judge(measurements) if v.claim.text == text) == word
 
 
 def test_the_report_shows_machines_claims_figures_and_what_is_missing():
-    actual = [
+    measurements = [
         ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 1.5),
         dataclasses.replace(rows.measured("C1 MLP", "loop, eager", rows.TIME, "us", [1234.0]), device="here"),
         rows.said("C1 MLP", "Fabric, best", rows.MISSING, "No module named 'lightning'"),
     ]
-    text = report(actual, ["plots/c1-mlp.svg"])
+    text = report(measurements, ["plots/c1-mlp.svg"])
     assert "| compiled step / JAX jit | 1.05 | 0.95 | 1.5 | 1.5 to 1.5 | short | 1 |" in text
     assert "| loop, eager | 1,234 | 1,234 | 1,234 |" in text
     assert "* Fabric, best: missing. No module named 'lightning'" in text
@@ -284,42 +286,44 @@ def bench(folder, *cases):
 
 
 def read(folder):
-    actual = []
+    measurements = []
     for file in sorted(folder.glob("*.csv")):
         with file.open(encoding="utf-8") as lines:
-            actual += list(csv.DictReader(lines))
-    return actual
+            measurements += list(csv.DictReader(lines))
+    return measurements
 
 
 def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
     assert main(smoke(tmp_path, "C1")) == 0
-    actual = read(tmp_path)
-    timed = {row["variant"] for row in actual if row["metric"] == rows.TIME}
+    measurements = read(tmp_path)
+    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name} <= timed
-    assert not [row for row in actual if row["metric"] == rows.FAILED]
+    assert not [row for row in measurements if row["metric"] == rows.FAILED]
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
-    actual = bench(tmp_path, "C11")
-    timed = {row["variant"] for row in actual if row["metric"] == rows.TIME}
-    missing = {row["variant"] for row in actual if row["metric"] == rows.MISSING}
+    measurements = bench(tmp_path, "C11")
+    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
+    missing = {row["variant"] for row in measurements if row["metric"] == rows.MISSING}
     entrants = {*c11.PEERS, *map(c11.ours, (0, 1, 3)), c11.COMPILED}
     assert {entrant.name for entrant in entrants if not entrant.needs} <= timed
     assert {entrant.name for entrant in entrants} <= timed | missing
-    assert not [row for row in actual if row["metric"] == rows.FAILED]
+    assert not [row for row in measurements if row["metric"] == rows.FAILED]
 
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
-    actual = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13")
-    timed = {row["variant"] for row in actual if row["metric"] == rows.TIME}
+    measurements = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13")
+    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
     assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKED} <= timed
     assert {c9.SAM[2].name, c9.SAM[3].name, c9.ONE_PASS.name} <= timed
     assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
-    assert not [row for row in actual if row["metric"] == rows.FAILED]
-    assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in actual)
-    assert {row["variant"] for row in actual if row["metric"] == rows.MEMORY} >= {"remat()"} or sys.platform != "linux"
+    assert not [row for row in measurements if row["metric"] == rows.FAILED]
+    assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in measurements)
+    assert {row["variant"] for row in measurements if row["metric"] == rows.MEMORY} >= {
+        "remat()"
+    } or sys.platform != "linux"
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")

@@ -53,8 +53,8 @@ def test_a_warning_points_at_the_users_line(package):
     for call in (here, plainly, in_torch, at_exit):
         with pytest.warns(UserWarning, match="found") as caught:
             call()
-        (one,) = caught
-        assert (one.filename, one.lineno) == (__file__, call.__code__.co_firstlineno + 1), call.__name__
+        (warning,) = caught
+        assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno + 1), call.__name__
 
 
 def test_a_line_warns_once_by_default():
@@ -65,7 +65,7 @@ def test_a_line_warns_once_by_default():
     assert len(caught) == 1
 
 
-def test_of_many_ranks_the_first_logs_what_all_know(caplog, monkeypatch):
+def test_only_the_first_rank_logs(caplog, monkeypatch):
     for rank in (None, "0", "1", "7"):
         if rank is not None:
             monkeypatch.setenv("RANK", rank)

@@ -53,9 +53,9 @@ def run_here(monkeypatch, capsys):
 
 
 def accuracy(printed: str) -> float:
-    actual = re.search(r"test accuracy (\d+\.\d+)%", printed)
-    assert actual, printed
-    return float(actual[1])
+    match = re.search(r"test accuracy (\d+\.\d+)%", printed)
+    assert match, printed
+    return float(match[1])
 
 
 @pytest.mark.parametrize(("name", "first"), [("plan.py", "trials"), ("ladder.py", "anatomy")])

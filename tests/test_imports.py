@@ -1,4 +1,4 @@
-"""What `import ftrain` brings with it, in a process of its own."""
+"""Which modules `import ftrain` imports, in a new process."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ HEAVY = {
     "torchao",
     "transformers",
 }
-"""Each takes from a tenth of a second to several, and is imported where it is used."""
+"""Modules whose import takes a tenth of a second to several seconds; they are imported at first use."""
 
 USED_LATER = {
     "ftrain.losses.chunked",
@@ -32,7 +32,10 @@ USED_LATER = {
     "ftrain.transforms.remat.optimization_barrier",
     "ftrain.transforms.compile.graph_fixes",
 }
-"""Of this package: what most programs never use, and files that register operations. Together a sixth of the time."""
+"""Modules of this package that are imported at first use: most programs never use them, or they register operations.
+
+Together they take a sixth of the time of the import if they are imported with the package.
+"""
 
 SHOWN = """
 import json, sys, time, torch
@@ -81,9 +84,9 @@ for refused in (ft.parallel.mesh, lambda: ft.sharded(None), planned, lambda: ft.
 
 def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_ranks(tmp_path):
     root, arguments = Path(ft.__file__).parents[1], ["-c", WITHOUT_DISTRIBUTED, str(tmp_path / "run")]
-    actual = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
-    assert actual.returncode == 0, actual.stderr
-    refusals = actual.stdout.splitlines()
+    process = subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    refusals = process.stdout.splitlines()
     expected = [f"DeviceError {name}: torch {torch.__version__} was built" for name in ("mesh", "sharded", "mesh")]
     assert [each.partition(" without torch.distributed")[0] for each in refusals[:3]] == expected
     assert len(refusals) == 4
@@ -92,10 +95,10 @@ def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_rank
 
 @pytest.fixture(scope="module")
 def shown():
-    """The modules that `import ftrain` brings; those when a device was chosen; the seconds that this has taken."""
+    """The modules that `import ftrain` imports; all modules after a device was chosen; the seconds for the choice."""
     root = Path(ft.__file__).parents[1]
-    actual = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
-    return json.loads(actual.stdout)
+    process = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 def test_nothing_heavy_is_imported(shown):

@@ -25,7 +25,7 @@ TESTED = (2, 11), (2, 15)
 
 
 def require_version(version: str) -> None:
-    """Check a version of torch: warn if the tests have not run with one as new. Raises a VersionError if too old."""
+    """Check a version of torch: warn if it is newer than the tested ones. Raises a VersionError if it is too old."""
     oldest, newest = (".".join(map(str, tested)) for tested in TESTED)
     installed = tuple(int(part) for part in version.split(".")[:2])
     if installed < TESTED[0]:
@@ -96,8 +96,8 @@ with private_names():
     privateuse1_name = torch._C._get_privateuse1_backend_name
     """``() -> str``, the name of a device that a package outside torch has registered."""
     _constants = _recomputation_hook.__init__.__code__.co_consts
-    # A function within a function, so only its code object can be found; KeyError if it has another name.
-    _pack_hook = {each.co_name: each.co_qualname for each in _constants if isinstance(each, CodeType)}["pack_hook"]
+    # It is defined within another function, so only its code object can be read; KeyError if torch renames it.
+    _pack_hook = {code.co_name: code.co_qualname for code in _constants if isinstance(code, CodeType)}["pack_hook"]
 
 
 # Tensors
@@ -129,9 +129,9 @@ is_wrapper_subclass: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 """Whether a tensor is of a subclass that wraps others, as quantised weights are."""
 
 
-def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
-    """Return an instance of a subclass of Tensor that has a shape and no memory, with dtype and device of a tensor."""
-    return _make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=requires_grad)
+def tensor_without_values(cls: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
+    """Return an instance of `cls`, a subclass of Tensor, without memory; dtype and device are those of `like`."""
+    return _make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=requires_grad)
 
 
 is_batched: Callable[[Tensor], bool] = is_batchedtensor
@@ -146,7 +146,7 @@ in_transform: Callable[[], bool] = _are_functorch_transforms_active
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones.
+    """Return ``(*others) -> bool``: whether `others` have the shapes, strides, dtypes and devices of `tensors`.
 
     Torch compares in C++, in about 40 ns per tensor. The function takes as many tensors as it was made from. It also
     returns False in another context, such as `torch.inference_mode`: the caller must then compare the tensors itself.
@@ -220,7 +220,7 @@ def is_composite(operation: Any) -> bool:
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
     # Operators of TorchScript (prim::device) reach a mode too, and are unknown to the dispatcher.
-    # Some have a kernel of their own too (silu_backward), whose bits differ from those of their parts.
+    # An operation with a kernel for the CPU as well (silu_backward) is not decomposed: the bits would differ.
     has_parts = _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
     return has_parts and not _has_kernel_for(name, DispatchKey.CPU)
 
@@ -343,7 +343,7 @@ def is_profiling() -> bool:
 
 
 def end_profiling() -> None:
-    """End torch's profiler if it runs: it does after an interrupt that came while it started or ended."""
+    """End torch's profiler if it runs, as it does after an interrupt during its start or end."""
     if is_profiling():
         with suppress(RuntimeError):
             _disable_profiler()

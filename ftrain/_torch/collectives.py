@@ -1,7 +1,7 @@
 """Collectives of torch that are traced like any other operation.
 
-Each starts a collective and returns its result before it is complete; `wait` returns the complete result. These are
-the operations themselves, whose schemas are the same in all versions; torch's functions change their names.
+Each function starts a collective and returns its result before it is complete; `wait` returns the complete result. They
+call the operations of torch directly, whose schemas are the same in all versions; torch's Python functions change.
 """
 
 from __future__ import annotations

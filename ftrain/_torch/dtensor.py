@@ -107,9 +107,17 @@ def local_parts(leaves: Sequence[Any]) -> list[Any]:
 
 
 def with_local_parts(likes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its shard; else the leaf."""
-    kind, pairs = _names().DTensor, zip(likes, leaves, strict=True)
-    return [
-        leaf if not isinstance(like, kind) else like if like._local_tensor is leaf else with_local_part(like, leaf)
-        for like, leaf in pairs
-    ]
+    """Return the leaves, as DTensors with the leaf as local shard where `likes` has a DTensor.
+
+    If the leaf is the local shard of that DTensor, the DTensor itself is returned.
+    """
+    dtensor = _names().DTensor
+    results = []
+    for like, leaf in zip(likes, leaves, strict=True):
+        if not isinstance(like, dtensor):
+            results.append(leaf)
+        elif like._local_tensor is leaf:
+            results.append(like)
+        else:
+            results.append(with_local_part(like, leaf))
+    return results

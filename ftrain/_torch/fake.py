@@ -1,4 +1,4 @@
-"""What torch's fake tensors lack for captures: products of experts, checks of values, and safe interrupts."""
+"""Additions to torch's fake tensors for captures: products of experts, checks of values, and safe interrupts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with private_names():
     _lifts_on_cpu, _set_lifts_on_cpu = torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors
 
 MOST_WAITING = 2
-"""The number of signals of a kind that wait in `uninterrupted`: what hangs can still be ended."""
+"""The number of equal signals that wait in `uninterrupted`. The next one acts at once, so that a hang can be ended."""
 
 
 class CaptureFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -58,12 +58,16 @@ def grouped_product_like(a: Tensor, b: Tensor, ends: Tensor | None = None, *rest
     If one of both has no groups, `ends` are the ends of those of the other one (https://docs.pytorch.org/docs/stable/
     generated/torch.nn.functional.grouped_mm.html).
     """
-    groups = a.shape[:-2] if b.ndim == 3 else ends.shape if ends is not None and a.ndim == 2 else ()
+    groups: tuple[int, ...] = ()
+    if b.ndim == 3:
+        groups = a.shape[:-2]
+    elif ends is not None and a.ndim == 2:
+        groups = ends.shape
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
 class uninterrupted:  # noqa: N801
-    """Context in which signals wait: what handles one in Python, as Ctrl-C, runs at the end. A third one acts at once.
+    """Context in which signals with a Python handler, such as Ctrl-C, are handled at its end; a third one at once.
 
     Torch enters a mode again for each operation on fake tensors. An error that a signal raises within that may leave
     the mode on, so that all tensors that the program makes afterwards are fake, or end the process: it comes through

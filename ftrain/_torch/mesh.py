@@ -1,4 +1,4 @@
-"""DeviceMesh of torch: one without process groups, and how to release the groups of one."""
+"""Torch's DeviceMesh: a mesh without process groups, and a function that releases the groups of a mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class PlannedMesh(DeviceMesh):
         with private_names():
             super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
-    # Torch keeps what it finds out about a DTensor for meshes that are equal: ranks must not get one without groups.
+    # Torch caches results of DTensors by mesh, and equal meshes share them. A mesh without groups must not equal a real
+    # one, or ranks would get it from the cache.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlannedMesh) and super().__eq__(other)
 

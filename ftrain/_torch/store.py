@@ -31,10 +31,10 @@ _connection = threading.local()
 
 
 def store() -> Any:
-    """Return the store of the process group over a connection that this thread has made; other threads may use it, too.
+    """Return the store of the process group over the connection of this thread. Other threads may use it, too.
 
-    A call that waits for a key blocks the calls of other threads, so ask whether the key is there (`check`) instead.
-    The connection is kept, since a new one takes a socket of rank 0 and a look-up of its name, which may be slow.
+    A call that waits for a key blocks the calls of other threads, so poll for the key (`check`) instead. The connection
+    is kept, since a new one takes a socket of rank 0 and a look-up of its name, which may be slow.
     """
     default = _default_store()
     if getattr(_connection, "of", lambda: None)() is not default:

@@ -1,4 +1,4 @@
-"""Worker processes of torch's `DataLoader`, whose death is noticed within seconds, where their batches are awaited."""
+"""A `DataLoader` that notices the death of a worker process within seconds, when it waits for the next batch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ with private_names():
 
 
 class _Watching(_MultiProcessingDataLoaderIter):
-    """Looks every few seconds whether the workers live, as torch does for a loader without a timeout.
+    """Checks every few seconds that the workers live, as torch does for a loader without a timeout.
 
-    With one, torch looks when that has passed.
+    For a loader with a timeout, torch checks only after the timeout.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
-        # Torch's handler of SIGCHLD would raise wherever the main thread is when a worker dies, such as within a step,
-        # which may have overwritten a part of its state, and for which other ranks wait.
+        # When a worker dies, torch's handler of SIGCHLD raises an error at any place in the main thread. In a step that
+        # would leave a state that is partly overwritten, and other ranks that wait.
         _remove_worker_pids(id(self))
         self._worker_pids_set = False
 
@@ -57,7 +57,7 @@ def stop_workers(iterator: Any) -> None:
 
 
 def how_workers_ended(iterator: Any) -> str:
-    """Return the signals and exit codes of workers of an iterator of a `DataLoader` that have ended; "" if all live."""
+    """Return the signals and exit codes of ended workers of a `DataLoader` iterator, as a text; "" if all live."""
     workers = iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
     codes = {worker.exitcode for worker in workers if worker.exitcode is not None}
     texts = [signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in codes]

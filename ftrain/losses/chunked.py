@@ -20,19 +20,19 @@ from ftrain import backends
 from ftrain.losses.inputs import at_least_float32
 
 CHUNK_BYTES = 2**26
-"""The bytes that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
-while other programs use the cores; twice as much takes 2% less."""
+"""The largest size of a chunk of logits. Measured on two cores: with half of it a step takes 3% more time, and far more
+while other programs use the cores; with twice as much, 2% less."""
 
 QUEUED_CHUNK_BYTES = 2**29
-"""The same on a device that queues its work, as GPUs do: it needs large operations to be fast. Measured on an H200 with
-128,256 classes: a quarter of it takes 63% more time, half of it 18% more, twice as much 3% less."""
+"""As `CHUNK_BYTES`, on a device that queues its work, as GPUs do: it needs large operations to be fast. Measured on an
+H200 with 128,256 classes: with a quarter of it a step takes 63% more time, with half 18% more, with twice 3% less."""
 
 WEIGHT_SHARE = 8
-"""A chunk may also take the memory of the weight divided by this: each chunk reads and writes the gradient of the
-weight, which limits a fast device if chunks are small."""
+"""A chunk may be larger than that if it takes at most the memory of the weight divided by this number. Each chunk reads
+and writes the gradient of the weight, which makes small chunks slow on a fast device."""
 
 TILE = 2**22
-"""The number of elements of the weight whose gradient is held in 16 bits before it is added in 32."""
+"""The number of elements of the weight gradient that are computed in 16 bits at once, and then added in 32 bits."""
 
 
 @torch.library.custom_op("ftrain::linear_cross_entropy", mutates_args=())
@@ -50,19 +50,20 @@ def losses_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses, and its gradients with respect to hidden, weight and bias, in at least float32.
 
-    `needs` says which of the three are needed; the others are empty. The arguments are those of `linear_cross_entropy`,
-    with `hidden` of shape (rows, width) and int64 `labels` of shape (rows,); `dtype` is that of matmuls.
+    `needs` is whether each of the three is needed; the others are empty. The arguments are those of
+    `linear_cross_entropy`, with `hidden` of shape (rows, width) and int64 `labels` of shape (rows,). `dtype` is the
+    dtype of matmuls.
     """
     wide = at_least_float32(dtype)
     weight_of_class = hidden.new_ones(len(weight), dtype=wide) if class_weight is None else class_weight.to(wide)
     total = hidden.new_zeros((), dtype=wide)
     backend = backends.of(hidden.device)
-    # Probabilities are too small for float16 when no loss scale has been applied yet.
+    # Not float16: differences of probabilities would underflow, since the loss scale is applied only later.
     dtype_of_error = torch.float32 if dtype == torch.float16 else dtype
     add = _add_in_float32 if backend.out_dtype and dtype_of_error == torch.bfloat16 else _add_by_tiles
     limit = CHUNK_BYTES if backend.immediate else QUEUED_CHUNK_BYTES
     chunk = min(chunk or auto_chunk(weight, dtype, limit), max(len(hidden), 1))
-    # Inside an operation the caller's autocast would still apply, and cast the matmuls to its dtype a second time.
+    # The autocast of the caller applies inside an operation too, and would cast the matmuls a second time.
     with torch.autocast(hidden.device.type, enabled=False):
         narrow = _padded(weight.to(dtype), backend.multiple(dtype))
         grads = _gradients(hidden, narrow, dtype, needs)
@@ -130,16 +131,16 @@ def _targets(labels: Tensor, weight: Tensor, ignored: int, smoothing: float) -> 
 
 
 def _padded(weight: Tensor, multiple: int) -> Tensor:
-    """Add classes of zeros up to a multiple, since matmuls with rows of any other length may take far longer.
+    """Add classes of zeros, so that the number of classes is a multiple: other matmuls may take far longer.
 
-    Their logits are 0, and stay so: they are no part of the softmax.
+    The padding is not part of the softmax, and its logits stay 0.
     """
-    lacking = -len(weight) % multiple
-    return torch.nn.functional.pad(weight, (0, 0, 0, lacking)) if lacking else weight
+    padding = -len(weight) % multiple
+    return torch.nn.functional.pad(weight, (0, 0, 0, padding)) if padding else weight
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, classes: int) -> Tensor:
-    """Write ``hidden @ weight.T`` to `out`; return the logits of the classes that are no padding, a view of it."""
+    """Write ``hidden @ weight.T`` to `out`; return the logits of the classes without padding, a view of it."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     else:
@@ -167,7 +168,7 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
 
 
 def _add_in_float32(grads: _Gradients, rows: slice, error: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """As `_add_by_tiles`, where the device multiplies in 16 bits and adds in 32, in one operation."""
+    """As `_add_by_tiles`, on a device that multiplies in 16 bits and adds in 32 bits in one operation."""
     hidden_grad, weight_grad, _ = grads
     error = error.to(weight.dtype)
     if hidden_grad.numel():
@@ -177,7 +178,7 @@ def _add_in_float32(grads: _Gradients, rows: slice, error: Tensor, hidden: Tenso
 
 
 def _add_by_tiles(grads: _Gradients, rows: slice, error: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """Add what a chunk adds to the gradients of hidden and weight, from the gradient with respect to its logits."""
+    """Add the gradients of a chunk to those of hidden and weight; `error` is the gradient of the chunk's logits."""
     hidden_grad, weight_grad, _ = grads
     for tile in _tiles(weight, error.dtype):
         part = error[:, tile].to(hidden.dtype)
@@ -188,7 +189,10 @@ def _add_by_tiles(grads: _Gradients, rows: slice, error: Tensor, hidden: Tensor,
 
 
 def _tiles(weight: Tensor, wide: torch.dtype) -> list[slice]:
-    """Slices of the classes: all of them, or few enough that copies and results of matmuls in 16 bits stay small."""
+    """Return slices of the classes, so small that copies and results of matmuls in 16 bits take little memory.
+
+    If the weight has the dtype `wide`, there are no copies, and one slice has all classes.
+    """
     step = len(weight) if weight.dtype == wide else max(TILE // max(weight.shape[1], 1), 1)
     return [slice(start, start + step) for start in range(0, len(weight), step)]
 

@@ -82,11 +82,13 @@ def _weighted(
         errors = error(outputs, targets)
         return Mean(errors.sum(), torch.full((), errors.numel(), dtype=errors.dtype, device=errors.device))
     weight = weight.expand(outputs.shape)
-    # Masked before the error is computed: 0 x NaN is NaN, in the loss and in the gradient. Not if the weight has a
-    # gradient, which needs the error.
+    # Masked before the error is computed: 0 x NaN is NaN, in the loss and in the gradient. If the weight requires a
+    # gradient, nothing is masked, because its gradient is the error.
     if not weight.requires_grad:
-        outputs, targets = (each.masked_fill(weight == 0, 0) for each in (outputs, targets))
-    errors, weight = error(outputs, targets), weight.to(outputs.dtype)
+        outputs = outputs.masked_fill(weight == 0, 0)
+        targets = targets.masked_fill(weight == 0, 0)
+    errors = error(outputs, targets)
+    weight = weight.to(outputs.dtype)
     return Mean((errors * weight).sum(), weight.detach().sum())
 
 

@@ -1,4 +1,4 @@
-"""Checks of the inputs of losses, the dtype of a loss and the weight of labels."""
+"""Check the inputs of losses; compute the dtype of a loss and the weight of labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftrain.tree import describe
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of totals and weights, from that of the outputs."""
+    """Return the dtype of totals and weights, from the dtype of the outputs: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -25,7 +25,7 @@ def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, d
 
 
 def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
-    """Check logits, floating point (..., classes), and labels, integers (...). Raises a LossError for others."""
+    """Check that logits are floating point (..., classes), and labels integers (...). Raises a LossError if not."""
     require_floating(function, "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise LossError(
@@ -70,7 +70,7 @@ def require_floating(function: str, name: str, value: Tensor) -> None:
 
 
 def require_real(function: str, weight: Tensor | None) -> None:
-    """Check that a weight is not complex, whose imaginary part torch would drop. Raises a LossError if it is."""
+    """Check that a weight is a real tensor, or None. Raises a LossError if not: torch would drop an imaginary part."""
     if weight is None:
         return
     require_tensor(function, "weights", weight)

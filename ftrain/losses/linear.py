@@ -80,7 +80,8 @@ def linear_cross_entropy(
     labels = labels.long().reshape(-1)
     options = class_weight, ignore_index, float(label_smoothing), chunk, dtype
     rows = hidden.reshape(-1, hidden.shape[-1])
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias)):
+    requires_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    if torch.is_grad_enabled() and requires_grad:
         total = _Loss.apply(rows, weight, bias, labels, *options)  # type: ignore[no-untyped-call]
     else:
         _require_no_tangent(rows, weight, bias)
@@ -96,11 +97,12 @@ def _losses_and_gradients(*inputs: Any) -> Any:
 
 
 def _require_no_tangent(*inputs: Tensor | None) -> None:
-    # torch would silently use a tangent of zero for an operation without a forward-mode derivative.
+    """Check that no input has a tangent of forward mode. Raises a LossError if one has."""
+    # Torch would use a tangent of zero for an operation without a forward-mode derivative, without an error.
     if torch.compiler.is_compiling():
         return
-    tensors = [each for each in inputs if each is not None]
-    if any(unpack_dual(each).tangent is not None for each in tensors):  # type: ignore[no-untyped-call]
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    if any(unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]
         raise LossError(
             f"{NAME}: has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use cross_entropy on "
             "the logits."

@@ -1,4 +1,4 @@
-"""Keys on the host, two 32-bit integers each (key data): folding, the keys of each step, and seeds for generators."""
+"""Key data: keys as two 32-bit integers on the host. Folding, the keys of each step, and seeds for generators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KeyData: TypeAlias = tuple[int, int]
 """The two 32-bit integers of a key."""
 
 FOLD = 2
-"""The third counter word of a fold; draws and splits have others."""
+"""The third counter word of a fold; draws and splits have different words."""
 
 # The keys of torch's own modules and of the optimizer differ from that of the step in these bits, so that neither draws
 # the numbers that the loss draws.
@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 def key_data(key: Tensor) -> KeyData:
-    """Return the two 32-bit integers of a key on the host; waits for the device if the key is on one."""
+    """Return the two 32-bit integers of a key, on the host; waits for the device of the key."""
     first, second = parts_of("key_data", key)[0].tolist()
     return first, second
 
@@ -40,9 +40,9 @@ def wrap_key_data(key_data: KeyData) -> Tensor:
 
 
 def parts_of(function: str, key: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a key without its examples, and the start and length of these; None for a key without examples.
+    """Return the two integers of a key, and those of its examples (start and length), or None if it has no examples.
 
-    Raises an OptionError if it is not a key.
+    Raises an OptionError, in the name of `function`, if it is not a key.
     """
     if not isinstance(key, Tensor):
         raise OptionError(
@@ -72,7 +72,7 @@ def fold_in_key_data(key_data: KeyData, data: int) -> KeyData:
 
 
 def step_key_data(key_data: KeyData, step: int) -> KeyData:
-    """`fold_in_key_data` of the number of a step, from a table of the steps around it.
+    """`fold_in_key_data` of the number of a step, faster: the keys of `_BLOCK` steps are computed at once.
 
     >>> step_key_data((7, 0), 300) == fold_in_key_data((7, 0), 300)
     True

@@ -1,4 +1,4 @@
-"""`Keyed` for graphs that Inductor compiles: one operation per draw, which it fuses with what uses the numbers."""
+"""`Keyed` for graphs that Inductor compiles: one operation per draw, fused with the operations that use the numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _UNIFORM = {_aten.rand.default, _aten.rand_like.default, _aten.native_dropout.de
 class Fused(Keyed):  # type: ignore[no-untyped-call]
     """Draw from Inductor's own counter-based generator, with a seed from the key and the number of the draw.
 
-    The usual draws (dropout, rand, randn) are one operation each; Philox in integer arithmetic is a hundred, which take
-    long to compile. Other operations draw as in `Keyed`. Only for graph capture: run eagerly, the operation draws from
-    torch's global generator.
+    The usual draws (dropout, rand, randn) are one operation each. In `Keyed` they are about a hundred integer
+    operations (Philox), which take long to compile. Other random operations draw as in `Keyed`. Only for graph capture:
+    in eager mode, the operation of Inductor draws from torch's global generator.
     """
 
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
@@ -41,9 +41,11 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
         return numbers.to(float_dtype_of(arguments))
 
     def _numbers(self, shape: Sequence[Any], normal: bool, device: torch.device) -> Tensor:
-        """Draw for the whole batch, or for some of its examples as in `random.for_examples`."""
+        """Draw float32 numbers for the whole batch, or for some of its examples as in `random.for_examples`."""
         key = random.to_device(self.key, device)
-        seed, start, size = (key[1] << 32) + key[0] + self.offset, None, math.prod(shape)
+        seed = (key[1] << 32) + key[0] + self.offset
+        start = None
+        size = math.prod(shape)
         self.offset += 1
         if self.examples is not None and shape and size % self.examples[1] == 0:
             first, length = self.examples

@@ -224,7 +224,8 @@ def permutation(key: Tensor, num: int) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor without waiting where that is safe: a copy from the host is staged before the call returns."""
+    """Move a tensor, from the host without waiting for the device."""
+    # Safe for memory that is not pinned, because it is staged before the call returns.
     return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
@@ -235,14 +236,17 @@ def _draw(
     num: int,
     columns: Callable[[Words], tuple[Tensor, ...]],
 ) -> Tensor:
-    """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
+    """Return a draw of a shape, of which block j of the cipher gives the elements num * j to num * j + num - 1.
+
+    `columns` returns `num` tensors of numbers from the words of the blocks.
+    """
     key, examples = parts_of(function, key)
     if isinstance(shape, int) or any(size < 0 for size in shape):
         raise OptionError(f"{function}: shape = {shape}; needs a sequence of sizes that are not negative.")
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
-        # Interleaved last, so that the smaller results are moved and not the int64 numbers.
+        # Interleaved after `columns`, because its results are smaller than the int64 words.
         drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
     else:
         first = _first_of(key, examples, shape)
@@ -258,9 +262,10 @@ def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the first element of a draw for some examples in the draw for the whole batch, as a 0-d tensor."""
     start, length = examples.unbind()
     size = full(key, math.prod(shape))
-    # Under vmap a draw may be for one example, and must not start where the draw of another microbatch does.
-    other = start * size if _torch.is_batched(key) else full(key, 0)
-    return torch.where(size % length == 0, start * (size // length), other) if shape else other
+    # For a draw whose size `length` does not divide. Under vmap it may be a draw for one example, and must not start
+    # where the draw of another microbatch does.
+    indivisible = start * size if _torch.is_batched(key) else full(key, 0)
+    return torch.where(size % length == 0, start * (size // length), indivisible) if shape else indivisible
 
 
 def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:

@@ -20,7 +20,7 @@ _ROUNDS = 10
 
 
 def philox(key: Tensor, counter: Words) -> Words:
-    """Return Philox-4x32-10 of counter words, which are broadcast.
+    """Return the words that Philox-4x32-10 computes from a key and counter words, which are broadcast.
 
     Products wrap around, since only their low 64 bits are used. A word keeps the upper half of its product until the
     mask after the next xor, which saves a third of the masks. Words are not stacked in pairs, although that takes fewer

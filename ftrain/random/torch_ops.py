@@ -33,8 +33,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
-        on_host: whether all operations run on the host, where no fused kernel draws: then they are called as they are,
-            which takes less time.
+        on_host: whether all operations run on the host. No fused kernel draws there, so attention and recurrent nets
+            are called unchanged, which takes less time.
 
     >>> with Keyed(random.key(0)) as first:
     ...     a = torch.rand(3)
@@ -77,7 +77,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
-        """Draw for some examples of a batch, or of a microbatch, as `random.for_examples`, from draw `offset` on."""
+        """Context that draws for some examples of a batch, as `random.for_examples` does, from draw `offset` on."""
         outer, self.offset = self.examples, offset
         self.examples = start + (outer[0] if outer is not None else 0), length
         try:
@@ -87,7 +87,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def rewound(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
-        """Context that repeats the draws from number `offset` on, for `examples`; the current draw follows after it."""
+        """Context that repeats the draws from number `offset` on, for `examples`. After it the current draws go on."""
         resumed = self.offset, self.examples
         self.offset, self.examples = offset, examples
         try:
@@ -99,7 +99,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
-        """Context that draws from another tensor with the same key, which a compiler does not know to be equal."""
+        """Context that draws from `key`: an equal key in another tensor, such as an input of a graph."""
         outer, self.key, self._chunks = (self.key, self._chunks), key, {}
         try:
             yield
@@ -117,8 +117,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # A nested tensor decomposes its operations itself.
         if _torch.is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
-            # Not yet decomposed, which happens only in inference mode; its parts may be random. A mode of functions
-            # would call the operation as a whole again.
+            # Torch has not decomposed it, which happens only in inference mode, and its parts may be random. Without
+            # function modes, because `Unfused` would call the whole operation again.
             with _torch.without_functions(), self:
                 return func.decompose(*args, **kwargs)
         if not _is_random(func):
@@ -157,23 +157,24 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_recomputing() -> bool:
-    """Whether `torch.utils.checkpoint` is recomputing here: it has then a pack hook for saved tensors."""
+    """Whether `torch.utils.checkpoint` is recomputing now. It then has an active pack hook for saved tensors."""
     hook = _torch.saved_tensors_pack_hook()
-    # Our own hook (`remat`) hides the hooks that were active before it, and records this about them.
+    # The hook of `remat` hides the hooks that were active before it, and records whether one of them recomputes.
     hidden: bool = getattr(getattr(hook, "__self__", None), "is_recomputing", False)
     return hidden or _torch.recomputes(hook)
 
 
 def current() -> Keyed | None:
     """Return the innermost active `Keyed`; None if there is none."""
-    # Torch's own stack, since it follows the backward pass into autograd's threads.
+    # Torch's stack of modes, because it is also set in autograd's threads during the backward pass.
     return next((mode for mode in _torch.active_modes()[::-1] if isinstance(mode, Keyed)), None)
 
 
 def rng_snapshot(device: torch.device, inputs: Iterable[Tensor] = ()) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes a context in which torch's random operations draw what they would draw now.
+    """Return a function that returns a context in which torch's random operations draw what they would draw now.
 
-    `inputs` are tensors of what will draw there: if one has no values, its device may not exist on this machine.
+    `inputs` are the inputs of the operations that will draw in it. If one has no values, nothing is recorded, because
+    its device may not exist on this machine.
     """
     keyed = current()
     if keyed is not None:
@@ -181,16 +182,16 @@ def rng_snapshot(device: torch.device, inputs: Iterable[Tensor] = ()) -> Callabl
     if any(map(is_abstract, inputs)):
         return nullcontext
     snapshot = backends.of(device).generators
-    restore_then = snapshot()
+    restore_recorded = snapshot()
 
     @contextmanager
     def rewound() -> Iterator[None]:
-        restore_now = snapshot()
-        restore_then()
+        restore_current = snapshot()
+        restore_recorded()
         try:
             yield
         finally:
-            restore_now()
+            restore_current()
 
     return rewound
 
@@ -206,12 +207,15 @@ def _is_random(func: Any) -> bool:
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    """Return the arguments of a call by name, with the defaults of the operation."""
     parameters = _torch.schema_of(func).arguments
-    defaults = {each.name: each.default_value for each in parameters if each.has_default_value()}
-    return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    names = [parameter.name for parameter in parameters]
+    defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _refusal(func: Any, arguments: _Arguments) -> str:
+    """Return the error text for an operation that cannot draw from a key."""
     if arguments.get("generator") is not None:
         return f"Keyed: {func} has a generator, whose state is not an input of the step. Remove the argument."
     advice = (
@@ -230,12 +234,12 @@ def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
 
 
 def float_dtype_of(a: _Arguments) -> torch.dtype:
-    """Return the dtype that an operation draws: as given, that of ``self``, or the default."""
+    """Return the dtype of the numbers that an operation draws: its argument, that of ``self``, or torch's default."""
     return _dtype(a, a["self"].dtype if "self" in a else torch.get_default_dtype())
 
 
 def shape_of(a: _Arguments) -> Any:
-    """Return the shape that an operation draws: as given, or that of ``self``."""
+    """Return the shape of the numbers that an operation draws: its argument ``size``, or the shape of ``self``."""
     return a["size"] if "size" in a else a["self"].shape
 
 

@@ -1,4 +1,4 @@
-"""Attention and recurrent nets with dropout, made of operations: their fused kernels cannot draw from a key."""
+"""Run attention and recurrent nets with dropout without their fused kernels, which cannot draw from a key."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PACKED = ("data", "batch_sizes", *_PADDED[1:])
 
 
 class Unfused(TorchFunctionMode):
-    """Context in which attention and recurrent nets that draw run without fused kernels, except on the host.
+    """Context in which attention and recurrent nets run without fused kernels if they draw random numbers.
 
-    On the host no fused kernel draws. What does not draw keeps its fused kernel.
+    On the host they run unchanged, because no fused kernel draws there.
     """
 
     def __torch_function__(
@@ -39,8 +39,10 @@ class Unfused(TorchFunctionMode):
         if func not in ATTENTION and func not in _RECURRENT:
             return func(*args, **kwargs)
         arguments = dict(zip(_names(func, args), args, strict=False)) | kwargs
-        on_host = all(each.device == tree.HOST for each in arguments.values() if isinstance(each, Tensor))
-        if on_host or is_inert({"dropout_p": 0.0, **arguments} if func in ATTENTION else arguments):
+        on_host = all(value.device == tree.HOST for value in arguments.values() if isinstance(value, Tensor))
+        if func in ATTENTION:
+            arguments.setdefault("dropout_p", 0.0)
+        if on_host or is_inert(arguments):
             return func(*args, **kwargs)
         with without_fused_draws():
             return func(*args, **kwargs)

@@ -33,13 +33,13 @@ class _InBackward:
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Add the gradient of a microbatch, and return its `Gradients` without it."""
-        # Without the sums, which a loss that calls `backward` itself would change.
+        # The sums are removed during the forward pass: a loss that calls `backward` itself would change them.
         sums = self._grads
         for leaf in self._params or ():
             leaf.grad = None
         result = self._grad.forward(state, batch, rng, self._params)
-        for leaf, each in zip(self._params or (), sums, strict=True):
-            leaf.grad = each
+        for leaf, grad_sum in zip(self._params or (), sums, strict=True):
+            leaf.grad = grad_sum
         self._plain &= result.loss.plain
         if self._params is None:
             self._begin(state, result)
@@ -52,14 +52,16 @@ class _InBackward:
         return Gradients(None, result.loss, result.finish_metrics(result.metrics), result.buffers, finite)
 
     def _begin(self, state: TrainState, result: ForwardResult) -> None:
+        """Choose the unit of the sums, and run the backward pass of the first microbatch."""
         # The sums are divided by the weight of the first microbatch and by the number of microbatches, so that they
         # are about as large as gradients of a mean: in float16, sums of totals would overflow.
         weight = result.loss.weight
-        self._unit = (weight if result.loss.plain else torch.where(weight == 0, 1.0, weight)) * self._pieces
+        if not result.loss.plain:
+            weight = torch.where(weight == 0, 1.0, weight)
+        self._unit = weight * self._pieces
         self._factor = self._grad.factor(state, result)
-        self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(
-            result.total.dtype
-        )
+        factor = 1.0 if self._factor is None else self._factor
+        self._cotangent = (factor / self._unit).to(result.total.dtype)
         for leaf in result.params:
             leaf.grad = None  # A loss that calls `backward` itself has set it.
         # Autograd copies a gradient for `.grad` that something else refers to, such as the cotangent or a saved tensor.
@@ -70,7 +72,7 @@ class _InBackward:
         self._filled = partial(self._grad.filled, state, without_graph)
 
     def _separate_new(self) -> None:
-        """Give the gradients that a microbatch is the first to compute memory of their own."""
+        """Move gradients that this microbatch computed first to separate memory, where they can be added to."""
         new = [leaf for leaf in self._unused if leaf.grad is not None and not leaf.grad.is_sparse]
         grads: list[Any] = [leaf.grad for leaf in new]
         for leaf, grad in zip(new, _in_own_memory(grads, new), strict=True):
@@ -78,9 +80,12 @@ class _InBackward:
         self._unused = [leaf for leaf in self._unused if leaf.grad is None]
 
     def _enlarge(self, unit: Tensor, factor: Tensor) -> None:
-        # In float16, the gradient of a microbatch with much more weight than the first one would overflow.
+        """Rescale the sums to a larger unit, so that a microbatch with much more weight does not overflow in float16.
+
+        It does nothing if `unit` is not larger than the current unit.
+        """
         larger = torch.maximum(self._unit, unit)
-        tree.scale_leaves_([each for each in self._grads if each is not None], self._unit / larger)
+        tree.scale_leaves_([grad for grad in self._grads if grad is not None], self._unit / larger)
         self._unit, self._cotangent = larger, (factor / larger).to(self._cotangent.dtype)
 
     @property
@@ -106,7 +111,7 @@ class _InBackward:
 
 
 class _AfterBackward:
-    """Adds the gradients of a microbatch after its backward pass and the wrappers that transform them.
+    """Adds the gradients of a microbatch after its backward pass, as the wrappers inside `accumulate` changed them.
 
     A gradient function with the method ``add(sums, state, batch, rng) -> (sums, structure, results)`` adds them itself.
     """
@@ -143,39 +148,43 @@ def _add(
 
 
 def _ratio(unit: Tensor, weight: Tensor) -> Tensor:
+    """Return ``unit / weight``; 0 if the weight is 0."""
     return torch.where(weight == 0, 0.0, unit / weight)
 
 
 def _in_own_memory(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield gradients with their own memory and the strides of their leaves, copied if necessary."""
-    known = set[int]()
+    known_storages = set[int]()
     for grad, leaf in zip(grads, leaves, strict=True):
-        memory = grad.untyped_storage()
-        shared = _torch.storage_id(grad) in known or memory.nbytes() != grad.nbytes or grad.stride() != leaf.stride()
-        yield torch.empty_like(leaf).copy_(grad) if shared else grad
-        known.add(_torch.storage_id(grad))
+        storage_id = _torch.storage_id(grad)
+        is_shared = storage_id in known_storages or grad.untyped_storage().nbytes() != grad.nbytes
+        yield torch.empty_like(leaf).copy_(grad) if is_shared or grad.stride() != leaf.stride() else grad
+        known_storages.add(storage_id)
 
 
 def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
     """Return the gradient of a batch that is split into microbatches.
 
-    A loss or metric that is a plain number counts equally in each if they have equal lengths, else once per example.
-    Raises a LossError if microbatches report different metrics, or one that is not a tensor, `Mean` or number.
+    A loss or metric that is a plain number counts once per microbatch if all have the same length, else once per
+    example. Raises a LossError if microbatches report different metrics, or one that is not a tensor, `Mean` or number.
     """
-    stream, start = torch_ops.current(), 0
-    offset = stream.offset if stream is not None else 0
+    # Torch's random operations draw from it in a step; None if they draw from torch's generators.
+    keyed = torch_ops.current()
+    offset = keyed.offset if keyed is not None else 0
     lengths = [tree.batch_length(piece) or 1 for piece in pieces]
-    grad = grad if len(set(lengths)) == 1 else around_forward(grad, _by_example)
+    if len(set(lengths)) > 1:
+        grad = around_forward(grad, _by_example)
     # It sums the gradients of microbatches, weighted by the weights of their losses.
     accumulated = _InBackward(grad, len(pieces)) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
     results: list[Gradients] = []
+    start = 0
     for piece, length in zip(pieces, lengths, strict=True):
-        first, start = start, start + length
-        key = random.for_examples(rng, first, length) if rng is not None else None
-        drawing = stream.for_examples(first, length, offset) if stream is not None else nullcontext()
-        with drawing, within_piece(len(pieces), first):
+        key = random.for_examples(rng, start, length) if rng is not None else None
+        drawing = keyed.for_examples(start, length, offset) if keyed is not None else nullcontext()
+        with drawing, within_piece(len(pieces), start):
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
+        start += length
     total = functools.reduce(_merged, results[1:], _first(results[0]))
     metrics = {name: m if isinstance(m, Mean) else _divided(m, len(pieces)) for name, m in total.metrics.items()}
     return replace(accumulated.mean(total), metrics=metrics)
@@ -186,10 +195,10 @@ def _divided(metric: Any, number: int) -> Any:
 
 
 def _require_numbers(metrics: Metrics) -> None:
-    for name, each in metrics.items():
-        if not isinstance(each, Mean | Tensor | Number):
+    for name, metric in metrics.items():
+        if not isinstance(metric, Mean | Tensor | Number):
             raise LossError(
-                f"accumulate: the metric {name!r} is {tree.describe(each)}; needs a tensor, a Mean or a number, "
+                f"accumulate: the metric {name!r} is {tree.describe(metric)}; needs a tensor, a Mean or a number, "
                 "which can be averaged over microbatches"
             )
 
@@ -200,41 +209,44 @@ def _shape(metric: Any) -> tuple[int, ...]:
 
 
 def _first(piece: Gradients) -> Gradients:
+    """Return the results of the first microbatch, in dtypes in which those of the others can be added."""
     _require_numbers(piece.metrics)
-    metrics = {name: summable(each) if isinstance(each, Tensor) else each for name, each in piece.metrics.items()}
+    metrics = {name: summable(m) if isinstance(m, Tensor) else m for name, m in piece.metrics.items()}
     return replace(piece, metrics=metrics, loss=replace(piece.loss, total=summable(piece.loss.total)))
 
 
 def _merged(total: Gradients, piece: Gradients) -> Gradients:
+    """Return the results of several microbatches, with those of one more added; without gradients."""
     if total.metrics.keys() != piece.metrics.keys():
         raise LossError(
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
-    for name, each in total.metrics.items():
-        if _shape(each) != _shape(piece.metrics[name]):  # They may be ones that broadcast.
+    for name, metric in total.metrics.items():
+        if _shape(metric) != _shape(piece.metrics[name]):  # Shapes that broadcast would give a sum without an error.
             raise LossError(
-                f"accumulate: the metric {name!r} has the shape {[*_shape(each)]} in one microbatch, and "
+                f"accumulate: the metric {name!r} has the shape {[*_shape(metric)]} in one microbatch, and "
                 f"{[*_shape(piece.metrics[name])]} in another; return its mean, or a tensor of one shape for every "
                 "batch"
             )
     metrics = {
-        name: each.pooled(piece.metrics[name]) if isinstance(each, Mean) else each + piece.metrics[name]
-        for name, each in total.metrics.items()
+        name: metric.pooled(piece.metrics[name]) if isinstance(metric, Mean) else metric + piece.metrics[name]
+        for name, metric in total.metrics.items()
     }
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
 
 
 def _by_example(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let losses and metrics that are plain numbers count once per example; those that are a `Mean` keep their weights.
+    """Weight losses and metrics that are plain numbers by the number of examples. A `Mean` keeps its weight.
 
-    It wraps ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone.
+    `run` is ``(state, batch, ...) -> result``: a forward pass, or a `GradFn` whose forward pass cannot be called alone.
     """
 
     def weighing(state: TrainState, batch: PyTree, *more: Any) -> Any:
-        result, length = run(state, batch, *more), tree.batch_length(batch) or 1
-        loss, weight = result.loss, torch.full_like(result.loss.weight, length)
+        result = run(state, batch, *more)
+        loss = result.loss
+        weight = torch.full_like(loss.weight, tree.batch_length(batch) or 1)
         if loss.plain:
             loss = Mean(loss.total * weight, loss.weight * weight)
 
@@ -247,8 +259,10 @@ def _by_example(run: Callable[..., Any]) -> Callable[..., Any]:
             return replace(result, loss=loss, metrics=weigh(result.metrics))
         with torch.enable_grad():
             total = result.total * weight if result.loss.plain else result.total
-        return replace(
-            result, total=total, loss=loss, finish_metrics=lambda metrics: weigh(result.finish_metrics(metrics))
-        )
+
+        def finish_metrics(metrics: Metrics) -> Metrics:
+            return weigh(result.finish_metrics(metrics))
+
+        return replace(result, total=total, loss=loss, finish_metrics=finish_metrics)
 
     return weighing

@@ -1,4 +1,4 @@
-"""Ranks that compute a step or an evaluation together: the order of their wrappers, gathering, shares and sums."""
+"""Steps and evaluations that ranks compute together: order of wrappers, gathering, shares of a batch, and sums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ DIFFERENT_BATCHES = (
 )
 """The reason and the remedy in an error."""
 
-COUNTED = 1 << 24
-"""More than the number of ranks: a meeting of ranks adds up what each calls in multiples of this, and counts below."""
+NAME_UNIT = 1 << 24
+"""`why_not_together` adds up, in one integer, the ranks that have arrived and the hashes of the names that they passed.
+
+The hashes count in this unit. The remainder is the number of ranks, which must be smaller.
+"""
 
 
 def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
@@ -55,9 +58,9 @@ def evaluation_state(
 ) -> tuple[TrainState, AbstractContextManager[None] | None]:
     """Return the state that a loss takes in an evaluation, and the context in which it gathers its parameters.
 
-    This is the gathered state and None; or, with `by_block`, if the loss can gather its parameters block by block, the
-    local state of this rank and a context. Then all ranks must evaluate the same number of batches together.
-    Raises a RankError if another rank does not call `function`.
+    By default it returns the gathered state and None. With `by_block`, if the loss can gather its parameters block by
+    block, it returns the local state of this rank and a context; all ranks must then evaluate the same number of
+    batches together. Raises a RankError if another rank does not call `function`.
     """
     parts = state.params, state.frozen, state.buffers
     if not any(map(dtensor.is_dtensor, tree.leaves(parts))):
@@ -71,7 +74,7 @@ def evaluation_state(
 
 
 def require_to_gather(function: str, tensors: PyTree) -> None:
-    """`require_all_ranks` for a function that gathers tensors, if one of these is divided over the ranks."""
+    """Call `require_all_ranks` for a function that gathers `tensors`, if one of them is divided over the ranks."""
     if any(map(dtensor.is_divided, tree.leaves(tensors))):
         require_all_ranks(function)
 
@@ -79,16 +82,17 @@ def require_to_gather(function: str, tensors: PyTree) -> None:
 def start_count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -> Callable[[], list[int]]:
     """Start to count for each flag on how many ranks it is set; return a function that waits for the counts.
 
-    It does not wait for what the device is given to do after this call.
+    The function does not wait for work that the device gets after this call.
     """
-    # A tensor that is made on the device from numbers waits for what the device computes.
+    # Made on the host and moved, because torch.tensor(..., device=device) waits for the device.
     counts = ranks.sum(random.to_device(torch.tensor(flags, dtype=torch.int64, device=tree.HOST), device))
-    copier, on_host = copier_of(device), torch.empty_like(counts, device=tree.HOST, pin_memory=device != tree.HOST)
+    on_host = torch.empty_like(counts, device=tree.HOST, pin_memory=device != tree.HOST)
+    copier = copier_of(device)
     copier.out(counts, on_host)
 
     def read() -> list[int]:
         copier.wait()
-        return [int(each) for each in on_host]
+        return [int(count) for count in on_host]
 
     return read
 
@@ -99,7 +103,7 @@ class Share(NamedTuple):
     batch: PyTree
     counts: bool
     lists: ExampleLists | None = None
-    """Where they are, if this is a part of a batch."""
+    """Where its lists with a value for each example are, as the whole batch shows; None if it is a whole batch."""
 
 
 def share_of(batch: PyTree, ranks: LossRanks) -> Share:
@@ -120,17 +124,24 @@ def sum_means(means: dict[Name, Mean], ranks: LossRanks) -> dict[Name, Mean]:
 
 def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[str, Mean]]:
     """Return `sum_means` of each dict. A rank may lack names that others have. Waits for all ranks."""
+    # One dict for all, so that there is one all-reduce.
     means = {(number, name): mean for number, part in enumerate(parts) for name, mean in part.items()}
+    # For each rank, its names with the dtypes of total and weight.
     dtypes_of_ranks: list[Any] = [None] * ranks.size
-    dist.all_gather_object(
-        dtypes_of_ranks, {name: (mean.total.dtype, mean.weight.dtype) for name, mean in means.items()}
-    )
-    dtypes = itertools.chain.from_iterable(pair for of_rank in dtypes_of_ranks for pair in of_rank.values())
-    dtype, zero = functools.reduce(torch.promote_types, dtypes), torch.zeros_like(next(iter(means.values())).total)
-    names = {name: None for of_rank in dtypes_of_ranks for name in of_rank}
-    all_means = {name: tree.map(lambda each: each.to(dtype), means.get(name, Mean(zero, zero))) for name in names}
-    sums = sum_means(all_means, ranks)
-    return [{name: sums[each, name] for each, name in sums if each == number} for number in range(len(parts))]
+    dtypes_of_rank = {name: (mean.total.dtype, mean.weight.dtype) for name, mean in means.items()}
+    dist.all_gather_object(dtypes_of_ranks, dtypes_of_rank)
+    names: dict[tuple[int, str], None] = {}
+    dtypes: list[torch.dtype] = []
+    for of_rank in dtypes_of_ranks:
+        names |= dict.fromkeys(of_rank)
+        dtypes += itertools.chain.from_iterable(of_rank.values())
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    zero = torch.zeros_like(next(iter(means.values())).total)
+    all_means = {name: tree.map(lambda leaf: leaf.to(dtype), means.get(name, Mean(zero, zero))) for name in names}
+    sums: list[dict[str, Mean]] = [{} for _ in parts]
+    for (number, name), mean in sum_means(all_means, ranks).items():
+        sums[number][name] = mean
+    return sums
 
 
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
@@ -154,9 +165,9 @@ def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int,
 def require_all_ranks(name: str) -> None:
     """Wait until all ranks have called the function `name`, which exchanges tensors.
 
-    A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
-    tensors. Raises a RankError if another rank continued without it, called another such function in its place, failed,
-    ended, or did not call it before the timeout of the process group.
+    If one rank called it alone, its collectives would meet those of another function on the other ranks: it would
+    hang, or get wrong tensors. Raises a RankError if another rank continued without it, called another such function
+    in its place, failed, ended, or did not call it before the timeout of the process group.
     """
     if why := why_not_together(name):
         raise RankError(
@@ -168,31 +179,32 @@ def require_all_ranks(name: str) -> None:
 def why_not_together(
     name: str, *, unlike: str = "another rank has called another function in its place, which its own error names"
 ) -> str:
-    """Wait until all ranks have called this with a name; return "", or why another rank does not.
+    """Wait until all ranks have called this function with the same name; return "", or why another rank has not.
 
-    `unlike` is why if another one has called it with another name. Only a few numbers are exchanged, by torch's store.
-    Ranks that are threads of one process do not wait.
+    `unlike` is returned if another rank has called it with another name. The ranks exchange a few numbers by torch's
+    store. Ranks that are threads of one process do not wait.
     """
     rank, size = store.rank_and_size()
     if size == 1 or not store.are_processes():
         return ""
     table = store.store()
     number = table.add(_calls(rank), 1)
-    meeting, arrival = f"ftrain/meeting/{number}", 1 + (zlib.crc32(name.encode()) & 0xFFFF) * COUNTED
+    meeting = f"ftrain/meeting/{number}"
+    arrival = 1 + (zlib.crc32(name.encode()) & 0xFFFF) * NAME_UNIT
     table.add(meeting, arrival)
 
     def absent() -> list[int]:
         return [other for other in range(size) if table.add(_calls(other), 0) < number]
 
     def have_come() -> bool:
-        return bool(table.add(meeting, 0) % COUNTED >= size)
+        return bool(table.add(meeting, 0) % NAME_UNIT >= size)
 
     gave_up = wait_for_ranks(table, (rank, size), have_come, absent, in_order=True)
     if gave_up:
         return gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
     if table.add(meeting, 0) != size * arrival:
         return unlike
-    if rank == 0:  # All have seen the end of the meeting before.
+    if rank == 0:  # All ranks have left the previous meeting.
         table.delete_key(f"ftrain/meeting/{number - 1}")
     return ""
 

@@ -1,4 +1,4 @@
-"""Computing a loss in 16 bits: `torch.autocast`, and the dtypes that a device has for it."""
+"""Compute a loss in 16 bits: `torch.autocast`, and the dtypes that a device supports."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def name_of(dtype: Any) -> str:
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
-    """Check that a device can compute in ``"bf16"`` or ``"fp16"``. Raises a DeviceError with the dtypes that it can."""
-    able = backend.autocast_dtypes()
-    if DTYPES[name] not in able:
-        other = ", ".join([*map(name_of, able), "float32"])
-        raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; use one of {other}")
+    """Check that a device can compute in ``"bf16"`` or ``"fp16"``. Raises a DeviceError that lists its dtypes."""
+    supported = backend.autocast_dtypes()
+    if DTYPES[name] not in supported:
+        choices = ", ".join([*map(name_of, supported), "float32"])
+        raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; use one of {choices}")
     if DTYPES[name] in backend.emulated_dtypes():
         _warn_of_emulation(function, name, backend.describe())
 
@@ -54,7 +54,7 @@ def auto_dtype(backend: backends.Backend) -> str:
 
 
 def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
-    """Run a loss under `torch.autocast` on the device of its parameters."""
+    """Return a loss that runs under `torch.autocast` on the device of its parameters."""
 
     def cast(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         with torch.autocast(tree.device_of(params).type, dtype=dtype):

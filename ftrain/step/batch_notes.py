@@ -1,4 +1,4 @@
-"""Notes on an error of a loss that its arguments may have caused: their types, dtypes, devices, indices, gradients."""
+"""Notes for an error in a loss: types, dtypes, devices, indices or gradients of its inputs that may have caused it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftrain.types import PyTree
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8
 
 OF_STRUCTURE = KeyError, TypeError, AttributeError, IndexError
-"""Errors of a batch with other names, or of another type, than its loss reads."""
+"""Errors that a loss raises if the batch has other names, or another type, than it reads."""
 
 NEW_LEAF = (
     "a graph and a part of a batch have other tensors than the batch: for the gradient of an input, take a new leaf in "
@@ -29,7 +29,7 @@ NO_GRAPH = (
 
 
 def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> list[str]:
-    """Return notes on an error that a loss raised for these parameters and this batch."""
+    """Return notes for an error that a loss raised for these parameters and this batch; [] if no cause is known."""
     if isinstance(error, FtrainError):
         return []
     if isinstance(error, TypeError) and "object is not callable" in str(error):
@@ -43,8 +43,9 @@ def batch_notes(error: Exception, params: PyTree, batch: PyTree) -> list[str]:
 
 
 def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
-    named = dict(zip(tree.leaf_names({"batch": batch}), tree.leaves(batch), strict=True))
-    arrays = [path for path, leaf in named.items() if isinstance(leaf, np.ndarray)]
+    """Yield a note for each property of the batch that may have caused the error."""
+    by_path = dict(zip(tree.leaf_names({"batch": batch}), tree.leaves(batch), strict=True))
+    arrays = [path for path, leaf in by_path.items() if isinstance(leaf, np.ndarray)]
     if arrays:
         yield (
             f"the batch has NumPy arrays ({', '.join(arrays)}), with which torch does not compute: convert them with "
@@ -60,7 +61,7 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
         )
     if not isinstance(error, IndexError | RuntimeError):
         return
-    tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor)}
+    tensors = {path: leaf for path, leaf in by_path.items() if isinstance(leaf, Tensor)}
     if "out of bounds" in str(error) or "out of range" in str(error):
         ranges = [
             f"{path} has values from {int(leaf.min())} to {int(leaf.max())}"
@@ -75,21 +76,21 @@ def _causes(error: Exception, params: PyTree, batch: PyTree) -> Iterator[str]:
             )
     if "does not require grad" in str(error) or "not have been used in the graph" in str(error):
         yield NEW_LEAF if torch.is_grad_enabled() else NO_GRAPH
-    on = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)), tree.HOST)
-    elsewhere = [f"{path} is on {leaf.device}" for path, leaf in tensors.items() if leaf.device != on]
-    if elsewhere and "device" in str(error):
+    device = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)), tree.HOST)
+    on_other_device = [f"{path} is on {leaf.device}" for path, leaf in tensors.items() if leaf.device != device]
+    if on_other_device and "device" in str(error):
         yield (
-            f"{', '.join(elsewhere)}, but the parameters are on {on}: fit and evaluate move batches; in a loop of your "
-            "own call ft.tree.to(batch, device)"
+            f"{', '.join(on_other_device)}, but the parameters are on {device}: fit and evaluate move batches; in a "
+            "loop of your own call ft.tree.to(batch, device)"
         )
         return
-    # Each operation words it in its own way: "the same dtype", "Input type and bias type", "for 'Byte'".
+    # The errors of torch differ: "the same dtype", "Input type and bias type", "for 'Byte'".
     if "type" in str(error) or "Byte" in str(error):
         yield from _dtype_notes(tensors, params)
 
 
 def _dtype_notes(tensors: Mapping[str, Tensor], params: PyTree) -> Iterator[str]:
-    """Yield notes on the tensors of a batch whose dtypes may not fit; they are given by their paths."""
+    """Yield notes on tensors of a batch whose dtypes may not fit. `tensors` has them by path."""
     pixels = [path for path, leaf in tensors.items() if leaf.dtype == torch.uint8]
     if pixels:
         yield (
@@ -97,11 +98,11 @@ def _dtype_notes(tensors: Mapping[str, Tensor], params: PyTree) -> Iterator[str]
             "floats, pixels with x.float() / 255, and class indices with y.long()"
         )
     dtypes = {leaf.dtype for leaf in tree.leaves(params) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    others = [
+    different = [
         f"{path} is {tree.describe(leaf)}"
         for path, leaf in tensors.items()
         if leaf.is_floating_point() and leaf.dtype not in dtypes
     ]
-    if others and dtypes:
+    if different and dtypes:
         needed = " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))
-        yield (f"{', '.join(others)}, but the parameters are {needed}: convert the batch, with x.float() for example")
+        yield f"{', '.join(different)}, but the parameters are {needed}: convert the batch, with x.float() for example"

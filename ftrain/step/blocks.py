@@ -1,4 +1,4 @@
-"""The blocks of a model, such as its layers: find them, and let wrappers run them in another way."""
+"""The blocks of a model, such as its layers: find them, and let a wrapper change how they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftrain.errors import OptionError
 from ftrain.step.swap_params import Slot
 
 Region: TypeAlias = Callable[..., Any]
-"""``region(function, slots, choice, *args, **kwargs)``: runs a block in another way, such as rematerialised."""
+"""``region(function, slots, choice, *args, **kwargs)``: runs a block and changes how, by rematerialisation, say."""
 
 Wanted: TypeAlias = Sequence[type[nn.Module] | str] | Mapping[type[nn.Module] | str, Any] | Callable[..., Any]
 """Which modules are blocks: types and dotted names, or a dict from these to the choice for each, or
@@ -55,7 +55,10 @@ def _through_region(function: Callable[..., Any], slots: Sequence[Slot], choice:
 
 
 def within(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function whose blocks run through a region, or unchanged with None, in whatever thread it runs."""
+    """Run a function whose blocks run through a region, or unchanged if it is None.
+
+    The region is set in the thread that runs the function, which may be one of autograd's.
+    """
     token = _region.set(region)
     try:
         return function(*args, **kwargs)
@@ -82,7 +85,7 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
 
 
 unrecorded = functools.partial(setting, _unrecorded, True)
-"""``() -> context`` of operations that observe the run: a recomputation does not repeat them, so they are not
+"""``() -> context`` for operations that only observe the run. A recomputation does not repeat them, so they are not
 recorded."""
 
 is_unrecorded = _unrecorded.get
@@ -90,7 +93,7 @@ is_unrecorded = _unrecorded.get
 
 
 watched_by = functools.partial(setting, _watcher)
-"""``watcher -> context`` in which it observes each call of a function that `block` marks."""
+"""``watcher -> context`` in which the watcher observes each call of a function that `block` marks."""
 
 
 @contextmanager
@@ -113,10 +116,7 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
     elif isinstance(wanted, Sequence | Mapping):
         choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
         _require_blocks(module, named, choices)
-        types = [each for each in choices if isinstance(each, type)]
-        keys = {part: [name, *(each for each in types if isinstance(part, each))] for name, part in named.items()}
-        matched = {part: next((key for key in known if key in choices), None) for part, known in keys.items()}
-        blocks = {part: choices[key] for part, key in matched.items() if key is not None}
+        blocks = _chosen_blocks(named, choices)
     else:
         chosen = {part: wanted(name, part) for name, part in named.items()}
         blocks = {part: choice for part, choice in chosen.items() if choice is not None}
@@ -134,25 +134,38 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
     return blocks
 
 
-def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: Mapping[Any, Any]) -> None:
-    missing = [f"{each!r}" for each in wanted if not isinstance(each, type) and each not in named]
-    types = [each for each in wanted if isinstance(each, type)]
-    missing += [each.__name__ for each in types if not any(isinstance(part, each) for part in named.values())]
+def _chosen_blocks(named: Mapping[str, nn.Module], choices: Mapping[Any, Any]) -> dict[nn.Module, Any]:
+    """Return the choice for each module whose name, or one of whose types, is a key of `choices`."""
+    types = [key for key in choices if isinstance(key, type)]
+    blocks = {}
+    for name, part in named.items():
+        matches = [name] if name in choices else [cls for cls in types if isinstance(part, cls)]
+        if matches:
+            blocks[part] = choices[matches[0]]
+    return blocks
+
+
+def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], choices: Mapping[Any, Any]) -> None:
+    """Check that every name and type in `choices` matches a module. Raises an OptionError if not."""
+    missing = [f"{key!r}" for key in choices if not isinstance(key, type) and key not in named]
+    types = [key for key in choices if isinstance(key, type)]
+    missing += [cls.__name__ for cls in types if not any(isinstance(part, cls) for part in named.values())]
     if missing:
         known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
         raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; its types are {known}")
 
 
 def repeated_children(module: nn.Module) -> list[nn.Module]:
-    """Return the members of each `ModuleList` or `Sequential` that has two or more of one type with children.
+    """Return the repeated layers of a module: members of a `ModuleList` or `Sequential` that share their type.
 
-    Of nested lists, the outermost one counts. The members of a `ModuleList` or `ModuleDict` in a list, which has no
-    forward, count as members of that list.
+    A member counts if it has children, and at least one other member has its type. In nested lists, only the outermost
+    list with such members counts. The members of a `ModuleList` or `ModuleDict` in a list, which has no forward, count
+    as members of that list.
     """
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        children = [*_members(module)]
-        types = [type(child) for child in children]
-        repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
+        members = [*_members(module)]
+        types = [type(member) for member in members]
+        repeated = [member for member in members if types.count(type(member)) > 1 and [*member.children()]]
         if repeated:
             return repeated
     return [part for child in module.children() for part in repeated_children(child)]

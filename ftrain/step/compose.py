@@ -15,15 +15,16 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     """Apply wrappers to a step, the first one innermost.
 
     Raises:
-        ComposeError: when one of them is not a wrapper.
+        ComposeError: when an argument is not a wrapper.
     """
-    for position, wrap in enumerate[Any](wrappers):
+    for number, wrap in enumerate[Any](wrappers, start=1):
         if not callable(wrap) or isinstance(wrap, Step | Call):
+            found = "a Step" if isinstance(wrap, Step) else repr(wrap)
             raise ComposeError(
-                f"compose: argument {position + 1} is {'a Step' if isinstance(wrap, Step) else repr(wrap)}; needs a "
-                "wrapper. The step comes first, then each wrapper: compose(step, ft.clip(1.0), ft.ema(0.999))"
+                f"compose: argument {number} is {found}; needs a wrapper. The step comes first, then each wrapper: "
+                "compose(step, ft.clip(1.0), ft.ema(0.999))"
             )
         step = wrap(step)
         if not callable(step):
-            raise ComposeError(f"compose: argument {position + 1} returned {step!r}; a wrapper returns a step")
+            raise ComposeError(f"compose: argument {number} returned {step!r}; a wrapper returns a step")
     return step

@@ -47,7 +47,11 @@ def assemble(
     around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
     around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
 ) -> Core:
-    """Return the core of a `Step`. `around_grad` wraps the innermost gradient, `around_update` the whole update."""
+    """Return the core of a `Step`.
+
+    `around_loss` wraps the loss with its wrappers, `around_grad` the innermost gradient function, and `around_update`
+    the whole update.
+    """
     on_finite_check = {
         wrapper.name: wrapper.slot.on_finite_check
         for wrapper in step.wrappers
@@ -56,7 +60,8 @@ def assemble(
     grad = _grad(step, around_loss, around_grad, report_finite=bool(on_finite_check))
     update = around_update(_update(step, on_finite_check))
     text = step.base.text
-    # A `torch.autograd.Function` may return a parameter as the gradient of another one. Looked for in the first step.
+    # A `torch.autograd.Function` may return a parameter as the gradient of another one. The first step finds out
+    # whether one does; None until then.
     returns_params: bool | None = None
 
     def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
@@ -101,25 +106,28 @@ def _grad(
     grad = around_grad(grad)
     texts = {id(wrapper.grad): wrapper.text for wrapper in step.wrappers}
     for each in order(on_grad):
-        grad = _returning(Gradients, each.wrap(grad), f"{texts[id(each)]}: the gradient function")
+        grad = _with_checked_result(Gradients, each.wrap(grad), f"{texts[id(each)]}: the gradient function")
     return grad
 
 
-def _returning(kind: type, function: Any, what: str) -> Any:
-    """Return a function that a wrapper has made, whose results are checked. Raises a ComposeError if it is none."""
+def _with_checked_result(result_type: type, function: Any, description: str) -> Any:
+    """Return a function that checks the type of the results of `function`, which a user's `wrap` returned.
+
+    Raises a ComposeError if `function` is not a function.
+    """
     if not callable(function):
-        raise ComposeError(f"{what} that its wrap returned is {tree.describe(function)}; needs a function")
-    # Those of ftrain return what they must, and each call of a step takes time.
+        raise ComposeError(f"{description} that its wrap returned is {tree.describe(function)}; needs a function")
+    # The functions of ftrain are not checked, because each call in a step takes time.
     if not inspect.isfunction(function) or function.__code__.co_filename.startswith(LIBRARIES):
         return function
 
-    @functools.wraps(function)  # With its attributes, which other wrappers use.
+    @functools.wraps(function)  # Copies its attributes too, which other wrappers use.
     def checked(*args: Any, **kwargs: Any) -> Any:
         returned = function(*args, **kwargs)
-        if not isinstance(returned, kind):
+        if not isinstance(returned, result_type):
             raise ComposeError(
-                f"{what} returned {tree.describe(returned)}; needs {kind.__name__}, as the function that it wraps "
-                "returns; change it with dataclasses.replace"
+                f"{description} returned {tree.describe(returned)}; needs {result_type.__name__}, as the function "
+                "that it wraps returns; change it with dataclasses.replace"
             )
         return returned
 
@@ -131,16 +139,18 @@ def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn
     make_update = next((each.make_update for _, each in reversed(on_update) if each.make_update), _optimizer_update)
     update: UpdateFn = make_update(step.optimizer)
     for text, each in on_update:
-        update = _returning(TrainState, each.wrap(update), f"{text}: the update function") if each.wrap else update
-    refusing = step.optimizer if refuses_in_place(step) else None
-    return _guarded(update, on_finite_check, refusing) if step.may_refuse_updates else update
+        if each.wrap:
+            update = _with_checked_result(TrainState, each.wrap(update), f"{text}: the update function")
+    if not step.may_refuse_updates:
+        return update
+    return _guarded(update, on_finite_check, step.optimizer if refuses_in_place(step) else None)
 
 
 def refuses_in_place(step: Any) -> bool:
     """Return whether the optimizer of a `Step` may write to a donated state although the update may be refused.
 
-    Not if wrappers of the update need the old state beside the new one. The update of such an optimizer says so by its
-    attribute `can_refuse`, and takes another argument: `accept`, a 0-d bool tensor. If it is false, nothing changes.
+    Its `update` then has the attribute `can_refuse`, and takes one more argument: `accept`, a 0-d bool tensor. If that
+    is false, `update` changes nothing. It must not write if wrappers of the update need the old state too.
     """
     on_update = [wrapper.update for wrapper in step.wrappers if wrapper.update]
     is_alone = not any(each.wrap or each.make_update for each in on_update)
@@ -159,7 +169,8 @@ def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
 def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck], refusing: Optimizer | None) -> UpdateFn:
     """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
 
-    These are checked if a wrapper has an `on_finite_check`. `refusing` is the optimizer if it can refuse the update.
+    Whether they are finite counts if a wrapper has an `on_finite_check`. `refusing` is the optimizer of the step if it
+    can refuse an update itself (`refuses_in_place`), else None.
     """
 
     def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -174,7 +185,8 @@ def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck], ref
         if refusing is not None:
             choosing = _optimizer_update(replace(refusing, update=partial(refusing.update, accept=accept)))
             new = choosing(state, gradients, hyper, donate=donate)
-            # The optimizer has chosen these itself; `where` returns what is the same object in both.
+            # The optimizer has already chosen between old and new values of these. The same objects on both sides make
+            # `tree.where` below return them as they are.
             old = replace(state, params=new.params, opt_state=new.opt_state)
         else:
             # Not donated: the old values are needed if the update is refused.
@@ -196,7 +208,7 @@ def _dropped(field: str) -> ComposeError:
 
 
 class Eager:
-    """A `Runner` that runs a step operation by operation; `around` are arguments of `assemble`."""
+    """A `Runner` that runs a step operation by operation; `around` are further arguments of `assemble`."""
 
     def __init__(self, step: Any, **around: Callable[[Any], Any]) -> None:
         self._core = assemble(step, donate=step.donate, **around)

@@ -59,7 +59,7 @@ class EvalStep:
 
     @property
     def warns(self) -> bool:
-        """Whether this rank warns of what all ranks that evaluate together know alike: only the first one does."""
+        """Whether this rank issues warnings that would be the same on all ranks: only the first one does."""
         return self.loss.ranks is None or self.loss.ranks.rank == 0
 
     def share(self, batch: PyTree) -> Share:
@@ -75,7 +75,7 @@ class EvalStep:
 
     @functools.cached_property
     def compute(self) -> Means:
-        """`means`, or the default."""
+        """`means`, or `EagerMeans` if it is None."""
         return self.means or EagerMeans(self.loss)
 
     def wrapped(self, wrapper: Wrapper) -> EvalStep:
@@ -93,16 +93,17 @@ class EvalStep:
 
 
 class EagerMeans:
-    """Averages that are computed operation by operation, within the scope of the loss."""
+    """Computes the averages of a loss operation by operation, within the scope of the loss."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss, self._flatten = loss, Flattener()
-        # Of a common batch the first rank warns for all; of its own batch only the rank that reads it can.
+        # The first rank warns of a batch that all ranks read; every rank warns of a batch that it alone reads.
         self._warns = loss.ranks is None or loss.ranks.rank == 0 or not loss.ranks.whole_batches
 
     def __call__(self, tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
         """Return the averages. A model that draws random numbers in evaluation draws the same ones each time."""
-        (params, frozen, buffers), text = tensors, self.loss.text
+        params, frozen, buffers = tensors
+        text = self.loss.text
         with backends.of(tree.device_of(params)).seeded(0):
             leaves, spec = self._flatten((params, frozen, batch, buffers))
             loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=text)
@@ -125,37 +126,48 @@ def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
 
 
 SINGLE = str, bytes, int, float, complex, Tensor, np.generic, np.ndarray
-"""What a batch may hold beside tensors and arrays with a first axis; it has no examples to count."""
+"""Classes of leaves that are known to have no examples to count, if they have no first axis."""
 
 
 def _length(batch: PyTree, text: str, plain: list[str], *, warns: bool) -> int:
-    """Return the number of examples in a batch, the weight of plain numbers; warn if it is not known."""
-    tell = warn if warns else lambda message: None
+    """Return the number of examples in a batch; if `warns`, warn if it is not known.
+
+    It is the weight of the results `plain`, which are not a `Mean`, of the loss with this text.
+    """
     leaves = tree.leaves(batch)
-    lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
-    counted = [index for index, length in enumerate(lengths) if length is not None]
-    if not counted:
-        for name in dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)):
-            tell(
+    lengths = {
+        index: leaf.shape[0] for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim
+    }
+    if not lengths:
+        unknown = dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE))
+        for name in unknown if warns else ():
+            warn(
                 f"{text}: the number of examples in a {name} is not known; an evaluation weights each batch equally "
                 f"for results that are not a Mean ({', '.join(plain)}): return ft.Mean(total, weight), or give batches "
                 "of tensors in dicts, lists, tuples or registered classes"
             )
         return 1
-    first = counted[0]
-    if other := next((index for index in counted if lengths[index] != lengths[first]), None):
-        names = tree.leaf_names(batch)
-        tell(
-            f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
-            f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights results that are not a Mean "
-            f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)"
+    first, length = next(iter(lengths.items()))
+    different = [index for index in lengths if lengths[index] != length]
+    if different and warns:
+        paths = [tree.path("batch", name) for name in tree.leaf_names(batch)]
+        second = different[0]
+        warn(
+            f"{text}: {paths[first]} has {length} rows and {paths[second]} {lengths[second]}; an evaluation weights "
+            f"results that are not a Mean ({', '.join(plain)}) by the first number: return ft.Mean(total, weight)"
         )
-    return lengths[first] or 0
+    return length
 
 
 def _mean(metric: Any, length: int, text: str, name: str) -> Mean:
+    """Return a metric as a `Mean` in a wide dtype; a plain number gets the weight `length`."""
     is_weighted = isinstance(metric, Mean) and not metric.plain
-    value = metric if not isinstance(metric, Mean) else metric.total if is_weighted else metric.value
+    if is_weighted:
+        value = metric.total
+    elif isinstance(metric, Mean):
+        value = metric.value
+    else:
+        value = metric
     is_number = isinstance(value, Tensor | np.ndarray | np.generic | float | int)
     if is_number and not isinstance(value, Tensor):
         value = torch.as_tensor(np.asarray(value), device=tree.HOST)

@@ -118,12 +118,13 @@ def evaluate(
 
 def _shares(sums: _Sums, step: EvalStep, data: Iterable[PyTree], device: torch.device) -> Iterator[Share]:
     """Yield the share of this rank in each batch."""
-    ranks, is_first = step.loss.ranks, True
-    for drawn in data:
+    ranks = step.loss.ranks
+    is_first = True
+    for batch in data:
         if is_first and ranks is not None and ranks.whole_batches:
-            sums.digest = ranks.digest(drawn)
+            sums.digest = ranks.digest(batch)
         is_first = False
-        share = step.share(tree.as_tree(drawn))
+        share = step.share(tree.as_tree(batch))
         yield share._replace(batch=tree.to(share.batch, device))
     if is_first:
         where = "" if ranks is None else " on every rank"
@@ -135,10 +136,10 @@ def _add_batches_together(
 ) -> Exception | None:
     """Add this rank's shares of all batches to the sums, with a loss that all ranks must call equally often.
 
-    Before each batch the ranks exchange whether they have the next one, so that the device computes while the host
-    waits for the answer. A rank without one evaluates its last batch again, which does not count. A rank whose loss has
-    failed takes part in one more batch, before the others know. Returns the error of this rank, or None; raises a
-    BatchError on every rank if they must have the same number of batches and do not.
+    While the device computes a batch, the ranks exchange whether they have a next one. A rank without a next batch
+    evaluates its last one again, which does not count. If the loss fails on a rank, the other ranks know only after one
+    more batch. Returns the error of this rank, or None. Raises a BatchError on every rank if they must have the same
+    number of batches and do not.
     """
     device = tree.device_of(state.params)
     shares = _shares(sums, step, data, device)
@@ -157,12 +158,14 @@ def _add_batches_together(
 
     counts = start_next()
     while True:
-        having, failing = counts()
-        if failing or not having:
+        ranks_with_next, ranks_with_error = counts()
+        if ranks_with_error or not ranks_with_next:
             return error
-        if ranks.whole_batches and having < ranks.size:
-            raise BatchError(f"evaluate: {having} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}")
-        # Data without any batch is an error, so `share` is set if nothing follows.
+        if ranks.whole_batches and ranks_with_next < ranks.size:
+            raise BatchError(
+                f"evaluate: {ranks_with_next} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}"
+            )
+        # If nothing follows, `share` is the last one: data without any batch is an error.
         share = following or cast(Share, share)._replace(counts=False)
         counts = start_next()
         try:
@@ -173,9 +176,10 @@ def _add_batches_together(
 
 def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
     """Add this rank's shares of all batches to the sums, without waiting for other ranks."""
-    device, pieces = tree.device_of(state.params), 1
+    device = tree.device_of(state.params)
+    pieces = 1
     for share in _shares(sums, step, data, device):
-        means = list[dict[str, Mean]]()
+        means: list[dict[str, Mean]] = []
         while not means:
             try:
                 means = [step.of_rank(state, part) for part in _pieces(share, pieces)]
@@ -194,6 +198,7 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
 
 
 def _pieces(share: Share, number: int) -> list[Share]:
+    """Split the batch of a share."""
     if number == 1:
         return [share]
     lists = example_lists(share.batch) if share.lists is None else share.lists
@@ -257,21 +262,22 @@ def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:
-    """Return a step and a state that compute in a narrow dtype."""
+    """Return an evaluation that runs under autocast in a 16-bit dtype, and the state in that dtype."""
     name = name_of(dtype)
     if name not in DTYPES:
         raise OptionError(f"evaluate: dtype is {dtype!r}; choices are auto, {', '.join(DTYPES)} and None")
     require_dtype("evaluate", name, backends.of(tree.device_of(state.params)))
-    loss, wanted = step.loss, DTYPES[name]
-    if loss.narrow not in ("", name) and (loss.narrow, name) != ("auto", "bf16"):
+    loss, narrow = step.loss, DTYPES[name]
+    is_compatible = loss.narrow in ("", name) or (loss.narrow, name) == ("auto", "bf16")
+    if not is_compatible:
         raise ComposeError(
             f"evaluate: dtype is {dtype!r}, but the loss computes in {loss.narrow}: {loss.text}; remove dtype, or "
             "evaluate the loss without with_amp"
         )
-    parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
+    fields = {field: tree.cast(getattr(state, field), narrow) for field in ("params", "frozen", "buffers")}
 
-    def narrowed(tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
-        with torch.autocast(tree.device_of(tensors[0]).type, dtype=wanted):
+    def means(tensors: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> dict[str, Mean]:
+        with torch.autocast(tree.device_of(tensors[0]).type, dtype=narrow):
             return step.compute(tensors, batch)
 
-    return dataclasses.replace(step, means=narrowed), replace(state, **parts)
+    return dataclasses.replace(step, means=means), replace(state, **fields)

@@ -51,7 +51,7 @@ CONTRACTIONS = {
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _CPU_RECURRENT_LAYER = {"mkldnn_rnn_layer": 1, "mkldnn_rnn_layer_backward": 2}
-"""Operations of a layer of `nn.LSTM` -> how often each has the products of the forward pass."""
+"""Operations of a layer of `nn.LSTM` -> how many times the matrix products of the forward pass each one computes."""
 
 
 def group_of(name: str) -> str:
@@ -89,17 +89,18 @@ def flops(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> i
 
 
 def _contraction(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> int:
+    """Return the number of floating-point operations of a contraction."""
     if name == _CPU_ATTENTION:
-        return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
     if name == f"{_CPU_ATTENTION}_backward":
-        return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
     if name == "_grouped_mm":
         a, b = args[:2]
         return int(2 * a.numel() * b.shape[-1] if a.ndim == 2 or b.ndim == 3 else 2 * b.numel() * a.shape[-2])
     if name in _CPU_RECURRENT_LAYER:
-        inputs, of_inputs, of_hidden = args[:3]
+        inputs, input_weight, hidden_weight = args[:3]
         positions = inputs.numel() // inputs.shape[-1]
-        return int(2 * positions * (of_inputs.numel() + of_hidden.numel())) * _CPU_RECURRENT_LAYER[name]
+        return int(2 * positions * (input_weight.numel() + hidden_weight.numel())) * _CPU_RECURRENT_LAYER[name]
     count: Callable[..., int] | None = flop_registry.get(operation.overloadpacket)
     if count is None:
         return 2 * max((_elements(arg) for arg in args), default=0)

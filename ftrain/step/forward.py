@@ -43,7 +43,7 @@ class ForwardResult:
         total: total of the loss, a 0-d tensor with its graph; all other fields are detached.
         finish_metrics: adds metrics that are known only after the backward pass.
         hidden: ``indices of unused leaves -> indices``, those that a re-entrant checkpoint hides from autograd.
-        combined: runs the backward pass if gradients are combined with those of other ranks meanwhile.
+        combined: runs the backward pass if it also combines the gradients with those of other ranks; else None.
     """
 
     params: list[Tensor]
@@ -77,15 +77,19 @@ class Forward:
     def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
         self._loss, self._flatten, self._name = loss, Flattener(), name
         self._outside = OutsideParams(name, module_params)
+        # Sets of unused leaves, by their indices, of which no checkpoint hides one.
         self._not_hidden: set[tuple[int, ...]] = set()
         self._is_checked = False
-        # The last structure of the loss's inputs, and that of its parameters.
+        # The structure of the inputs of the loss in the last run, and that of the parameters.
         self._specs: tuple[Any, Any] = None, None
 
     def __call__(
         self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None
     ) -> ForwardResult:
-        """Return the result; `params` are the leaves of an earlier run. Raises a LossError if the loss is not pure."""
+        """Return the result; `params` are the leaves of an earlier run, or None for new ones.
+
+        Raises a LossError if the loss changes an input in place, or has no gradient.
+        """
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         last_spec, params_spec = self._specs
         if last_spec is not spec:
@@ -102,8 +106,9 @@ class Forward:
         _require_differentiable(mean, self._name)
         buffers = _like(buffers, state.buffers, self._name)
         if memory is not None:
-            if memory != (new_memory := _memory_of(leaves)):
-                # A write through `.data` does not count as a write in place.
+            new_memory = _memory_of(leaves)
+            if memory != new_memory:
+                # Torch does not count a write through `.data` in the version of the tensor.
                 index = _first_difference(memory, new_memory)
                 raise _written_in_place(self._name, index, spec, " through its .data")
             self._outside.check(mean.total, leaves, captured=inputs is not None)
@@ -160,7 +165,7 @@ def _require_differentiable(mean: Mean, name: str) -> None:
 
 
 def refuse_weight(name: str) -> NoReturn:
-    """Raises a LossError for the weight of a loss that depends on the parameters: the gradient does not count that."""
+    """Raises a LossError: the weight of the loss depends on the parameters, which the gradient would not include."""
     raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
@@ -175,7 +180,7 @@ def run_loss(
     loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str
 ) -> LossOutput:
     """Call a loss on the leaves of its inputs, in the order of `INPUTS`. Raises a LossError if it wrote to one."""
-    # New containers, which the loss may change.
+    # `unflatten` makes new containers, so a loss may add or remove items.
     params, frozen, batch, buffers = spec.unflatten(leaves)
     old_versions = versions(leaves)
     try:
@@ -197,14 +202,14 @@ def versions(leaves: Sequence[Any]) -> list[int | None]:
     try:
         return [*map(_torch.version_of, leaves)]
     except (AttributeError, RuntimeError):
-        # Some leaf has no count. To look at each leaf first would take twice as long in the usual case.
+        # A leaf has no version. Checking each leaf before the call would take twice as long in the usual case.
         return [
             _torch.version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves
         ]
 
 
 def _memory_of(leaves: Sequence[Any]) -> list[tuple[int, bytes] | None]:
-    """Return which memory each tensor is in, and its first elements; waits for the device.
+    """Return the id of the storage of each tensor and the bytes of its first elements; waits for the device.
 
     None for other leaves, and for sparse and nested tensors.
     """
@@ -217,7 +222,7 @@ def _memory_of(leaves: Sequence[Any]) -> list[tuple[int, bytes] | None]:
 
 
 def _beginning(leaf: Tensor) -> bytes:
-    """Return the first elements of a tensor, or nothing if it has no values here; waits for the device."""
+    """Return the bytes of the first elements of a tensor; b"" if its values cannot be read. Waits for the device."""
     if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or _torch.is_transformed(leaf):
         return b""
     first = leaf.detach().flatten()[:COMPARED].resolve_conj().resolve_neg()
@@ -225,12 +230,15 @@ def _beginning(leaf: Tensor) -> bytes:
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> int:
-    """Return the index of the first leaf that was written; 0 if there is none."""
-    return next((index for index, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), 0)
+    """Return the index of the first leaf with different values in `old` and `new`; 0 if there is none."""
+    for index, (old_value, new_value) in enumerate(zip(old, new, strict=True)):
+        if old_value != new_value:
+            return index
+    return 0
 
 
 def _find_written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
-    """Find the leaf that a loss writes in place, by running it on copies that it may write to."""
+    """Return the index of the leaf that a loss writes in place. Runs the loss on copies, which it may write to."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     old_versions = versions(copies)
     params, frozen, batch, buffers = tree.unflatten(spec, copies)
@@ -240,6 +248,7 @@ def _find_written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, 
 
 
 def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str = "") -> LossError:
+    """Return the error for a loss that wrote the input with this index among the leaves of its inputs."""
     inputs = dict(zip(INPUTS, tree.unflatten(spec, range(spec.num_leaves)), strict=True))
     path = tree.leaf_names(inputs)[tree.leaves(inputs).index(index)]
     return LossError(
@@ -251,19 +260,25 @@ def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec, how: str =
 
 
 def _like(returned: PyTree, buffers: PyTree, name: str) -> PyTree:
-    """Return the new buffers in the containers of the old ones. Raises a StructureError if other leaves differ."""
+    """Return the new buffers in the containers of the old ones.
+
+    Raises a StructureError if they do not have the paths, shapes and dtypes of the old ones.
+    """
     if tree.is_blank(returned) and tree.is_blank(buffers):
         return buffers
-    new, old = tree.flatten(returned), tree.flatten(buffers)
-    if new[1] == old[1] and all(
-        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
+    new_leaves, new_spec = tree.flatten(returned)
+    old_leaves, old_spec = tree.flatten(buffers)
+    if new_spec == old_spec and all(
+        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(new_leaves, old_leaves, strict=True)
     ):
         return returned
     what = "the tree of buffers it returned (run a module that shapes them by its first batch once before step.init())"
     tree.require_same(name, what, returned, buffers)
-    # Such as a tuple for a named tuple: the next step and a checkpoint need the containers that the state had.
-    new_paths, old_paths = (
-        [tuple(map(str, path)) for path in optree.tree_paths(each, namespace=NAMESPACE)] for each in (returned, buffers)
-    )
-    by_path = dict(zip(new_paths, new[0], strict=True))
-    return tree.unflatten(old[1], [by_path[path] for path in old_paths])
+    # The loss may return a tuple for a named tuple, say; the next step and a checkpoint need the old containers.
+    by_path = dict(zip(_paths(returned), new_leaves, strict=True))
+    return tree.unflatten(old_spec, [by_path[path] for path in _paths(buffers)])
+
+
+def _paths(values: PyTree) -> list[tuple[str, ...]]:
+    return [tuple(map(str, path)) for path in optree.tree_paths(values, namespace=NAMESPACE)]

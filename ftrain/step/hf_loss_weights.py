@@ -1,4 +1,4 @@
-"""The weight of the loss that a model of transformers computes: the number of labels that it is the mean of."""
+"""The weight of the loss that a model of transformers computes: the number of labels over which it takes the mean."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ def _next_tokens(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _generated(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
-    parts = (config, getattr(config, "text_config", None))
-    has_encoder = any(getattr(part, "is_encoder_decoder", False) for part in parts)
-    return (_tokens if has_encoder else _next_tokens)(config, batch)
+    configs = (config, getattr(config, "text_config", None))
+    has_encoder = any(getattr(each, "is_encoder_decoder", False) for each in configs)
+    return _tokens(config, batch) if has_encoder else _next_tokens(config, batch)
 
 
 def _classified(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return None
-    indices = labels.dtype in (torch.int64, torch.int32) and config.num_labels > 1
-    if config.problem_type == "single_label_classification" or (config.problem_type is None and indices):
+    # Without a problem type, transformers takes integers as classes and all other labels as numbers of a regression.
+    are_classes = labels.dtype in (torch.int64, torch.int32) and config.num_labels > 1
+    if config.problem_type == "single_label_classification" or (config.problem_type is None and are_classes):
         return _count(labels)
     return _size(labels, labels.numel())
 
@@ -54,8 +55,10 @@ def _pixels(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
     labels = _integers(batch, "labels")
     if labels is None:
         return None
+    if config.num_labels > 1:
+        return _count(labels, config.semantic_loss_ignore_index)
     # With a single class it is a mean over all pixels, in which ignored pixels count as 0.
-    return _count(labels, config.semantic_loss_ignore_index) if config.num_labels > 1 else _size(labels, labels.numel())
+    return _size(labels, labels.numel())
 
 
 def _answers(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
@@ -100,7 +103,7 @@ LOSS_TYPES: Mapping[str, Rule] = {
     "ForSemanticSegmentation": _pixels,
     "ForCTC": _utterances,
 }
-"""``model.loss_type``, the end of the name of the class -> rule."""
+"""``model.loss_type``, which is the end of the name of the model's class -> rule."""
 
 CLASSES: Mapping[str, Rule | None] = {
     **dict.fromkeys(
@@ -178,9 +181,9 @@ CLASSES: Mapping[str, Rule | None] = {
 
 
 def weigher(module: nn.Module) -> Weigh | None:
-    """Return the function that weights a model's own loss, or None if it is not known to be a mean over labels.
+    """Return the function that weights the loss of a model, or None if the loss is not known to be a mean over labels.
 
-    This depends on the ``loss_type`` that models of transformers have, the class, and the configuration.
+    It depends on the ``loss_type`` of the model, which models of transformers have, its class and its configuration.
     """
     # A model of peft wraps another one.
     base = getattr(module, "get_base_model", None)
@@ -196,9 +199,9 @@ def _rule(model: Any, config: Any) -> Rule | None:
     name = type(model).__name__
     if name in CLASSES:
         return CLASSES[name]
-    declared = model.loss_type or next((kind for kind in LOSS_TYPES if name.endswith(kind)), "")
-    summed = declared == "ForCTC" and config.ctc_loss_reduction != "mean"
-    return None if summed else LOSS_TYPES.get(declared)
+    loss_type = model.loss_type or next((ending for ending in LOSS_TYPES if name.endswith(ending)), "")
+    is_sum = loss_type == "ForCTC" and config.ctc_loss_reduction != "mean"
+    return None if is_sum else LOSS_TYPES.get(loss_type)
 
 
 def _is_replaced(model: Any) -> bool:
@@ -208,8 +211,10 @@ def _is_replaced(model: Any) -> bool:
 
 
 def with_any_label(batch: Mapping[str, Any], weight: Tensor) -> Mapping[str, Any]:
-    """Set all labels to 0 if all are ignored, so that the loss and its gradient are finite."""
-    labels = {
-        name: labels.masked_fill(weight == 0, 0) for name in LABELS if (labels := _integers(batch, name)) is not None
-    }
-    return {**batch, **labels}
+    """Return the batch with all labels set to 0 if the weight is 0, so that the loss and its gradient are finite."""
+    new_labels = {}
+    for name in LABELS:
+        labels = _integers(batch, name)
+        if labels is not None:
+            new_labels[name] = labels.masked_fill(weight == 0, 0)
+    return {**batch, **new_labels}

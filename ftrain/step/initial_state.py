@@ -1,4 +1,4 @@
-"""The parameters and buffers of a new state: of a tree, a module, a file, or initialised by a module."""
+"""The parameters and buffers of a new state: from a tree, a module or a file, or initialised by a module."""
 
 from __future__ import annotations
 
@@ -63,11 +63,13 @@ def initial_parts(
             "values of a state_dict, call module.load_state_dict(values) first, and step.init() without params"
         )
     if names is not None:
+        # A wrapper has added these to the module; they train.
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     distribute = [wrapper.step.distribute for wrapper in step.wrappers if wrapper.step and wrapper.step.distribute]
     is_trainable = select_trainable(trainable, names, params)
     place = partial(_placed, is_trainable=is_trainable, adapters=adapters, seed=seed, distribute=distribute)
-    # Also with `distribute`, so that all ranks distribute block by block: the module of some may be on the device meta.
+    # Also with `distribute`: the module of another rank may be on the device meta, and all ranks must divide the
+    # state block by block if one does.
     if is_of_module and module is not None and buffers is None and (distribute or path or _is_on_meta(module)):
         its_names = list(params), list(initial_buffers)
         return _placed_by_block(place, module, its_names, path=path, seed=seed, device=device)
@@ -85,7 +87,7 @@ def _placed(
     donate: bool,
     distribute: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]],
 ) -> Parts:
-    """Return the parts of a state with these tensors, where they are or on a device, and divided by `distribute`."""
+    """Return the parts of a state with these tensors, moved to `device` (None: not moved), divided by `distribute`."""
     params, buffers = (tree.take if donate else tree.clone)((params, buffers))
     if adapters is not None:  # Their initial values may depend on the base.
         params, buffers = _read((params, buffers))
@@ -113,10 +115,10 @@ def _placed_by_block(
     seed: int,
     device: torch.device | None,
 ) -> Parts:
-    """Return the parts of a state with the tensors of a module, or those of a path, block by block.
+    """Return the parts of a state with the tensors of a module, or those stored at a path, placed block by block.
 
-    Tensors on the device meta are created on the device of the state, and initialised. `names` are those of the
-    parameters and those of the buffers.
+    Tensors on the device meta are created on the device of the state, and initialised. `names` are the names of the
+    parameters and the names of the buffers.
     """
     on_meta = _is_on_meta(module)
     created_on = device or (backends.default().device if on_meta else tree.device_of(dict(named_tensors(module))))
@@ -125,8 +127,8 @@ def _placed_by_block(
     frozen: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
     for tensors in initialised(module, seed, created_on, stored):
-        block = ({name: tensors[name] for name in each if name in tensors} for each in names)
-        # The tensors of a block are copies already.
+        block = ({name: tensors[name] for name in of_part if name in tensors} for of_part in names)
+        # Donated, because the tensors of a block are already copies.
         parts = place(*block, device=created_on if on_meta else device, donate=True)
         for whole, part in zip((params, frozen, buffers), parts, strict=True):
             whole.update(part or {})
@@ -135,8 +137,10 @@ def _placed_by_block(
         dict(sorted(part.items(), key=lambda item: order.get(item[0], len(order))))
         for part in (params, frozen, buffers)
     )
-    # A block without frozen parameters does not have their paths either.
-    return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
+    if not tree.leaves(frozen):
+        return params, None, buffers
+    # The paths of `params`: a block without frozen parameters has none in `frozen`.
+    return params, {name: frozen.get(name) for name in params}, buffers
 
 
 def _is_on_meta(module: nn.Module) -> bool:
@@ -145,26 +149,30 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 
 def _read(parts: PyTree) -> Any:
+    """Read the tensors that are still in files."""
     return tree.map(lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf, parts)
 
 
 def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, StoredTensor]:
     """Return the stored tensors of a module by their names in the module."""
-    in_files, stored = stored_tensors(path), dict[str, StoredTensor]()
-    # Without the buffers that a module does not save, because its constructor computes them.
+    in_files = stored_tensors(path)
+    stored: dict[str, StoredTensor] = {}
+    # Only these: a module does not save buffers that its constructor computes.
     saved = module.state_dict(keep_vars=True)
+    # Id of each tensor -> its names in the module.
     aliases = defaultdict(list)
     for alias, tensor in saved.items():
         aliases[id(tensor)].append(alias)
     wanted = {name: tensor for name, tensor in named_tensors(module) if id(tensor) in aliases}
-    unused, problems = dict.fromkeys(in_files), list[str]()
+    unused = dict.fromkeys(in_files)
+    problems: list[str] = []
     for name, tensor in wanted.items():
-        spellings = [each for each in _spellings(module, aliases[id(tensor)]) if each in in_files]
+        spellings = [spelling for spelling in _spellings(module, aliases[id(tensor)]) if spelling in in_files]
         if spellings:
             stored[name] = in_files[spellings[0]]
-            problems += _conflicts(name, tensor, [in_files[each] for each in dict.fromkeys(spellings)])
-        for each in spellings:
-            unused.pop(each, None)
+            problems += _conflicts(name, tensor, [in_files[spelling] for spelling in dict.fromkeys(spellings)])
+        for spelling in spellings:
+            unused.pop(spelling, None)
     if problems := mismatches(stored, wanted) + problems:
         raise StructureError(
             f"{_misfit(f'{path} does not fit', module, problems)}\nThe file has {listed(list(in_files))}. Load the "
@@ -183,12 +191,12 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
 
 
 def _conflicts(name: str, tensor: Tensor, spelled: Sequence[StoredTensor]) -> list[str]:
-    """Return messages of why tensors of a file are not the values of one tensor of a module."""
+    """Return the reasons why stored tensors, all of them names of one tensor of a module, cannot be its values."""
     problems = [
-        f"{name}: found {each.code}, needs {tree.dtype_name(tensor.dtype)}; quantised values have no meaning without "
+        f"{name}: found {stored.code}, needs {tree.dtype_name(tensor.dtype)}; quantised values have no meaning without "
         "their scales"
-        for each in spelled
-        if tensor.is_floating_point() and each.code not in (*FLOATS, CODES.get(tensor.dtype))
+        for stored in spelled
+        if tensor.is_floating_point() and stored.code not in (*FLOATS, CODES.get(tensor.dtype))
     ]
     first, *others = (each.like(tensor, tree.HOST) for each in spelled)
     for other in others:
@@ -197,11 +205,14 @@ def _conflicts(name: str, tensor: Tensor, spelled: Sequence[StoredTensor]) -> li
     return problems
 
 
-def _misfit(what: str, module: nn.Module, problems: Sequence[str]) -> str:
-    return f"Step.init: {what} {type(module).__name__}:{first_lines(problems)}"
+def _misfit(statement: str, module: nn.Module, problems: Sequence[str]) -> str:
+    return f"Step.init: {statement} {type(module).__name__}:{first_lines(problems)}"
 
 
 def _spellings(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return possible names of a tensor in files, with and without the prefix of the inner model of transformers."""
+    """Return the possible names of a tensor in files: as they are, without and with the prefix of the base model.
+
+    Models of transformers declare the prefix. A file may hold the base model alone, or a model with a head.
+    """
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     return [*names, *(name.removeprefix(prefix) for name in names), *(prefix + name for name in names)]

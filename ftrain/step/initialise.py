@@ -116,7 +116,7 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
 
 
 class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which random operations draw from its own generators; it records the tensors that are written."""
+    """Context in which random operations draw from generators of this object. It records which tensors are written."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor has values: it was written since the call of `watched`, or another one replaced it."""
+        """Whether a tensor has values: it was written after the call of `watched`, or an initialiser replaced it."""
         return not tensor.numel() or _torch.storage_id(tensor) not in self._unwritten
 
     def __torch_dispatch__(

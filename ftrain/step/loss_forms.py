@@ -64,7 +64,10 @@ def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str
 
 
 def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
-    """Convert what a loss returned to ``(Mean, metrics, buffers)``. Raises a LossError if it is none of the `FORMS`."""
+    """Return the results of a loss as ``(Mean, metrics, buffers)``. Raises a LossError if they have no form of `FORMS`.
+
+    `buffers` are those that the loss got; they are returned if the loss returned none.
+    """
     loss, metrics, new_buffers = returned, {}, buffers
     if isinstance(returned, tuple):
         if len(returned) not in (2, 3):
@@ -99,18 +102,21 @@ def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
 
 
 def zero_if_empty(mean: Mean) -> Mean:
-    """Return a mean that can be added to others: with the total 0 if its weight is 0, even if the total is NaN."""
+    """Return a mean that can be added to others: the total is 0 if the weight is 0, even if it was NaN."""
     is_empty = (mean.weight == 0).to(mean.total.device)
     return replace(mean, total=summable(mean.total.masked_fill(is_empty, 0)), weight=summable(mean.weight))
 
 
 def as_float(number: Tensor) -> Tensor:
-    """Return an integer in the widest dtype of its device, for a mean: float32 holds all integers up to 2**24 only."""
+    """Return a number from which a mean can be computed: integers as floats of the widest dtype of their device.
+
+    Not float32 if there is float64: float32 holds all integers up to 2**24 only.
+    """
     is_integer = not (number.is_floating_point() or number.is_complex()) and number.dtype != torch.bool
     return number.to(backends.widest(number.device)) if is_integer else number
 
 
 def summable(number: Tensor) -> Tensor:
-    """Return a number in a dtype of at least 32 bits: a sum of many in float16, bfloat16, uint8 or bool is wrong."""
+    """Return a number in a dtype of at least 32 bits, because a sum of many numbers in fewer bits is wrong."""
     is_integer = not (number.is_floating_point() or number.is_complex())
     return number.to(torch.promote_types(number.dtype, torch.int64 if is_integer else torch.float32))

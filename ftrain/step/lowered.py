@@ -33,12 +33,14 @@ class Lowered:
     traffic: tuple[Traffic, ...] = ()
 
     def __repr__(self) -> str:
-        total, shown = sum(self.nodes.values()), list(self.nodes.items())[:MOST_SHOWN]
-        often = ", ".join(f"{count} {name}" for name, count in shown)
+        total = sum(self.nodes.values())
+        most_frequent = [f"{count} {name}" for name, count in self.nodes.items()][:MOST_SHOWN]
+        if len(self.nodes) > MOST_SHOWN:
+            most_frequent.append("...")
         peak = "unknown" if self.peak_bytes is None else format_bytes(self.peak_bytes)
         lines = [
             f"lowering  {self.lowering}, {self.graphs} {'graph' if self.graphs == 1 else 'graphs'}",
-            f"nodes     {total:,} ({often}{', ...' if len(self.nodes) > len(shown) else ''})",
+            f"nodes     {total:,} ({', '.join(most_frequent)})",
             f"peak      {peak} of intermediate results",
             *(f"sends     {format_bytes(sent)} in {calls} {kind} ({axis})" for kind, axis, calls, sent in self.traffic),
             *(f"break     {text}" for text in self.breaks),

@@ -39,20 +39,23 @@ _fewest: ContextVar[int | None] = ContextVar("ftrain_fewest_examples", default=N
 
 
 with_fewest_examples = functools.partial(setting, _fewest)
-"""``fewest -> context`` in which each rank splits its own rows into as many pieces as the others, of at least one
-example each: the number of examples of the rank that has fewest; None if one rank splits alone, or pieces are equal."""
+"""``fewest -> context`` in which all ranks split their rows into the same number of pieces, of at least one example
+each. `fewest` is the smallest number of examples on any rank; None if this rank need not follow the others."""
 
 
 _first_example: ContextVar[int] = ContextVar("ftrain_first_example", default=0)
 
 
 first_example = _first_example.get
-"""``() -> int``: the number in the whole batch of the first example of the piece that is computed on."""
+"""``() -> int``: the number, in the whole batch, of the first example of the current piece."""
 
 
 @contextmanager
 def within_piece(pieces: int, first: int) -> Iterator[None]:
-    """Context of the computation on one of so many pieces, which may split it again; `first` is its first example."""
+    """Context of the computation on one of `pieces` pieces, whose first example is number `first` of the split batch.
+
+    Pieces may be split again, so contexts may be nested.
+    """
     fewest = _fewest.get()
     of_piece = with_fewest_examples(None if fewest is None else fewest // pieces)
     with of_piece, setting(_first_example, _first_example.get() + first):
@@ -60,19 +63,19 @@ def within_piece(pieces: int, first: int) -> Iterator[None]:
 
 
 def pieces_of_fewest(pieces: int, fewest: int) -> int:
-    """Return into how many pieces a batch is split if the smallest one on any rank has `fewest` examples."""
+    """Return the number of pieces into which ranks split their batches, if the smallest batch has `fewest` examples."""
     return max(1, min(pieces, fewest))
 
 
 def take_examples(batch: PyTree, examples: slice) -> PyTree:
-    """Return some examples of a batch; what `split_batch` does not split is returned as it is."""
+    """Return some examples of a batch. Leaves that `split_batch` does not split are returned as they are."""
     leaves, spec = _flatten_examples(batch)
     of_examples = [leaf[examples] if _has_axis(leaf) or isinstance(leaf, list | tuple) else leaf for leaf in leaves]
     return tree.unflatten(spec, of_examples)
 
 
 def repeat_examples(batch: PyTree, times: int) -> PyTree:
-    """Return a batch that has each example several times; what `split_batch` does not split is returned as it is."""
+    """Return a batch repeated `times` times. Leaves that `split_batch` does not split are returned as they are."""
     leaves, spec = _flatten_examples(batch)
     return tree.unflatten(spec, [_repeated(leaf, times) for leaf in leaves])
 
@@ -138,7 +141,8 @@ _example_lists: ContextVar[ExampleLists | None] = ContextVar("ftrain_example_lis
 def example_lists(batch: PyTree) -> ExampleLists:
     """Return where the lists and tuples with a value for each example are in a batch.
 
-    For a piece, in the context `with_example_lists` of the whole batch, whose length decides.
+    They have the length of the batch. In the context `with_example_lists`, `batch` is a piece, and those of the whole
+    batch are returned.
     """
     known = _example_lists.get()
     if known is not None:
@@ -157,15 +161,15 @@ def example_lists(batch: PyTree) -> ExampleLists:
 
 
 with_example_lists = functools.partial(setting, _example_lists)
-"""``lists -> context`` of the computation on pieces of a batch, which may split them again."""
+"""``lists -> context`` of the computation on pieces of a batch, in which `example_lists` returns `lists`."""
 
 
 def _cut(leaf: Any, pieces: int) -> Sequence[Any]:
-    """Return the pieces of a leaf: the first ones are longer by one if their number does not divide."""
+    """Return the pieces of a leaf. If they cannot be equally long, the first ones are longer by one."""
     if not _has_axis(leaf) and not isinstance(leaf, list | tuple):
         return (leaf,) * pieces
-    each, longer = divmod(len(leaf), pieces)
-    ends = [piece * each + min(piece, longer) for piece in range(pieces + 1)]
+    length, longer = divmod(len(leaf), pieces)
+    ends = [piece * length + min(piece, longer) for piece in range(pieces + 1)]
     return [leaf[start:end] for start, end in pairwise(ends)]
 
 
@@ -230,13 +234,15 @@ def require_rows(batch: PyTree, function: str) -> None:
 
 
 def difference(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> tuple[float, float] | None:
-    """Return the loss of a batch and that of its pieces together; None if they are equal; waits for the device.
+    """Return the loss of a batch and the pooled loss of its pieces; None if they are equal; waits for the device.
 
-    A loss that is not finite equals any other.
+    They count as equal if the loss of the batch is not finite.
     """
-    together = functools.reduce(Mean.pooled, pieces)
-    value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
+    pooled = functools.reduce(Mean.pooled, pieces)
+    # One copy to the host for all values.
+    value, pooled_value, *piece_values = torch.stack([m.value.detach() for m in (whole, pooled, *pieces)]).tolist()
     is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))
-    limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (value, *each)))
-    # A piece with a loss of NaN, such as a mean over no tokens, makes the losses differ.
-    return (value, of_pieces) if math.isfinite(value) and not abs(value - of_pieces) <= limit else None
+    limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (value, *piece_values)))
+    # The difference may be NaN, if a piece is a mean over no tokens, say: then the losses are not equal either.
+    is_equal = abs(value - pooled_value) <= limit
+    return (value, pooled_value) if math.isfinite(value) and not is_equal else None

@@ -167,7 +167,7 @@ def _require_unwritten(
 
 def _weigher(module: nn.Module) -> Weigh | None:
     weigh = weigher(module)
-    # The layers of torch have no loss, which the first step says.
+    # No message for the layers of torch: they have no loss, and the first step raises an error.
     if weigh is None and not type(module).__module__.startswith("torch.nn."):
         log_on_first_rank(
             "from_module: the loss of %s is not known to be a mean over labels, so it is a plain number, in which "
@@ -235,7 +235,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _has_other_losses(outputs: Any) -> bool:
-    # Those of routers are no reason to weight the labels otherwise.
+    # The losses of routers do not count: the weight is the number of labels with them too.
     names = [name for name in outputs if "loss" in name] if isinstance(outputs, Mapping) else []
     return any(name != "loss" and not name.endswith(OF_ROUTERS) for name in names)
 
@@ -254,17 +254,17 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     tensors = tree.overlay(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}
-    own_module = _torch.original(module)
-    wanted = dict(named_tensors(own_module))
-    unexpected = [f"{name}: unexpected" for name in tensors if name not in wanted]
-    if problems := mismatches(tensors, wanted) + unexpected:
+    original = _torch.original(module)
+    expected = dict(named_tensors(original))
+    unexpected = [f"{name}: unexpected" for name in tensors if name not in expected]
+    if problems := mismatches(tensors, expected) + unexpected:
         if any("lora_" in name for name in tensors):
             problems.insert(
                 0, "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
             )
         raise StructureError(f"to_module: the state does not fit {type(module).__name__}:{first_lines(problems)}")
     require_to_gather("to_module", tensors)
-    fill(own_module, tensors)
+    fill(original, tensors)
     return module
 
 

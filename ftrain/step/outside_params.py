@@ -1,4 +1,4 @@
-"""Find tensors that a loss differentiates and that do not train, as they are not in the state."""
+"""Find tensors that a loss uses with a gradient, but that do not train because they are not in the state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class OutsideParams:
     def __init__(self, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
         self._name, self._module_params = name, module_params
         self.suspects: list[weakref.ref[Tensor]] = []
-        """Tensors of the first run that the loss has made itself, for the gradient of an input, or uses in each run."""
+        """Leaves of the graph of the first run that may be new in each run: the loss may create them itself, for the
+        gradient of an input. Those that the second run uses too do not train."""
 
     def check(self, total: Tensor, inputs: Sequence[Any], *, captured: bool) -> None:
         """Check the first run of a loss. Raises a LossError for a parameter of the module."""
@@ -38,7 +39,7 @@ class OutsideParams:
                     "model.get_parameter(...) of the model that the criterion gets, and do not keep parameters of a "
                     "module in a list, a dict or a closure"
                 )
-        # A captured loss runs once, and what it makes is a fake tensor.
+        # A captured loss runs once, so there is no second run to compare; but tensors that it creates are fake.
         certain = [
             leaf for leaf in outside if isinstance(leaf, nn.Parameter) or (captured and not _torch.is_fake(leaf))
         ]
@@ -47,7 +48,7 @@ class OutsideParams:
             self.suspects = [weakref.ref(leaf) for leaf in outside if not isinstance(leaf, nn.Parameter)]
 
     def check_again(self, total: Tensor, inputs: Sequence[Any]) -> None:
-        """Check the second run, if the first one left suspects: what the loss makes is another tensor now."""
+        """Check the second run, if there are suspects. A leaf that the loss creates is a new tensor in each run."""
         used = {*map(id, _outside(total, inputs))}
         self._log([leaf for suspect in self.suspects if (leaf := suspect()) is not None and id(leaf) in used])
         self.suspects = []
@@ -65,7 +66,7 @@ class OutsideParams:
 
 
 def _outside(total: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves of the graph of a loss that are none of its inputs."""
+    """Return the leaves of the graph of a loss that are not among its inputs."""
     # Only the nodes of leaves have the attribute.
     leaves = [getattr(node, "variable", None) for node in _torch.nodes_of(total) if not node.next_functions]
     known = {*map(id, inputs)}

@@ -1,4 +1,4 @@
-"""The backward pass on one of many ranks: gradients that are combined meanwhile, and parameters that are unused."""
+"""The backward pass on one of many ranks: gradients combined during the pass, and parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ _announced: ContextVar[CombinedGrads | None] = ContextVar("ftrain_combined_grads
 
 
 announced = _announced.get
-"""``() -> CombinedGrads | None``: what the loss that has just run has announced."""
+"""``() -> CombinedGrads | None``: the argument of the last call of `announce`."""
 
 
 def announce(combined: CombinedGrads | None) -> None:
-    """Called by a loss: set what runs the backward pass of this forward pass. None: the usual backward pass."""
+    """Set the object that runs the backward pass of the current forward pass; the loss calls this.
+
+    None means the usual backward pass.
+    """
     _announced.set(combined)
 
 
 class UnusedOnRank:
     """Records the parameters that the loss does not use on this rank. They get a gradient of 0, and no error is raised.
 
-    `names` are those of the trainable parameters in their order, and `is_first` is whether ranks compare what they do.
+    `names` are the names of the trainable parameters in their order. `is_first` is whether ranks compare their records.
     """
 
     def __init__(self, names: Sequence[str], is_first: bool) -> None:
@@ -49,7 +52,7 @@ class UnusedOnRank:
         self._gathered: dict[str, bool] = {}
 
     def note_gathered(self, names: Sequence[str], are_used: Sequence[bool]) -> None:
-        """Record which parameters this rank uses, of those that get a gradient from other ranks in any case."""
+        """Record which gathered parameters this rank uses. They get a gradient from the other ranks in any case."""
         for name, is_used in zip(names, are_used, strict=True):
             self._gathered[name] = self._gathered.get(name, False) or is_used
 

@@ -24,8 +24,10 @@ def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    ranges = [_range(each) for each in (a, b)]
-    if not (a.numel() and b.numel()) or ranges[0].stop <= ranges[1].start or ranges[1].stop <= ranges[0].start:
+    if not (a.numel() and b.numel()):
+        return False
+    range_a, range_b = _range(a), _range(b)
+    if range_a.stop <= range_b.start or range_b.stop <= range_a.start:
         return False
     if a.element_size() != b.element_size():
         return True

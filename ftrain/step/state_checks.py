@@ -28,12 +28,15 @@ def require_state(function: str, state: Any) -> None:
         )
 
 
-def mismatches(found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[str]:
-    """List the tensors of a module that are missing, or have another shape. Wrappers may add others."""
+def mismatches(tensors: Mapping[str, Any], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each expected tensor that is missing in `tensors`, or has another shape there.
+
+    `tensors` may have more names, because wrappers add some.
+    """
     problems = []
-    for name, tensor in wanted.items():
-        shape = list(getattr(found.get(name), "shape", ()))
-        if name not in found:
+    for name, tensor in expected.items():
+        shape = list(getattr(tensors.get(name), "shape", ()))
+        if name not in tensors:
             problems.append(f"{name}: missing")
         elif shape != list(tensor.shape):
             problems.append(f"{name}: found {shape}, needs {list(tensor.shape)}")
@@ -98,11 +101,11 @@ def require_same_trainable(trainable: Mask | None, module: nn.Module | None, par
     select = select_trainable(trainable, names, tree.overlay(params, frozen))
     for part, trains in ((params, True), (frozen, False)):
         leaves = zip(tree.leaf_names(part), tree.leaves(part), strict=True)
-        other = [name for name, leaf in leaves if bool(select(name, leaf)) is not trains]
-        if other:
+        different = [name for name, leaf in leaves if bool(select(name, leaf)) is not trains]
+        if different:
             state_does, step_does = ("trains", "freezes") if trains else ("freezes", "trains")
-            more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
             raise StructureError(
-                f"Step: the state {state_does} {tree.path('params', other[0])}{more}, which this step {step_does}; "
+                f"Step: the state {state_does} {tree.path('params', different[0])}{more}, which this step {step_does}; "
                 "make a new state with the values of this one: ft.to_module(module, state), then step.init()"
             )

@@ -88,8 +88,8 @@ class Step:
             if wrapper.validate:
                 wrapper.validate(self)
 
-    def __deepcopy__(self, memo: object) -> Step:  # As for a function: its functions would still use the first module.
-        return self
+    def __deepcopy__(self, memo: object) -> Step:
+        return self  # As for a function. The functions of a copy would still use the module of this step.
 
     def wrapped(self, wrapper: Wrapper) -> Step:
         """Return this step with one more wrapper around it.
@@ -250,7 +250,7 @@ class Step:
         elif _torch.any_autocast():
             _warn_of_autocast(argument.params)
         if self.donate and not is_donatable(argument):
-            # Others may hold the tensors of a state that was not made by `init` or a donating step.
+            # Only `init` and donating steps return states whose tensors nothing else refers to.
             state = tree.clone(state)
         count, key, hyper = state.step, state.rng, self.scheduled_values(state)
         key_data = random.step_key_data(random.key_data(key), int(count))
@@ -296,9 +296,9 @@ class Step:
         return lowered[0]
 
     def scheduled_values(self, state: TrainState) -> dict[str, float]:
-        """Return the values of the schedules in the step that a state is to make, by name.
+        """Return the values of the schedules at the next step of a state, by name.
 
-        Raises an OptionError if one is no number or not finite, or a learning rate is negative.
+        Raises an OptionError if a value is not a finite number, or a learning rate is negative.
         """
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
@@ -378,8 +378,8 @@ class Step:
             "step": [" <- ".join([ran.runner.text, *at_end])],
         }
         lines["loss"] += [f"[{w.choice()}]" for w in self.wrappers if w.choice and w.choice()]
-        for sent in (w.sends(self) for w in self.wrappers if w.sends):
-            for arrow, text in sent.items():
+        for wrapper in self.wrappers:
+            for arrow, text in (wrapper.sends(self) if wrapper.sends else {}).items():
                 lines[arrow] += [f"[{text}]"] if text else []
         return "\n".join(f"{arrow:<7} {' '.join(line)}" for arrow, line in lines.items())
 

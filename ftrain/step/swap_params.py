@@ -1,4 +1,4 @@
-"""Run a module on other tensors than its own: the slots that hold its tensors, and contexts that replace them."""
+"""Run a module on the tensors of a state: the slots that hold its tensors, and contexts that replace them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class bound:  # noqa: N801
-    """Context in which slots of a module hold other tensors."""
+    """Context in which slots of a module hold the tensors `values`."""
 
     def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
         self._slots, self._values = slots, values
@@ -81,11 +81,11 @@ class preserve_dicts:  # noqa: N801
         refill(self._dicts, self._copies)
 
 
-def refill(dicts: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
-    """Replace the items of each dict by those of another one."""
-    # A module has hundreds of dicts, so this avoids a Python loop over them.
+def refill(dicts: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> None:
+    """Replace the items of each dict by the items of the dict at the same index of `items`."""
+    # A deque of length 0 runs `map` to its end in C. A Python loop would be slower: a module has hundreds of dicts.
     deque(map(dict.clear, dicts), maxlen=0)
-    deque(map(dict.update, dicts, held), maxlen=0)
+    deque(map(dict.update, dicts, items), maxlen=0)
 
 
 class Borrowed:
@@ -186,7 +186,8 @@ def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
 def _log_changed_modes(module: nn.Module, was_training: Mapping[nn.Module, bool]) -> None:
     """Log which parts of a module in training mode were in evaluation mode, and are not at the end of a run.
 
-    A whole module in evaluation mode says nothing: ``from_pretrained`` of transformers, for example, leaves it so.
+    It does not log if the whole module was in evaluation mode: ``from_pretrained`` of transformers, for example, puts
+    it in that mode, which says nothing about what the user wants.
     """
     parts = dict(module.named_modules())
     changed = [

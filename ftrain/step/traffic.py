@@ -30,7 +30,10 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """A collective of a rank, by the name of torch's operation, and the bytes of its input that are not for itself."""
+    """A collective that a rank calls: the name of torch's operation, the axis of the mesh, and the bytes of its input.
+
+    The bytes of an all-to-all are those for other ranks.
+    """
 
     operation: str
     axis: str
@@ -60,8 +63,8 @@ def collective_of(operation: str, args: Sequence[Any], axis: str, rank: int, nby
 def traffic_of(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> list[Traffic]:
     """Return the traffic of one rank's collectives, most bytes first; `sizes` are the lengths of the axes."""
     inputs: dict[tuple[str, str], list[int]] = {}
-    for each in collectives:
-        inputs.setdefault((each.operation, each.axis), []).append(each.nbytes)
+    for collective in collectives:
+        inputs.setdefault((collective.operation, collective.axis), []).append(collective.nbytes)
     rows = [
         Traffic(KINDS[operation], axis, len(nbytes), round(sum(nbytes) * SENT_PER_BYTE[operation](sizes[axis])))
         for (operation, axis), nbytes in inputs.items()

@@ -25,7 +25,7 @@ _is_sparse = attrgetter("is_sparse")
 
 @dataclass(frozen=True)
 class _OfLoss:
-    """What the gradient functions of a loss have in common.
+    """The common base of the gradient functions of a loss.
 
     Args:
         forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument are the leaves of an earlier run.
@@ -47,11 +47,12 @@ class _OfLoss:
             on_rank.note_call([index for index in irregular if grads[index] is None], self.name, self.allow_unused)
         if not irregular:
             return list(grads)  # type: ignore[arg-type]
-        unused, params = [index for index in irregular if grads[index] is None], state.params
-        if len(unused) < len(irregular):
-            index = next(index for index in irregular if index not in unused)
-            refuse_sparse(self.name, tree.leaf_names(params)[index])
-        # On many ranks, one must not run the loss again alone, and other ranks may use the parameters.
+        params = state.params
+        unused = [index for index in irregular if grads[index] is None]
+        sparse = [index for index in irregular if grads[index] is not None]
+        if sparse:
+            refuse_sparse(self.name, tree.leaf_names(params)[sparse[0]])
+        # Not on many ranks: a rank must not run the loss again alone, and other ranks may use the parameters.
         if on_rank is None and (hidden := result.hidden(unused)):
             raise LossError(
                 f"{self.name}: {len(hidden)} parameters are used only within "
@@ -102,7 +103,7 @@ class ValueAndGrad(_OfLoss):
 
 
 def around_forward(grad: GradFn, transform: Around) -> GradFn:
-    """Wrap the forward pass of a gradient function, or all of it where it has no separate forward pass."""
+    """Return a gradient function with a wrapped forward pass; the whole function is wrapped if it has none."""
     around: Callable[[Around], GradFn] | None = getattr(grad, "around_forward", None)
     return transform(grad) if around is None else around(transform)
 
@@ -148,7 +149,7 @@ class StreamingGrad(_OfLoss):
         return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
 
     def _stream(self, result: ForwardResult, state: TrainState, take: Callable[[int, Tensor], None]) -> None:
-        if result.combined is not None:  # Combined with those of other ranks, they are not those of the leaves.
+        if result.combined is not None:  # Combined gradients are known only at the end, not leaf by leaf.
             grads = run_backward(result, result.cotangent(None))
             for index, grad in enumerate(self.filled(state, result, grads)):
                 take(index, grad)

@@ -189,11 +189,12 @@ class Wrapper:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.text or self.name)
-        for part, kind in {**ARROWS, "slot": SlotSpec}.items():
-            record = getattr(self, part)
-            if record is not None and not isinstance(record, kind):
+        for field, cls in {**ARROWS, "slot": SlotSpec}.items():
+            record = getattr(self, field)
+            if record is not None and not isinstance(record, cls):
                 raise ComposeError(
-                    f"Wrapper: {part} of {self.name} is a {type(record).__name__}; needs {part}=ft.{kind.__name__}(...)"
+                    f"Wrapper: {field} of {self.name} is a {type(record).__name__}; needs "
+                    f"{field}=ft.{cls.__name__}(...)"
                 )
 
     def __repr__(self) -> str:
@@ -254,11 +255,11 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """
     signature, name = inspect.signature(factory), factory.__name__
     parameters = signature.parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
     def build(*args: Any, **kwargs: Any) -> Wrapper:
-        args = tuple(map(_of_python, args))
-        kwargs = {key: _of_python(arg) for key, arg in kwargs.items()}
+        args = tuple(map(_as_python_number, args))
+        kwargs = {key: _as_python_number(arg) for key, arg in kwargs.items()}
         built = factory(*args, **kwargs)
         if not isinstance(built, Wrapper) or built.options is not None:
             return built
@@ -279,8 +280,8 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     return make
 
 
-def _of_python(value: Any) -> Any:
-    """Return a number of numpy, which would compute in its own precision, as one of Python; others as they are."""
+def _as_python_number(value: Any) -> Any:
+    """Return a numpy number as a Python number, because it would compute in its own precision; else the value."""
     if isinstance(value, np.integer):
         return int(value)
     return float(value) if isinstance(value, np.floating) else value

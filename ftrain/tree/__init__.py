@@ -53,17 +53,23 @@ __all__ = [
 
 HOST = torch.device("cpu")
 
-LEAST_AT_ONCE, MOST_SLICES = 1 << 20, 64
-"""Number of elements that are computed at once, which is enough to occupy a device, and number of slices of more."""
+LEAST_AT_ONCE = 1 << 20
+"""The smallest number of elements in a slice of `slices`: enough to occupy a device."""
+
+MOST_SLICES = 64
+"""About the largest number of slices of `slices`."""
 
 
 def as_tree(batch: Any) -> PyTree:
-    """Convert a mapping that is not a dict, such as a `BatchEncoding` of transformers, to a dict, which is a tree."""
+    """Return a batch as a tree: a mapping that is not a dict (a `BatchEncoding` of transformers, say) becomes one."""
     return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves of `tree` in a fixed order, and its structure; `is_leaf` tells which nodes count as leaves."""
+    """Return the leaves of `tree` in a fixed order, and its structure.
+
+    Nodes for which `is_leaf` returns True count as leaves.
+    """
     return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
@@ -102,9 +108,9 @@ def map_named(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
 
 
 def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTree]:
-    """Return two trees like `tree`: the leaves for which `keep(name, leaf)` holds, and the others.
+    """Return two trees like `tree`: one with the leaves for which `keep(name, leaf)` is true, one with the rest.
 
-    Each has None where the other has a leaf; `overlay` combines them again.
+    Each has None in the places of the other one's leaves. `overlay` combines them again.
     """
     values, spec = flatten(tree)
     pairs = [(leaf, keep(name, leaf)) for name, leaf in zip(leaf_names(tree), values, strict=True)]
@@ -115,14 +121,17 @@ def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTre
 
 
 def overlay(tree: PyTree, other: PyTree | None) -> PyTree:
-    """Replace each None in `tree` by the leaf at that path in `other`, a tree of the same structure, if it is given."""
+    """Replace each None in `tree` by the leaf at the same path in `other`, a tree of the same structure.
+
+    Return `tree` itself if `other` is None.
+    """
     if other is None:
         return tree
     return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def is_blank(tree: PyTree) -> bool:
-    """Return whether a tree is None or an empty dict, a fast check for a tree without leaves."""
+    """Return whether a tree is None or an empty dict: a fast check for the usual trees without leaves."""
     return tree is None or (isinstance(tree, dict) and not tree)
 
 
@@ -137,10 +146,10 @@ def clone(tree: PyTree) -> PyTree:
 
 
 def take(tree: PyTree) -> PyTree:
-    """Return a tree of detached tensors, none of which share memory with each other.
+    """Return a tree of detached tensors that share no memory with each other.
 
-    A tensor is copied only if it shares its storage with an earlier one, is a view of part of its storage, or is made
-    of other tensors, as a quantised weight is.
+    A tensor is copied only if it shares its storage with an earlier one, is a view of a part of its storage, or wraps
+    other tensors, as a quantised weight does.
     """
     seen: set[int] = set()
 
@@ -163,10 +172,11 @@ def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
 
 
 def to(tree: PyTree, device: torch.device | str) -> PyTree:
-    """Move every tensor to `device`, asynchronously from pinned memory. Return the tree itself if all are there.
+    """Move every tensor to `device`, asynchronously from pinned memory.
 
-    Another leaf with a method ``to``, such as a batch of PyTorch Geometric, is moved by that of a shallow copy: it may
-    change the object that it belongs to. Others are returned as they are.
+    Return the tree itself if all its leaves are tensors on `device`. A leaf that is not a tensor but has a method
+    ``to``, such as a batch of PyTorch Geometric, is copied (not its tensors) before the call, because the method may
+    change its object in place. Other leaves are returned as they are.
     """
     if all(type(leaf) is Tensor and leaf.device == device for leaf in leaves(tree)):
         return tree
@@ -176,7 +186,7 @@ def to(tree: PyTree, device: torch.device | str) -> PyTree:
             return leaf.to(device, non_blocking=True)
         return copy.copy(leaf).to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    # A PackedSequence is a named tuple of tensors, of which one must stay on the host.
+    # A PackedSequence is a named tuple of tensors, but its `batch_sizes` must stay on the host; its own `to` does that.
     return optree.tree_map(move, tree, is_leaf=lambda node: isinstance(node, PackedSequence), namespace=NAMESPACE)
 
 
@@ -199,6 +209,7 @@ def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale` for a list of tensors."""
     if not tensors:
         return []
+    # `_foreach_mul` would return 0-d tensors in the dtype of the factor if that is wider.
     if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
         return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
     if not isinstance(factor, Tensor) and any(_torch.foreach_rounds(tensor) for tensor in tensors):
@@ -220,9 +231,9 @@ def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]
 
 
 def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """Replace the tensors of a list by those of `scale_leaves`, a few at a time, to have no second copy of all.
+    """Replace the tensors of a list by those of `scale_leaves`, one slice of the list after the other.
 
-    Those to which nothing else refers are freed meanwhile.
+    Old tensors to which nothing else refers are freed after each slice, so that there is never a second copy of all.
     """
     if sum(builtins.map(Tensor.numel, tensors)) <= LEAST_AT_ONCE:
         tensors[:] = scale_leaves(tensors, factor)
@@ -232,7 +243,11 @@ def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
 
 
 def slices(tensors: list[Tensor]) -> Iterator[slice]:
-    """Yield slices of a list of tensors, to compute a few at a time."""
+    """Yield slices of a list of tensors, to compute with a few tensors at a time.
+
+    A slice has at least one tensor, and no more elements than `LEAST_AT_ONCE` or 1 / `MOST_SLICES` of all, unless it
+    is a single tensor.
+    """
     limit = max(LEAST_AT_ONCE, sum(builtins.map(Tensor.numel, tensors)) // MOST_SLICES)
     start = size = 0
     for index, tensor in enumerate(tensors):
@@ -263,12 +278,13 @@ def global_norm(tree: PyTree) -> Tensor:
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """`global_norm` for a list of tensors."""
     shards = sharding.current()
+    # Every rank has the 0-d tensors whole; only the first one counts them.
     counted = tensors if shards is None or shards.is_first else [tensor for tensor in tensors if tensor.ndim]
     norms = _norms(counted, 2.0)
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if shards is None:
         return norm
-    # A rank whose parts are all empty has a norm without their device and dtype.
+    # A rank whose shards are all empty has no norm from which to take the device and the dtype.
     is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     norm = norm.to(device_of(list(tensors)), torch.float64 if is_wide else torch.float32)
     return shards.sum(norm.square()).sqrt()
@@ -276,15 +292,18 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def all_finite(tree: PyTree) -> Tensor:
     """Return a 0-d bool tensor: whether no leaf holds an infinity or NaN."""
+    values = leaves(tree)
     # A sum of squares could overflow although every element is finite; the largest magnitude cannot.
-    values, shards = leaves(tree), sharding.current()
     norms = _norms(values, float("inf"))
     finite = torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
-    return finite if shards is None else shards.sum((~finite).to(device_of(values), torch.int32)) == 0
+    shards = sharding.current()
+    if shards is None:
+        return finite
+    return shards.sum((~finite).to(device_of(values), torch.int32)) == 0
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Return the norm of each tensor that has elements, all in one dtype of at least float32."""
+    """Return the norms of the tensors that have elements, all in float64 if a tensor has it, else in float32."""
     tensors = [*filter(Tensor.numel, tensors)]
     dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -306,8 +325,11 @@ def path(root: str, name: str) -> str:
 
 
 def batch_length(batch: PyTree) -> int | None:
-    """Return the length of the leading axis of the first tensor or NumPy array that has one, or None."""
-    return next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
+    """Return the length of the first axis of the first tensor or NumPy array that has one; None if there is none."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim:
+            return leaf.shape[0]
+    return None
 
 
 def describe(leaf: Any) -> str:
@@ -331,25 +353,29 @@ def _described(tree: PyTree) -> dict[tuple[str, ...], str]:
     return {path: describe(leaf) for path, leaf in zip(paths, leaves(tree), strict=True)}
 
 
-def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> None:
-    """Check that two trees agree in the name, shape and dtype of every leaf.
+def require_same(function: str, subject: str, tree: PyTree, like: PyTree) -> None:
+    """Check that `tree` has the structure of `like`: the path, shape and dtype of every leaf.
 
-    Raises a StructureError with the paths that are missing, unexpected or different.
+    Raises a StructureError that lists the paths that differ; `subject` names the tree in the message.
     """
-    has, wants = _described(found), _described(needed)
-    missing = [f"{'.'.join(path)}: missing, needs {wants[path]}" for path in wants if path not in has]
-    extra = [f"{'.'.join(path)}: unexpected {has[path]}" for path in has if path not in wants]
-    both = [path for path in wants if path in has]
-    changed = [f"{'.'.join(path)}: found {has[path]}, needs {wants[path]}" for path in both if has[path] != wants[path]]
-    problems = missing + extra + changed
+    actual, expected = _described(tree), _described(like)
+    missing = [f"{'.'.join(path)}: missing, needs {text}" for path, text in expected.items() if path not in actual]
+    extra = [f"{'.'.join(path)}: unexpected {text}" for path, text in actual.items() if path not in expected]
+    different = [
+        f"{'.'.join(path)}: found {actual[path]}, needs {text}"
+        for path, text in expected.items()
+        if path in actual and actual[path] != text
+    ]
+    problems = missing + extra + different
     if problems:
-        text = f"{function}: {what} does not have the structure this step works on:"
-        raise StructureError(text + first_lines(problems))
+        raise StructureError(
+            f"{function}: {subject} does not have the structure this step works on:{first_lines(problems)}"
+        )
 
 
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first leaf; the CPU for an empty tree."""
-    # The most frequent case first: steps call this often.
+    # Nested dicts, the usual case, without a call of optree: steps call this often.
     node = tree
     while isinstance(node, dict) and node:
         node = next(iter(node.values()))
@@ -358,15 +384,15 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def device_off_host(tensors: Iterable[Tensor]) -> torch.device:
-    """Return the device of the first tensor that is not on the CPU; the CPU when there is none.
+    """Return the device of the first tensor that is not on the CPU; the CPU if there is none.
 
-    Counters and keys stay on the CPU wherever the parameters are.
+    It skips counters and keys, which are on the CPU wherever the parameters are.
     """
     return next((tensor.device for tensor in tensors if tensor.device != HOST), HOST)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without that of torch.
+    """Return the name of a dtype without the prefix ``torch.``.
 
     >>> dtype_name(torch.float32)
     'float32'

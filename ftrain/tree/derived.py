@@ -1,4 +1,4 @@
-"""States that are made of another one, and share tensors with it."""
+"""States that are derived from another state, and share tensors with it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from ftrain.types import DERIVED, TrainState, replace
 
 
 def derived(state: TrainState, **changes: Any) -> TrainState:
-    """Return a state with other fields, which is consumed with the old one: a donated step overwrites both."""
+    """Return a copy of a state with changed fields, which is consumed when the state is.
+
+    Both share tensors, which a step overwrites if the state is donated to it.
+    """
     new = replace(state, **changes)
     DERIVED.setdefault(state, WeakSet())
-    # Also with those that it was made of: it may be freed before.
-    for other, sharing in [*DERIVED.items()]:
-        if other is state or state in sharing:
+    # Also registered with the states that `state` was derived from: if `state` is freed, its entry is lost.
+    for original, sharing in [*DERIVED.items()]:
+        if original is state or state in sharing:
             sharing.add(new)
     return new

@@ -1,4 +1,4 @@
-"""Masks select leaves of a tree, by a function or by patterns of their names."""
+"""Masks, which select leaves of a tree by a function or by patterns of their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask: TypeAlias = Select | Sequence[str]
 T = TypeVar("T")
 
 WILDCARDS = {*"*?["}
-"""Characters that make a pattern of a name."""
+"""Characters with a meaning in a pattern; a pattern without them matches one name."""
 
 
 def matrices(name: str, leaf: Tensor) -> bool:
@@ -52,7 +52,7 @@ class _Patterns:
 
     @cached_property
     def names(self) -> set[str]:
-        """The others. A mask may list thousands of names, each of which would be compared with each leaf."""
+        """The patterns without wildcards, in a set: a mask may list thousands of names."""
         return set(self.patterns).difference(self.wildcards)
 
     def __call__(self, name: str, leaf: Tensor) -> bool:
@@ -61,7 +61,7 @@ class _Patterns:
 
 
 def as_select(origin: str, mask: Mask) -> Select:
-    """Return a mask as a function. Raises an OptionError if it is no function and no patterns (a single string, say).
+    """Return a mask as a function. Raises an OptionError if it is neither a function nor a list of patterns.
 
     `origin` is the function and option, for messages: ``"adamw: decay_mask"``.
     """
@@ -74,7 +74,10 @@ def as_select(origin: str, mask: Mask) -> Select:
 
 
 def require_of_leaf(origin: str, function: Callable[..., T], result: str) -> Callable[..., T]:
-    """Return a function of a name and a leaf. Raises an OptionError for others, such as optax's of a whole tree."""
+    """Return `function` if it can be called with a name and a leaf. Raises an OptionError if not.
+
+    Masks of optax, for example, are functions of a whole tree.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # builtins
@@ -88,25 +91,27 @@ def require_of_leaf(origin: str, function: Callable[..., T], result: str) -> Cal
 
 
 def text_of(mask: Mask) -> str:
-    """Return the patterns of a mask, or the name of its function or class, which is that of each process."""
-    return str(getattr(mask, "__name__", type(mask).__name__) if callable(mask) else [*mask])
+    """Return the text of a mask, the same in every process: its patterns, or the name of its function or class."""
+    if callable(mask):
+        return str(getattr(mask, "__name__", type(mask).__name__))
+    return str([*mask])
 
 
 def require_matches(select: Select, params: PyTree) -> None:
-    """Check that each pattern of a mask matches a leaf. Raises an OptionError that has similar names."""
+    """Check that each pattern of a mask matches a leaf. Raises an OptionError that lists similar names."""
     if not isinstance(select, _Patterns):
         return
     known = tree.leaf_names(params)
-    present = select.names.intersection(known)
+    matched_names = select.names.intersection(known)
     for pattern in select.patterns:
-        if pattern not in present and not any(fnmatchcase(name, pattern) for name in known):
+        if pattern not in matched_names and not any(fnmatchcase(name, pattern) for name in known):
             raise OptionError(
                 f"{select.origin} names {pattern!r}, and no parameter matches; there are {near(pattern, known)}"
             )
 
 
 def near(pattern: str, known: Sequence[str]) -> str:
-    """Return a list of names for a message, those most similar to a pattern first."""
+    """Return the known names as a text for a message, those most similar to a pattern first."""
     close = get_close_matches(pattern, known, n=tree.MAX_LISTED, cutoff=0.3)
     names = list(dict.fromkeys([*close, *known]))
     return listed(names)

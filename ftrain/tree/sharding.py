@@ -1,7 +1,7 @@
 """Trees of shards: each rank holds a part of every leaf, so a sum over elements is also a sum over ranks.
 
-Within `over`, `ftrain.tree.global_norm` and `all_finite` are those of the whole leaves. A 0-d leaf cannot be
-divided: every rank has it, and the first one counts it.
+Within `over`, `ftrain.tree.global_norm` and `all_finite` return the values of the whole leaves. A 0-d leaf cannot be
+divided: every rank has it, and only the first rank counts it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ftrain._context import setting
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The ranks over which leaves are divided; the same object for as long as they are divided in the same way.
+    """The ranks over which leaves are divided. It stays the same object as long as the division stays the same.
 
     Args:
         sum: ``tensor -> tensor``, the sum over these ranks.
@@ -37,7 +37,7 @@ _shards: ContextVar[Shards | None] = ContextVar("ftrain_shards", default=None)
 
 
 current = _shards.get
-"""``() -> Shards | None``: the ranks over which leaves are divided here; None where leaves are whole."""
+"""``() -> Shards | None``: the ranks over which leaves are divided now; None if leaves are whole."""
 
 
 def over(shards: Shards | None) -> AbstractContextManager[None]:
@@ -46,13 +46,13 @@ def over(shards: Shards | None) -> AbstractContextManager[None]:
 
 
 def abstract(leaves: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return tensors without values (`FakeTensor`) with the dtypes and devices of some leaves, and other shapes."""
+    """Return tensors without values (`FakeTensor`): the dtype and device of each leaf, and the shape in `shapes`."""
     with _torch.without_modes(), _torch.FakeTensorMode():
         pairs = zip(leaves, shapes, strict=True)
         return [torch.empty(tuple(shape), dtype=leaf.dtype, device=leaf.device) for leaf, shape in pairs]
 
 
 def wholes(names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the whole parameters of which a rank has parts, without values; outside `over`, as they are."""
+    """Return tensors without values in the shapes of the whole parameters. Outside `over`, return `params`."""
     shards = current()
     return list(params) if shards is None else abstract(params, [shards.shapes[name] for name in names])

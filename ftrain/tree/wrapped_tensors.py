@@ -1,7 +1,8 @@
-"""Tensors that are made of others, such as quantised weights: the tensors in them, and one made of other ones.
+"""Wrapper tensors, such as quantised weights: take them apart into their inner tensors, and put them together again.
 
-Their classes are those with ``__tensor_flatten__`` and ``__tensor_unflatten__``. Two are none here: a DTensor, which
-holds a part of a tensor, and a nested tensor, whose shape says how its parts are read.
+A wrapper tensor is an instance of a subclass of Tensor with ``__tensor_flatten__`` and ``__tensor_unflatten__``. Two
+such classes count as plain tensors here: a DTensor, because it holds only a part of a tensor, and a nested tensor,
+because its shape is needed to read its inner tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ftrain._torch.dtensor import is_dtensor
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of which a tensor is made, such as values and scales, by name; {} for a plain one."""
+    """Return the inner tensors of a wrapper tensor by name, such as values and scales; {} for a plain tensor."""
     if not is_wrapper_subclass(tensor) or is_dtensor(tensor) or tensor.is_nested:
         return {}
     wrapper: Any = tensor
@@ -25,32 +26,34 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def context_of(tensor: Tensor) -> tuple[str, str]:
-    """Return the class of a tensor that is made of others, and what it knows beside them, such as a block size."""
+    """Return the name of the class of a wrapper tensor, and the text of its other data, such as a block size."""
     wrapper: Any = tensor
     _, context = wrapper.__tensor_flatten__()
     return type(tensor).__qualname__, repr(context)
 
 
 def with_parts(tensor: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor like one of `parts_of` that is made of other parts."""
+    """Return a wrapper tensor like `tensor` with other inner tensors, by the names of `parts_of`."""
     wrapper: Any = tensor
     _, context = wrapper.__tensor_flatten__()
     return type(wrapper).__tensor_unflatten__(dict(parts), context, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
 
 
 def map_plain(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return ``function(tensor)``, or for a tensor that is made of others, one that is made of `function` of each."""
+    """Return ``function(tensor)`` for a plain tensor; for a wrapper tensor, apply it to the plain tensors inside."""
     return of_plain_tensors(tensor, map(function, plain_tensors(tensor)))
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors of which a tensor is made; a plain one is its only one."""
+    """Return the plain tensors inside a wrapper tensor, which may be nested; ``[tensor]`` for a plain tensor."""
     parts = parts_of(tensor)
-    return [plain for part in parts.values() for plain in plain_tensors(part)] if parts else [tensor]
+    if not parts:
+        return [tensor]
+    return [plain for part in parts.values() for plain in plain_tensors(part)]
 
 
 def of_plain_tensors(tensor: Tensor, plain: Iterator[Tensor]) -> Tensor:
-    """Return a tensor like this one, made of the next ones of `plain`, in the order of `plain_tensors`."""
+    """Return a tensor like `tensor`, with its plain tensors taken from `plain`, in the order of `plain_tensors`."""
     parts = parts_of(tensor)
     if not parts:
         return next(plain)

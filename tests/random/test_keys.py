@@ -291,11 +291,11 @@ def test_pieces_draw_what_their_examples_have_in_the_whole(lengths, shape, folds
         lambda key, shape: random.randint(key, shape, 0, 99),
         lambda key, shape: random.bernoulli(key, 0.5, shape),
     ]
-    made = [lambda key: key, lambda key: random.fold_in(key, 3), lambda key: random.split(key, 5)[4]][folds]
+    derive = [lambda key: key, lambda key: random.fold_in(key, 3), lambda key: random.split(key, 5)[4]][folds]
     for draw in draws:
-        whole, start = draw(made(key), (total, *shape)), 0
+        whole, start = draw(derive(key), (total, *shape)), 0
         for length in lengths:
-            actual = draw(made(random.for_examples(key, start, length)), (length, *shape))
+            actual = draw(derive(random.for_examples(key, start, length)), (length, *shape))
             same(actual, whole[start : start + length])
             start += length
 

@@ -667,17 +667,18 @@ def test_to_module_casts_to_the_modules_dtype():
     torch.testing.assert_close(target.norm.weight.double(), state.params["norm.weight"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("given", [lambda state: state.params, lambda state: nn.Linear(2, 2), lambda state: None])
-def test_what_takes_a_state_says_so(given):
+@pytest.mark.parametrize("not_a_state", [lambda state: state.params, lambda state: nn.Linear(2, 2), lambda state: None])
+def test_what_takes_a_state_says_so(not_a_state):
     module, batch, criterion = make("net")
     step = step_of(module, criterion)
-    actual, loss = given(step.init()), ft.eval_step(step.loss)
+    argument, loss = not_a_state(step.init()), ft.eval_step(step.loss)
     for name, call in {
-        "to_module": lambda: ft.to_module(module, actual),
-        "averaged": lambda: ft.averaged(actual),
-        "evaluate": lambda: ft.evaluate(loss, actual, [batch()]),
+        "to_module": lambda: ft.to_module(module, argument),
+        "averaged": lambda: ft.averaged(argument),
+        "evaluate": lambda: ft.evaluate(loss, argument, [batch()]),
     }.items():
-        with pytest.raises(StructureError, match=f"{name}: the state is {type(actual).__name__}; needs the TrainState"):
+        message = f"{name}: the state is {type(argument).__name__}; needs the TrainState"
+        with pytest.raises(StructureError, match=message):
             call()
 
 

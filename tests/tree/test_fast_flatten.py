@@ -44,15 +44,15 @@ def test_a_reader_reads_the_leaves_of_its_structure_and_of_no_other(first, secon
 
 @given(st.lists(TREES, min_size=1, max_size=6), st.data())
 def test_a_flattener_flattens(nodes, data):
-    """Whatever comes before; tensors or not."""
+    """It returns what `tree.flatten` returns, with and without tensors, whatever structure the last tree had."""
     flatten = Flattener()
     for node in nodes:
-        given = data.draw(st.sampled_from([node, tree.map(torch.tensor, node)]))
-        leaves, spec = tree.flatten(given)
-        actual, other = flatten(given)
-        assert other == spec
-        assert len(actual) == len(leaves)
-        assert all(a is b for a, b in zip(actual, leaves, strict=True))
+        values = data.draw(st.sampled_from([node, tree.map(torch.tensor, node)]))
+        expected_leaves, expected_spec = tree.flatten(values)
+        leaves, spec = flatten(values)
+        assert spec == expected_spec
+        assert len(leaves) == len(expected_leaves)
+        assert all(a is b for a, b in zip(leaves, expected_leaves, strict=True))
 
 
 def test_a_flattener_sees_a_tree_in_the_place_of_a_leaf():
