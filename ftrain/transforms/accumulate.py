@@ -23,12 +23,12 @@ def accumulate(n: int) -> Wrapper:
 
     which is the gradient of the full batch for any weights. Every tensor and NumPy array of the batch is split along
     its first axis, and so are lists and tuples with a value for each example; 0-d tensors and other leaves go to every
-    microbatch. Buffers are passed from one microbatch to the next, so that batch statistics are those of each. Only one
-    set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
+    microbatch. Buffers are passed from one microbatch to the next: batch statistics are those of one microbatch. Only
+    one set of gradients exists at a time, or two where another wrapper reads those of a microbatch (`clip` inside).
 
-    If `n` does not divide the batch, the first microbatches have one example more; if there are fewer examples, each is
-    a microbatch. On many ranks (`ftrain.sharded`) each splits its own examples. Sums have the dtype of the parameters:
-    in bfloat16, 64 microbatches add 1% to the error of a gradient.
+    If `n` does not divide the batch, the first microbatches have one example more; if there are fewer than `n`
+    examples, each is a microbatch. On many ranks (`ftrain.sharded`) each splits its own examples. Sums have the dtype
+    of the parameters: in bfloat16, 64 microbatches add 1% to the error of a gradient.
 
     Counter-based dropout is that of the full batch too: what a loss draws from its key (`ftrain.random`), and what
     stock modules draw in a step that is compiled whole.
@@ -48,13 +48,12 @@ def accumulate(n: int) -> Wrapper:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             nonlocal is_first
             microbatches = split_batch(batch, n, require_examples=f"accumulate({n})")
-            # A later batch may be the last of a pass.
+            # A later batch may be small because it is the last one of an epoch.
             if is_first and len(microbatches) < n:
                 log_on_first_rank(
-                    "accumulate(%d): the examples of the first batch make only %d of %d microbatches. A batch is "
-                    "split, and not joined with others: to accumulate over %d batches, make those of the loader %d "
-                    "times as large",
-                    *(n, len(microbatches), n, n, n),
+                    f"accumulate({n}): the first batch has examples for only {len(microbatches)} of {n} microbatches. "
+                    f"A batch is split, and not joined with others: to accumulate over {n} batches, make the batches "
+                    f"of the loader {n} times as large"
                 )
             is_first = False
             with with_example_lists(example_lists(batch)):

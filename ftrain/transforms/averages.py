@@ -72,8 +72,8 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
             averages, spec = tree.flatten(state.slots[SWA]["params"])
             new = update(state, gradients, hyper, donate=donate)
             updates = state.slots[SWA]["updates"] + 1
-            widest = max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
-            weight = _swa_weight(updates, start, every, widest)
+            widest_dtype = max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
+            weight = _swa_weight(updates, start, every, widest_dtype)
             lerp = Tensor.lerp_ if donate else torch.lerp
             averages = [
                 lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
@@ -115,15 +115,15 @@ def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> Tr
         kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
 
     Raises:
-        StructureError: when the state has no such average, one of other parameters, or both and `kind` is None, or is
-            not a state.
+        StructureError: when `state` is not a state; when it has no such average; when it has both and `kind` is None;
+            or when its average is of other parameters than it trains.
     """
     require_state("averaged", state)
     kinds = [name for name in (EMA, SWA) if name in state.slots]
     if not kinds or (kind is not None and kind not in kinds):
-        kept = f"no average of {kind!r}, but one of {kinds[0]}" if kinds else "no averages"
-        needed = f"ft.{kind}" if kind in (EMA, SWA) else "ft.ema(decay) or ft.swa()"
-        raise StructureError(f"averaged: the state holds {kept}; compose the step with {needed}")
+        content = f"no average of {kind!r}, but one of {kinds[0]}" if kinds else "no averages"
+        missing_wrapper = f"ft.{kind}" if kind in (EMA, SWA) else "ft.ema(decay) or ft.swa()"
+        raise StructureError(f"averaged: the state holds {content}; compose the step with {missing_wrapper}")
     if kind is None and len(kinds) > 1:
         raise StructureError("averaged: the state holds two averages; choose one: averaged(state, 'ema')")
     name = kind or kinds[0]

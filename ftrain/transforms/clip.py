@@ -17,7 +17,7 @@ EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
 
 DEFAULT_NORM = 1.0
-"""Told apart by identity: another object, 1.0 included, was passed in."""
+"""The default limit. It is compared by identity: any other object, even another 1.0, is an argument of the caller."""
 
 
 @wrapper
@@ -27,8 +27,8 @@ def clip(max_norm: float = DEFAULT_NORM, *, value: float | None = None) -> Wrapp
     The metric `grad_norm` is the norm before clipping. Equals `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
 
     Args:
-        max_norm: largest Euclidean norm of all gradients together; ``inf`` to report the norm alone.
-        value: largest magnitude of an element. Only one of the two can be given.
+        max_norm: largest Euclidean norm of all gradients together; ``inf`` only reports the norm.
+        value: largest magnitude of an element. Pass only one of the two.
 
     Raises:
         OptionError: when both are given, or the limit is not positive.
@@ -46,7 +46,7 @@ def clip(max_norm: float = DEFAULT_NORM, *, value: float | None = None) -> Wrapp
         def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             gradients = grad(state, batch, rng)
             leaves, spec = flatten(gradients.grads)
-            # The list alone refers to the gradients: those that are clipped are freed.
+            # From here on only the list refers to the gradients, so that each is freed when it has been clipped.
             gradients = replace(gradients, grads=None)
             norm = tree.norm_of(leaves)
             if value is not None:
@@ -54,12 +54,13 @@ def clip(max_norm: float = DEFAULT_NORM, *, value: float | None = None) -> Wrapp
                     leaves[index] = leaf.clamp(-limit, limit)
             elif not only_reports:
                 factor = (norm + EPSILON).reciprocal_()
-                factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
-                tree.scale_in_turn(leaves, factor)
+                if limit != 1:
+                    factor = factor.mul_(limit)
+                tree.scale_in_turn(leaves, factor.clamp_(max=1.0))
             metrics = report(gradients.metrics, "clip", grad_norm=norm)
             return replace(gradients, grads=spec.unflatten(leaves), metrics=metrics)
 
         return clipping
 
-    kind = "value" if value is not None else "norm"
-    return Wrapper("clip", f"clip({kind}<={limit:g})", grad=OnGrad(wrap, reads_norm=True))
+    quantity = "value" if value is not None else "norm"
+    return Wrapper("clip", f"clip({quantity}<={limit:g})", grad=OnGrad(wrap, reads_norm=True))

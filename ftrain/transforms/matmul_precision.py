@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal
 
 from ftrain.backends.device_module import float32_matmul_precision
@@ -26,16 +27,19 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
 
     Raises:
         OptionError: for another precision.
-        ComposeError: beside ``with_amp("tf32")``, which changes the same setting.
+        ComposeError: together with ``with_amp("tf32")``, which changes the same setting.
     """
     require_choice("matmul_precision", "precision", precision, CHOICES)
     text = f"matmul_precision({precision})"
-    on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, lambda: float32_matmul_precision(precision)))
-    return Wrapper("matmul_precision", text, loss=on_loss)
+
+    def wrap(loss: Loss) -> Loss:
+        return set_matmul_precision(loss, text, partial(float32_matmul_precision, precision))
+
+    return Wrapper("matmul_precision", text, loss=OnLoss(wrap))
 
 
-def set_matmul_precision(loss: Loss, text: str, precision: Callable[[], AbstractContextManager[None]]) -> Loss:
-    """Return a loss whose step runs in the context ``precision()``; `text` is how the wrapper prints.
+def set_matmul_precision(loss: Loss, text: str, context: Callable[[], AbstractContextManager[None]]) -> Loss:
+    """Return a loss whose step runs within ``context()``, which sets the precision; `text` is how the wrapper prints.
 
     Raises a ComposeError when another wrapper of the loss sets the precision already.
     """
@@ -44,5 +48,5 @@ def set_matmul_precision(loss: Loss, text: str, precision: Callable[[], Abstract
             f"{text}: {loss.matmul_precision} sets the precision of float32 matmuls already; leave out one of the "
             f"two:\n{loss.text}"
         )
-    scope = extend_scope(loss, lambda training: precision())
+    scope = extend_scope(loss, lambda training: context())
     return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), matmul_precision=text)

@@ -41,10 +41,13 @@ def sam(rho: float = 0.05) -> Wrapper:
             same_draws = torch_ops.rng_snapshot(params[0].device, params)
             first = grad(state, batch, rng)
             moved = tree.unflatten(spec, _moved(params, tree.leaves(first.grads), rho))
+            # Frees the first gradient, so that the second pass does not need memory for two.
             first = replace(first, grads=None)
             with same_draws():
                 second = grad(replace(state, params=moved), batch, rng)
-            finite = None if first.finite is None or second.finite is None else first.finite & second.finite
+            finite = None
+            if first.finite is not None and second.finite is not None:
+                finite = first.finite & second.finite
             return replace(first, grads=second.grads, finite=finite)
 
         return sharpness_aware
@@ -56,5 +59,6 @@ def _moved(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor
     """Return the parameters moved by the distance `rho` along the gradient."""
     norm = tree.norm_of(grads)
     moved = tree.scale_leaves(grads, torch.where(norm > 0, rho / norm, 0.0))
+    # In place, in the memory of the scaled gradients.
     torch._foreach_add_(moved, params)
     return moved

@@ -31,30 +31,31 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
         OptionError: when `limit` is not a positive whole number.
         NonFiniteError: from `Step.check`, after `limit` bad steps in a row; it names the first of them.
     """
-    require_positive("skip_nonfinite", "limit", limit)
+    require_positive(NAME, "limit", limit)
 
     def init(params: PyTree) -> PyTree:
-        zero = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
-        return {name: zero.clone() for name in COUNTERS}
+        device = tree.device_of(params)
+        return {name: torch.zeros((), dtype=torch.int64, device=device) for name in COUNTERS}
 
     def on_finite_check(counters: PyTree, finite: Tensor) -> PyTree:
         bad = (~finite).to(torch.int64)
-        in_a_row, steps = (counters["in_a_row"] + 1) * bad, counters["steps"] + 1
+        in_a_row = (counters["in_a_row"] + 1) * bad
+        steps = counters["steps"] + 1
         reached = torch.where(in_a_row == limit, steps, counters["reached"])
         return {"skipped": counters["skipped"] + bad, "in_a_row": in_a_row, "steps": steps, "reached": reached}
 
     def check(counters: PyTree, step: int, since: int) -> None:
-        reached = int(counters["reached"])
-        if not reached:
+        values = {name: int(counter) for name, counter in counters.items()}
+        if values["reached"] == 0:
             return
-        skipped, in_a_row, steps = (int(counters[name]) for name in COUNTERS[:3])
         # The state may have made steps before this wrapper was added, which `steps` does not count.
-        last_bad = reached + step - steps
-        if last_bad > since:
+        reached_at = values["reached"] + step - values["steps"]
+        if reached_at > since:
             raise NonFiniteError(
-                f"skip_nonfinite: the loss or a gradient was not finite in {max(limit, in_a_row)} steps in a row, of "
-                f"which step {last_bad - limit + 1} was the first (limit {limit}, {skipped} in all); the parameters "
-                "are those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
+                f"skip_nonfinite: the loss or a gradient was not finite in {max(limit, values['in_a_row'])} steps in a "
+                f"row, of which step {reached_at - limit + 1} was the first (limit {limit}, {values['skipped']} in "
+                "all); the parameters are those of the last good step. Lower the learning rate, clip the gradient, or "
+                "look at the batch"
             )
 
     return Wrapper(NAME, f"skip_nonfinite({limit})", slot=SlotSpec(init, on_finite_check, check))

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import (
-    ComposeError,
-    require_choice,
-    require_positive,
-    require_positive_number,
-    require_range,
-)
+from ftrain.errors import ComposeError, require_choice, require_positive, require_positive_number, require_range
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
@@ -36,8 +30,8 @@ def skip_spikes(
 ) -> Wrapper:
     """Skip steps whose gradient norm is far above the norms of recent steps, or clip their gradient.
 
-    The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
-    whose gradients stay large continues; there is no limit while that quantile is 0.
+    The limit is `factor` times a quantile of the last `window` finite norms. The norms of spikes are among them, so
+    that a run whose gradients stay large continues. There is no limit while that quantile is 0.
     ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
     window, which is the percentile clipping of bitsandbytes.
 
@@ -67,10 +61,11 @@ def skip_spikes(
         def checking(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             gradients = grad(state, batch, rng)
             leaves, spec = tree.flatten(gradients.grads)
-            norm, slot = tree.norm_of(leaves), state.slots[NAME]
+            norm = tree.norm_of(leaves)
+            slot = state.slots[NAME]
             limit = factor * _quantile(slot["norms"], slot["count"], quantile)
             spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit) & (limit > 0)
-            # If they are clipped, the list alone refers to the gradients, which are freed in turn.
+            # To clip, only the list refers to the gradients, so that each is freed when it has been scaled.
             gradients = replace(
                 gradients,
                 grads=None if action == "clip" else gradients.grads,
@@ -80,7 +75,8 @@ def skip_spikes(
             if action == "clip":
                 tree.scale_in_turn(leaves, torch.where(spike, limit / norm, 1.0))
                 return replace(gradients, grads=tree.unflatten(spec, leaves))
-            return replace(gradients, accept=~spike if gradients.accept is None else gradients.accept & ~spike)
+            accept = ~spike if gradients.accept is None else gradients.accept & ~spike
+            return replace(gradients, accept=accept)
 
         return checking
 
@@ -93,35 +89,40 @@ def skip_spikes(
 def _require_whole_batches(step: Any) -> None:
     names = [wrapper.name for wrapper in step.wrappers]
     for other in step.wrappers[names.index(NAME) + 1 :]:
-        if other.grad and (other.grad.microbatches or 1) > 1:
+        if other.grad and other.grad.microbatches is not None and other.grad.microbatches > 1:
             raise ComposeError(
-                f"skip_spikes: {other.text} is written after it, and single microbatches cannot be skipped; write "
-                "skip_spikes after it"
+                f"skip_spikes: {other.text} is written after skip_spikes, which cannot skip single microbatches; write "
+                f"skip_spikes after {other.name}"
             )
 
 
 def _initial_slot(window: int, params: PyTree) -> PyTree:
-    device, is_wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    norms = torch.zeros(window, dtype=torch.float64 if is_wide else torch.float32, device=device)
-    return {"norms": norms, "count": zero, "spikes": zero.clone()}
+    device = tree.device_of(params)
+    has_float64 = any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
+    return {
+        "norms": torch.zeros(window, dtype=torch.float64 if has_float64 else torch.float32, device=device),
+        "count": torch.zeros((), dtype=torch.int64, device=device),
+        "spikes": torch.zeros((), dtype=torch.int64, device=device),
+    }
 
 
 def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
-    """Return a quantile of the first `count` norms, as a 0-d tensor."""
-    filled = count.clamp(1, norms.numel())
-    is_filled = torch.arange(norms.numel(), device=norms.device) < filled
-    ascending = torch.where(is_filled, norms, float("inf")).sort().values
-    rank = ((filled - 1) * quantile).floor().to(torch.int64)
+    """Return a quantile of the stored norms, as a 0-d tensor; `count` norms have been stored so far."""
+    stored = count.clamp(1, norms.numel())
+    is_stored = torch.arange(norms.numel(), device=norms.device) < stored
+    ascending = torch.where(is_stored, norms, float("inf")).sort().values
+    rank = ((stored - 1) * quantile).floor().to(torch.int64)
     return ascending.gather(0, rank.view(1)).view(())
 
 
 def _next_slot(slot: PyTree, norm: Tensor, spike: Tensor) -> PyTree:
     """Return the slot after a step; a norm that is not finite is not stored."""
-    norms, count, is_finite = slot["norms"], slot["count"], torch.isfinite(norm)
-    position = torch.arange(norms.numel(), device=norms.device)
+    norms, count = slot["norms"], slot["count"]
+    is_finite = torch.isfinite(norm)
+    # A ring: the new norm takes the place of the oldest one.
+    is_next = torch.arange(norms.numel(), device=norms.device) == count % norms.numel()
     return {
-        "norms": torch.where((position == count % norms.numel()) & is_finite, norm.to(norms.dtype), norms),
+        "norms": torch.where(is_next & is_finite, norm.to(norms.dtype), norms),
         "count": count + is_finite,
         "spikes": slot["spikes"] + spike,
     }

@@ -21,7 +21,7 @@ from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper
 from ftrain.types import Loss
 
 NAME = "sync_batch_norm"
-FORWARDS = _BatchNorm.forward, nn.SyncBatchNorm.forward
+TORCH_FORWARDS = _BatchNorm.forward, nn.SyncBatchNorm.forward
 
 
 @wrapper
@@ -56,15 +56,19 @@ def sync_batch_norm() -> Wrapper:
 
 
 def _batch_norms(loss: Loss) -> list[nn.Module]:
+    """Return the BatchNorm layers of the module of a loss.
+
+    Raises a ComposeError if there are none, or if one has a forward that is not torch's.
+    """
     modules = loss.module.named_modules() if loss.module is not None else ()
     layers = {name: module for name, module in modules if isinstance(module, _BatchNorm)}
     if not layers:
         raise ComposeError(
-            f"{NAME}: {loss.text} has no torch.nn.BatchNorm; leave it out, or make the loss of the module that has one "
-            "with ft.from_module"
+            f"{NAME}: {loss.text} has no torch.nn.BatchNorm; leave out {NAME}, or make the loss with ft.from_module of "
+            "the module that has one"
         )
     for name, layer in layers.items():
-        if type(layer).forward not in FORWARDS:
+        if type(layer).forward not in TORCH_FORWARDS:
             raise ComposeError(
                 f"{NAME}: {name} is a {type(layer).__name__} with a forward of its own, which may compute more than "
                 "torch's; put a torch.nn.BatchNorm and the rest into a module"
@@ -73,6 +77,10 @@ def _batch_norms(loss: Loss) -> list[nn.Module]:
 
 
 def _forward(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a BatchNorm layer; in training on several ranks, with the statistics of the examples of all of them.
+
+    `forward` is what the layer runs otherwise. Raises a LossError for one value per channel in the whole batch.
+    """
     rows = current()
     if rows is None or rows.ranks is None or rows.ranks.size == 1 or not layer.training:
         return forward(x)
@@ -85,6 +93,7 @@ def _forward(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tens
         rows.ranks, rows.length > 0, layer.eps, x, layer.weight, layer.bias
     )
     if layer.track_running_stats and layer.running_mean is not None:
+        # As torch does, normalise by the biased variance, and track the unbiased one.
         _track(layer, mean, variance * (count / (count - 1)))
     return y  # type: ignore[no-any-return]
 
@@ -106,33 +115,37 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, ranks: Group, has_examples: bool, eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        others = [axis for axis in range(x.ndim) if axis != 1]
+        axes = [axis for axis in range(x.ndim) if axis != 1]
         counted = wide if has_examples else wide[:0]
         count = counted.new_full((1,), counted.numel() // x.shape[1])
-        sums = ranks.sum(torch.cat([counted.sum(others), count]))
-        count, mean = sums[-1], sums[:-1] / sums[-1]
-        # The mean of squares minus the square of the mean would lose precision.
-        variance = ranks.sum((counted - _by_channel(mean, x)).square().sum(others)) / count
-        inverse = (variance + eps).rsqrt()
-        y = (wide - _by_channel(mean, x)) * _by_channel(inverse if weight is None else inverse * weight, x)
-        y = y if bias is None else y + _by_channel(bias, x)
-        ctx.save_for_backward(x, mean, inverse, count, weight)
+        sums = ranks.sum(torch.cat([counted.sum(axes), count]))
+        count = sums[-1]
+        mean = sums[:-1] / count
+        # From the differences: the mean of squares minus the square of the mean would lose precision.
+        variance = ranks.sum((counted - _by_channel(mean, x)).square().sum(axes)) / count
+        inverse_std = (variance + eps).rsqrt()
+        scale = inverse_std if weight is None else inverse_std * weight
+        y = (wide - _by_channel(mean, x)) * _by_channel(scale, x)
+        if bias is not None:
+            y = y + _by_channel(bias, x)
+        ctx.save_for_backward(x, mean, inverse_std, count, weight)
         ctx.ranks, ctx.has_examples, ctx.has_bias = ranks, has_examples, bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
         return y.to(x.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Any, ...]:
-        x, mean, inverse, count, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Any, ...]:
+        x, mean, inverse_std, count, weight = ctx.saved_tensors
         axes = [axis for axis in range(x.ndim) if axis != 1]
         grad_wide = grad.to(mean.dtype)
-        normalised = (x.to(mean.dtype) - _by_channel(mean, x)) * _by_channel(inverse, x)
+        normalised = (x.to(mean.dtype) - _by_channel(mean, x)) * _by_channel(inverse_std, x)
         sums = torch.cat([grad_wide.sum(axes), (grad_wide * normalised).sum(axes)])
         mean_grad, mean_product = (ctx.ranks.sum(sums) / count).chunk(2)
         centred = grad_wide
-        if ctx.has_examples:  # The rows of other ranks do not enter mean and variance.
+        if ctx.has_examples:  # Else its row is that of another rank, and does not enter mean and variance.
             centred = grad_wide - _by_channel(mean_grad, x) - normalised * _by_channel(mean_product, x)
-        grad_x = centred * _by_channel(inverse if weight is None else inverse * weight, x)
+        scale = inverse_std if weight is None else inverse_std * weight
+        grad_x = centred * _by_channel(scale, x)
         grad_bias, grad_weight = sums.chunk(2)
         return (
             None,

@@ -22,47 +22,54 @@ ALIGNMENT = 16
 
 
 def with_narrow_experts(loss: Loss) -> Loss:
-    """Return a loss whose experts multiply in the dtype of autocast where it is enabled, if they are of transformers.
+    """Return a loss in which the expert layers of transformers multiply in the dtype of autocast, where it is enabled.
 
-    By default these call `torch.nn.functional.grouped_mm`, for which autocast casts nothing, with their tokens in the
-    dtype of their matrices (https://github.com/pytorch/pytorch/issues/174763). So here the matrices are cast.
+    By default such a layer casts its tokens to the dtype of its matrices and calls `torch.nn.functional.grouped_mm`,
+    for which autocast casts nothing (https://github.com/pytorch/pytorch/issues/174763). So the matrices are cast here.
     """
-    experts = [part for part in loss.module.modules() if _may_multiply_by_group(part)] if loss.module else []
+    modules = loss.module.modules() if loss.module is not None else ()
+    experts = [module for module in modules if _may_multiply_by_group(module)]
     if not experts:
         return loss
 
     def narrowed(training: bool) -> AbstractContextManager[None]:
         # Other wrappers of the loss may have replaced forwards, too.
-        return forwarding([(part, partial(_forward, part, part.forward)) for part in experts])
+        return forwarding([(module, partial(_forward, module, module.forward)) for module in experts])
 
     return dataclasses.replace(loss, scope=extend_scope(loss, narrowed))
 
 
-def _may_multiply_by_group(part: nn.Module) -> bool:
-    # `use_experts_implementation` of transformers sets `has_gate`; all modules of a model have its configuration.
-    return hasattr(part, "has_gate") and hasattr(getattr(part, "config", None), "_experts_implementation")
+def _may_multiply_by_group(module: nn.Module) -> bool:
+    # Expert layers have `has_gate`, which `use_experts_implementation` of transformers sets, and the configuration of
+    # their model.
+    return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
-def _forward(part: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    narrow = _narrow_matrices(part)
-    slots = [Slot(_torch.parameters_of(part), key, key, False) for key in narrow]
-    with bound(slots, [*narrow.values()]):
+def _forward(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of an expert layer with its matrices in the dtype of autocast."""
+    narrow = _narrow_matrices(module)
+    slots = [Slot(_torch.parameters_of(module), key, key, False) for key in narrow]
+    with bound(slots, list(narrow.values())):
         return forward(*args, **kwargs)
 
 
-def _narrow_matrices(part: Any) -> dict[str, Tensor]:
-    """Return the casts of the matrices of experts by name; none where autocast is off or would cast them itself."""
-    # The implementation can be set at any time.
-    if part.config._experts_implementation != "grouped_mm":
+def _narrow_matrices(module: Any) -> dict[str, Tensor]:
+    """Return the matrices of an expert layer, cast to the dtype of autocast, by name.
+
+    Empty where autocast is off or casts them itself, or where `grouped_mm` cannot read them in that dtype.
+    """
+    # Read in each call, since the implementation can be set at any time.
+    if module.config._experts_implementation != "grouped_mm":
         return {}
     # Biases stay as they are: each is read for many tokens, whose gradients are then added in float32.
-    matrices = {
-        key: param for key, param in _torch.parameters_of(part).items() if param is not None and param.ndim == 3
-    }
-    device = next((matrix.device.type for matrix in matrices.values()), "")
-    if not device or not torch.is_autocast_enabled(device):
+    params = _torch.parameters_of(module)
+    matrices = {key: param for key, param in params.items() if param is not None and param.ndim == 3}
+    if not matrices:
         return {}
-    dtype = torch.get_autocast_dtype(device)
+    device_type = next(iter(matrices.values())).device.type
+    if not torch.is_autocast_enabled(device_type):
+        return {}
+    dtype = torch.get_autocast_dtype(device_type)
     if any(size * dtype.itemsize % ALIGNMENT for matrix in matrices.values() for size in matrix.shape[1:]):
         return {}
     return {key: matrix.to(dtype) for key, matrix in matrices.items()}

@@ -32,9 +32,9 @@ def require_torchao() -> None:
 
 
 def in_float8(loss: Loss) -> Loss:
-    """Return a loss whose `float8_layers` multiply in float8.
+    """Return a loss whose module multiplies in float8 in its `float8_layers`.
 
-    Raises an OptionError if there are none, and a ComposeError for a module with adapters.
+    Raises an OptionError if it has no such layers, and a ComposeError if it has adapters.
     """
     if loss.module is None:
         raise OptionError(f"{NAME}: {loss.text} has no module in which to find layers; use ft.from_module, or bf16")
@@ -53,32 +53,35 @@ def in_float8(loss: Loss) -> Loss:
 def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the layers of a module that multiply in float8, by name: each `nn.Linear` whose sizes are multiples of 16.
 
-    The head is left out, whose rounding changes the loss most: the last one, or one tied to the embedding. Source:
-    https://github.com/pytorch/ao/tree/main/torchao/float8.
+    The head is left out, because its rounding changes the loss most. It is the last linear layer, and any whose weight
+    is tied to an embedding. Source: https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    return {
-        name: part
-        for name, part in list(linears.items())[:-1]
-        if type(part).forward is nn.Linear.forward
-        and id(part.weight) not in embeddings
-        and not any(size % MULTIPLE for size in part.weight.shape)
-    }
+    linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    embedding_weights = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+
+    def fits(layer: nn.Linear) -> bool:
+        # A subclass with its own forward may compute something else.
+        is_plain = type(layer).forward is nn.Linear.forward
+        is_tied = id(layer.weight) in embedding_weights
+        return is_plain and not is_tied and all(size % MULTIPLE == 0 for size in layer.weight.shape)
+
+    return {name: layer for name, layer in list(linears.items())[:-1] if fits(layer)}
 
 
 def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a layer that multiplies by the weight of a state in float8, as torchao does."""
-    plain, padded = (_converted(layer, padded=padded) for padded in (False, True))
+    """Return a forward of a layer that multiplies in float8 by its current weight, as torchao does."""
+    plain = _converted(layer, padded=False)
+    padded = _converted(layer, padded=True)
 
     def forward(x: Tensor) -> Tensor:
-        device = x.device.type
+        device_type = x.device.type
         if not x.numel():
             return nn.functional.linear(x, layer.weight, layer.bias)
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        # The matmul for the gradient of the weight sums over the rows.
-        converted = padded if (x.numel() // x.shape[-1]) % MULTIPLE else plain
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+        # The gradient of the weight is a matmul that sums over the rows, so their number must be a multiple too.
+        rows = x.numel() // x.shape[-1]
+        converted = padded if rows % MULTIPLE else plain
         with bound([Slot(_torch.parameters_of(converted), "weight", "", False)], [layer.weight]):
             product: Tensor = converted.forward(x)
         return product if layer.bias is None else product + layer.bias.to(product.dtype)
@@ -87,6 +90,7 @@ def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _converted(layer: nn.Linear, *, padded: bool) -> Any:
+    """Return torchao's layer of the same sizes, without memory; `padded` pads the rows to a multiple of 16."""
     empty = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     return _torchao().convert_to_float8_training(empty, config=_config(padded=padded))
 

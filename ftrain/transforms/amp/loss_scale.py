@@ -36,7 +36,7 @@ def reporting_scale(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def initial_slot(params: PyTree) -> PyTree:
-    """Return the scale before the first step, and ``good``, the number of steps since it has changed."""
+    """Return the slot before the first step: the scale, and ``good``, the number of steps since the scale changed."""
     device = tree.device_of(params)
     return {
         "scale": torch.full((), INITIAL_SCALE, dtype=torch.float32, device=device),
@@ -50,7 +50,7 @@ def scale_of(state: TrainState) -> Tensor:
 
 
 def next_slot(slot: PyTree, finite: Tensor) -> PyTree:
-    """Return the slot after a step, as `torch.amp.GradScaler.update` does."""
+    """Return the slot after a step, by the rule of `torch.amp.GradScaler.update`."""
     good = slot["good"] + 1
     larger = slot["scale"] * GROWTH
     grow = good >= GROWTH_INTERVAL

@@ -60,12 +60,12 @@ class _Shares:
 
 
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
-    """Return a loss that also reports what each part of its model loses to the dtype of its autocast.
+    """Return a loss that also reports the overflows and underflows of each part of its model in the autocast dtype.
 
     It raises a ComposeError when it ran no part that can be watched, and a LossError when a part fails in float32.
     """
-    named = () if loss.module is None else loss.module.named_modules()
-    parts = [_Part(name or MODEL, part, slots_of(part)) for name, part in named]
+    named_modules = () if loss.module is None else loss.module.named_modules()
+    parts = [_Part(name or MODEL, module, slots_of(module)) for name, module in named_modules]
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -137,7 +137,8 @@ class _Part(NamedTuple):
 
 def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a part, and count its overflows and underflows in the dtype."""
-    shares, arguments = _forward.get(), (args, kwargs)
+    shares = _forward.get()
+    arguments = (args, kwargs)
     # Without `_forward` it is a recomputation in the backward pass, which the forward pass has counted.
     if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(arguments)):
         return run(*args, **kwargs)
@@ -153,8 +154,9 @@ def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, *
 def _count(shares: _Shares, name: str, dtype: torch.dtype, narrow: Tensor, exact: Tensor) -> None:
     if narrow.shape != exact.shape or not narrow.numel():
         return
-    values, size = narrow.detach(), _full(narrow, narrow.numel())
-    if narrow.dtype != dtype:
+    values = narrow.detach()
+    size = _full(narrow, narrow.numel())
+    if narrow.dtype != dtype:  # Computed in a wider dtype, it loses nothing.
         for kind in (OVERFLOW, UNDERFLOW):
             shares.add(kind, name, torch.zeros_like(size), size)
         return
@@ -172,8 +174,9 @@ def _count_gradient(shares: _Shares, name: str, gradient: Tensor) -> None:
     is_nonzero = gradient != 0
     nonzeros = is_nonzero.sum()
     # Some zeros are intended, as those of ReLU and dropout. A gradient in which all are zero has vanished.
-    tiny = torch.where(nonzeros == 0, size, (_is_tiny(gradient) & is_nonzero).sum())
-    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(nonzeros == 0, size, nonzeros))
+    has_vanished = nonzeros == 0
+    tiny = torch.where(has_vanished, size, (_is_tiny(gradient) & is_nonzero).sum())
+    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(has_vanished, size, nonzeros))
 
 
 def _is_tiny(values: Tensor) -> Tensor:
@@ -222,4 +225,6 @@ def _tensors(returned: Any) -> list[Tensor]:
         return [returned] if returned.is_floating_point() else []
     if isinstance(returned, Mapping):
         returned = list(returned.values())
-    return [each for part in returned for each in _tensors(part)] if isinstance(returned, list | tuple) else []
+    if not isinstance(returned, list | tuple):
+        return []
+    return [tensor for item in returned for tensor in _tensors(item)]

@@ -65,7 +65,7 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
         OptionError: for another dtype; for `watch` with ``"tf32"``, ``"fp8"`` or ``"auto"``; for ``"fp8"`` when the
             loss has no module with such layers.
         FtrainError: for ``"fp8"`` without torchao, or without torch.distributed, which torchao imports.
-        ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
+        ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` with `ftrain.matmul_precision`; from the step, when
             it is watched and a pure loss calls no function marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.
         DeviceError: from `Step.init`, when the device cannot compute in the dtype.
@@ -89,34 +89,43 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
 
 
 def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
-    watch, is_scaled = options["watch"], name == "fp16"
+    watch = options["watch"]
+    scales_loss = name == "fp16"
     # What is not multiplied in float8 is computed in bfloat16.
-    narrow = "bf16" if name == "fp8" else name
+    autocast_name = "bf16" if name == "fp8" else name
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        loss = with_narrow_experts(in_float8(loss) if name == "fp8" else loss)
-        fn, texts = autocast(loss.fn, DTYPES[narrow]), (*loss.wrapper_texts, text)
-        cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
-        return watched(cast, DTYPES[narrow]) if watch else cast
+        if name == "fp8":
+            loss = in_float8(loss)
+        loss = with_narrow_experts(loss)
+        fn = autocast(loss.fn, DTYPES[autocast_name])
+        loss = dataclasses.replace(loss, fn=fn, wrapper_texts=(*loss.wrapper_texts, text), narrow=name)
+        return watched(loss, DTYPES[autocast_name]) if watch else loss
 
     def wrap_grad(grad: GradFn) -> GradFn:
-        grad = around_forward(grad, reporting_scale) if is_scaled else grad
-        return around_forward(grad, reporting_gradients) if watch else grad
+        if scales_loss:
+            grad = around_forward(grad, reporting_scale)
+        if watch:
+            grad = around_forward(grad, reporting_gradients)
+        return grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         if name == "fp8" and not backend.float8():
             supported = ", ".join([*map(name_of, backend.autocast_dtypes()), "float32"])
             raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
-        require_dtype(NAME, narrow, backend)
+        require_dtype(NAME, autocast_name, backend)
         _require_wide(name, params)
 
-    on_grad = OnGrad(wrap_grad, loss_scale=scale_of if is_scaled else None) if is_scaled or watch else None
-    slot = SlotSpec(initial_slot, next_slot) if is_scaled else None
+    on_grad = None
+    if scales_loss or watch:
+        on_grad = OnGrad(wrap_grad, loss_scale=scale_of if scales_loss else None)
+    slot = SlotSpec(initial_slot, next_slot) if scales_loss else None
     return Wrapper(NAME, text, loss=OnLoss(wrap), grad=on_grad, slot=slot, require=require, options=options)
 
 
 def _require_wide(name: str, params: PyTree) -> None:
+    """Raises a StructureError if a trained parameter is too narrow for mixed precision in the dtype of this name."""
     refused = {torch.float16, torch.bfloat16} if name == "fp16" else {torch.float16}
     for path, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
         if leaf.dtype in refused:
@@ -129,6 +138,7 @@ def _require_wide(name: str, params: PyTree) -> None:
 
 def _with_auto(options: Mapping[str, Any]) -> Wrapper:
     text = "with_amp(auto)"
+    # The name of a device's backend -> the name of the dtype.
     chosen: dict[str, str] = {}
 
     def require(backend: backends.Backend, params: PyTree) -> None:
@@ -145,16 +155,18 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
 
     def wrap(loss: Loss) -> Loss:
         loss = with_narrow_experts(loss)
-        narrow = autocast(loss.fn, torch.bfloat16)
+        narrow_fn = autocast(loss.fn, torch.bfloat16)
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            run = narrow if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
+            run = narrow_fn if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
             return run(params, batch, rng=rng, buffers=buffers)
 
         return dataclasses.replace(loss, fn=fn, wrapper_texts=(*loss.wrapper_texts, text), narrow="auto")
 
     def choice() -> str:
-        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items()) if chosen else ""
+        if not chosen:
+            return ""
+        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items())
 
     return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
 
@@ -165,7 +177,8 @@ def _tf32() -> Iterator[None]:
     with ExitStack() as stack:
         for name in backends.names():
             backend = backends.of(name)
-            if backend.present and (switch := backend.tf32()) is not None:
+            switch = backend.tf32() if backend.present else None
+            if switch is not None:
                 stack.enter_context(switch)
         yield
 

@@ -192,13 +192,15 @@ class CompiledCache:
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function."""
-        arguments, constants = (carry, *rest), self._constants.values()
+        arguments = (carry, *rest)
+        constants = self._constants.values()
         with torch.set_grad_enabled(False):
             for graph in self.graphs:
                 leaves = graph.read(arguments, constants)
                 if leaves is not None:
                     return graph(carry, leaves)
-            graph, arguments = self.graph_for(*arguments), resolved(arguments)
+            graph = self.graph_for(*arguments)
+            arguments = resolved(arguments)
             return graph(arguments[0], tree.leaves(arguments))
 
     def graph_for(self, *arguments: PyTree) -> Graph:
@@ -217,33 +219,32 @@ class CompiledCache:
         _require_strided(arguments)
         if self._donate:
             _require_apart(*arguments)
-        needed = {"state": arguments[0], "batch": arguments[1], "constants": dict(constants)}
+        inputs = {"state": arguments[0], "batch": arguments[1], "constants": dict(constants)}
         if not alike:
-            self._shapes.admit(**needed)
+            self._shapes.admit(**inputs)
         with log_if_slow(self._name) if self._name else nullcontext():
             graph = Graph(self._function, arguments, key, donate=self._donate)
             graph.constants = self._constants.leave_out(constants)
-            if twin := next((each for each in alike if each.identity == graph.identity), None):
-                twin.ignore_changes(graph.constants)
-                return twin
+            for existing in alike:
+                if existing.identity == graph.identity:
+                    existing.ignore_changes(graph.constants)
+                    return existing
             if alike:
-                self._shapes.admit(**needed)
+                self._shapes.admit(**inputs)
                 self._log_changed(alike[-1].constants, constants)
             graph.compile(self._compile, arguments)
         self.graphs.append(graph)
         return graph
 
     def _log_changed(self, olds: Mapping[str, str], news: Mapping[str, str]) -> None:
+        changes = [
+            f"{name} is {news.get(name, MISSING)} and was {olds.get(name, MISSING)}" for name in changed(olds, news)
+        ]
         log_on_first_rank(
             "compiled: %s is compiled again, since %s; a number that changes often should be a tensor in the batch "
             "('A number that changes with the step' in docs/guide.md)",
             self._name,
-            listed(
-                [
-                    f"{name} is {news.get(name, MISSING)} and was {olds.get(name, MISSING)}"
-                    for name in changed(olds, news)
-                ]
-            ),
+            listed(changes),
         )
 
 
@@ -253,6 +254,7 @@ class Graph:
     def __init__(self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, *, donate: bool) -> None:
         self.key, self._donate = key, donate
         self.constants: Mapping[str, str] = {}
+        # Names of constants that do not change the graph.
         self._ignored: set[str] = set()
         leaves, spec = tree.flatten(arguments)
         self._others = [
@@ -266,8 +268,9 @@ class Graph:
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
-        written, extra = (self._spec, self._overwrites, self._changed), (self._extra_spec, [*map(repr, self._extras)])
-        self.identity = capture.identity_of(self.captured), written, extra
+        carry = self._spec, self._overwrites, self._changed
+        extra = self._extra_spec, [repr(leaf) for leaf in self._extras]
+        self.identity = capture.identity_of(self.captured), carry, extra
 
     def compile(self, compile_: Compile, arguments: tuple[PyTree, ...]) -> None:
         """Compile it for tensors like these."""
@@ -321,7 +324,7 @@ class Graph:
         return self._ignored.issuperset(changed(self.constants, constants))
 
     def ignore_changes(self, constants: Mapping[str, str]) -> None:
-        """Ignore the constants whose values are others here: with these too, the function has the same graph."""
+        """Ignore the constants that differ from these: the function has the same graph with both values."""
         self._ignored.update(changed(self.constants, constants))
 
     def read(self, arguments: tuple[PyTree, ...], constants: Mapping[str, str]) -> list[Any] | None:

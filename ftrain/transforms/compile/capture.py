@@ -90,7 +90,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
 
 
 def identity_of(graph: fx.GraphModule) -> tuple[str, list[Hashable]]:
-    """Return what two captured graphs have in common if they compute the same: their code, and the tensors in it."""
+    """Return the code of a captured graph and its tensors; graphs that are equal in both compute the same."""
     # Submodules are the bodies of operations such as conditions. The graph keeps the tensors, and so their identities.
     codes = [str(part.code) for part in graph.modules() if isinstance(part, fx.GraphModule)]
     digest = hashlib.sha256("".join(codes).encode()).hexdigest()
@@ -99,9 +99,9 @@ def identity_of(graph: fx.GraphModule) -> tuple[str, list[Hashable]]:
 
 
 def _identity(tensor: Tensor, node: fx.Node) -> Hashable:
-    """Return what tells a tensor of a graph from others, and wait for it: its values if the function makes it.
+    """Return what distinguishes a tensor of a graph from others: its `id`, or its values if the function makes it.
 
-    Then it is another tensor in each capture.
+    A tensor that the function makes is another object in each capture. To read its values, this waits for the device.
     """
     is_made = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     if not is_made or tensor.layout != torch.strided:
@@ -201,9 +201,9 @@ def _overlaps_collectives(graph: fx.GraphModule) -> bool:
 
 
 def require_backend(backend: str, mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the settings of a compiler, and return the options of a mode and these.
+    """Return the options of a mode together with `options`, after a check of all settings.
 
-    Raises an OptionError if one is unknown, or there is a mode or options with another backend than Inductor.
+    Raises an OptionError if a setting is unknown, or if a backend other than Inductor gets a mode or options.
     """
     if backend == INDUCTOR and not (mode or options):
         return {}
@@ -219,5 +219,5 @@ def require_backend(backend: str, mode: str | None, options: Mapping[str, Any]) 
             f"compiled: unknown option {unknown[0]!r}; options are those of compiled and those of "
             "torch._inductor.list_options()"
         )
-    of_mode = {name: value for name, value in modes[mode].items() if name != CUDA_GRAPHS} if mode else {}
-    return {**of_mode, **options}
+    mode_options = modes[mode] if mode else {}
+    return {**{name: value for name, value in mode_options.items() if name != CUDA_GRAPHS}, **options}

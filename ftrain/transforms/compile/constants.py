@@ -56,35 +56,39 @@ Place: TypeAlias = tuple[Callable[[Any], Any], Any]
 class Constants:
     """The numbers, flags and texts that functions and modules read in closures, globals, attributes, dicts and lists.
 
-    Of a tensor it is the identity, of a function its code, and of another object its type: what is in it is searched
-    again when another takes its place. They are found by names in the code of the functions, when `values` is first
-    called; so there may be some that the functions do not read.
+    A tensor is compared by its identity, a function by its code, and another object by its type: its attributes are
+    searched again when another object takes its place. Constants are found by the names in the code of the functions,
+    when `values` is first called. Some of them may never be read by the functions.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
         self._left_out: set[str] = set()
         self._held: dict[int, Any] = {}
-        # Set at once, for other threads: the places, what was there, and the texts of that.
+        # The places of the constants, their values, and the texts of the values. One tuple, so that another thread
+        # never sees a part of a change.
         self._known: tuple[dict[str, Place], list[Any], dict[str, str]] | None = None
 
     def values(self) -> Mapping[str, str]:
-        """Return the values that they have now as texts, by name; the same object if none has changed."""
+        """Return the current values of the constants as texts, by name; the same object if none has changed."""
         if self._known is not None:
             places, old_values, texts = self._known
+            new_values = _read_all(places) if places else old_values
             # By identity, without a loop of Python: this runs in each call of a step.
-            seen = _read_all(places) if places else old_values
-            if all(map(is_, seen, old_values)):
+            if all(map(is_, new_values, old_values)):
                 return texts
-            pairs = zip(seen, old_values, strict=True)
+            pairs = zip(new_values, old_values, strict=True)
             if all(new is old or (type(new) in SCALARS and type(old) in SCALARS) for new, old in pairs):
-                return self._keep(places, seen)
+                return self._keep(places, new_values)
         # Another object may have other constants.
         places = _Search(self._roots).places()
         return self._keep(places, _read_all(places))
 
     def leave_out(self, old: Mapping[str, str]) -> Mapping[str, str]:
-        """Leave out those that a function has written itself while it was captured; return the values of the others."""
+        """Leave out the constants that the function itself changed while it was captured.
+
+        `old` has the texts before the capture. Returns the texts of the other constants.
+        """
         new = self.values()
         written = changed(old, new)
         if not written or self._known is None:
@@ -92,12 +96,13 @@ class Constants:
         self._left_out.update(written)
         return self._keep(*self._known[:2])
 
-    def _keep(self, places: dict[str, Place], seen: list[Any]) -> Mapping[str, str]:
-        kept = {name: value for name, value in zip(places, seen, strict=True) if name not in self._left_out}
+    def _keep(self, places: dict[str, Place], values: list[Any]) -> Mapping[str, str]:
+        """Remember the values at places, without those that are left out, and return their texts."""
+        kept = {name: value for name, value in zip(places, values, strict=True) if name not in self._left_out}
         texts = {name: self._text(value) for name, value in kept.items()}
         if self._known is not None and texts == self._known[2]:
             texts = self._known[2]
-        self._known = {name: places[name] for name in kept}, [*kept.values()], texts
+        self._known = {name: places[name] for name in kept}, list(kept.values()), texts
         return texts
 
     def _text(self, value: Any) -> str:
@@ -117,20 +122,21 @@ def changed(olds: Mapping[str, str], news: Mapping[str, str]) -> list[str]:
     return [name for name in {**olds, **news} if olds.get(name) != news.get(name)]
 
 
-GONE = AttributeError, KeyError, IndexError, ValueError
+READ_ERRORS = AttributeError, KeyError, IndexError, ValueError
+"""What reading a constant raises when it is no longer where it was; a ValueError is that of an empty closure cell."""
 
 
 def _read_all(places: Mapping[str, Place]) -> list[Any]:
     try:
         return [read(owner) for read, owner in places.values()]
-    except GONE:
+    except READ_ERRORS:
         return [_read(*place) for place in places.values()]
 
 
 def _read(read: Callable[[Any], Any], owner: Any) -> Any:
     try:
         return read(owner)
-    except GONE:
+    except READ_ERRORS:
         return MISSING
 
 
@@ -143,9 +149,10 @@ class _Search:
         self._objects: dict[int, tuple[str, Any]] = {}
         for root in roots:
             self._add(type(root).__name__ if isinstance(root, nn.Module) else "", root)
-        # Code that is reached can name more attributes of objects that are known.
-        size = None
-        while size != (size := (len(self._objects), len(self._codes), len(self._read_names))):
+        # Code that is reached can name more attributes of objects that are known: repeat until nothing is added.
+        old_sizes = None
+        while old_sizes != self._sizes():
+            old_sizes = self._sizes()
             for name, owner in [*self._objects.values()]:
                 if len(self._objects) > MOST_OBJECTS:
                     return
@@ -153,6 +160,9 @@ class _Search:
                     self._add(_joined(name, child_name), value)
                     if type(value) is str and place is not None and value.isidentifier():  # As for `getattr`.
                         self._read_names.add(value)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return len(self._objects), len(self._codes), len(self._read_names)
 
     def places(self) -> dict[str, Place]:
         """Return how each constant is read, by name."""
@@ -170,7 +180,7 @@ class _Search:
         return places
 
     def _leading(self) -> set[int]:
-        """Return the identities of the objects that hold or lead to constants; one of a batch is not searched again."""
+        """Return the identities of the objects that hold constants, or lead to an object that does."""
         leading, parents = list[int](), dict[int, list[int]]()
         for _, owner in self._objects.values():
             children = self._children_of(owner)

@@ -62,7 +62,9 @@ class ReplayedGraph:
     @property
     def text(self) -> str:
         """How it prints."""
-        return f"no replay: {self._recorder.failure}" if self._recorder.failure and not self._recorded else "replay"
+        if self._recorder.failure and not self._recorded:
+            return f"no replay: {self._recorder.failure}"
+        return "replay"
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the graph, or replay it."""
@@ -70,7 +72,8 @@ class ReplayedGraph:
         # By address and not by identity: that is what a recording uses.
         addresses = [state[index].data_ptr() for index in self._on_device]
         if self._recorded is None or addresses != self._recorded.addresses:
-            stays, self._seen = addresses == self._seen, addresses
+            stays = addresses == self._seen
+            self._seen = addresses
             # Freed first: the next recording can then use its memory.
             self._recorded = None
             if stays:
@@ -85,7 +88,8 @@ class ReplayedGraph:
         try:
             recorded = self._recorder.record(lambda: self._run(*state, *slots))
         except RuntimeError as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            lines = str(error).strip().splitlines()
+            why = lines[0] if lines else type(error).__name__
             log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
             self._recorder.failure = why
             return None
@@ -110,16 +114,16 @@ class _Recording:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors, with one launch for each kind of them instead of one for each tensor."""
+    """Copy tensors, with one launch for each group of similar ones instead of one for each tensor."""
     # Torch copies one by one if a single tensor differs from the others in its dtype, or from its source in its layout.
-    kinds: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        kind = target.dtype, target.device, source.device, target.stride() == source.stride()
-        of_kind = kinds.setdefault(kind, ([], []))
-        of_kind[0].append(target)
-        of_kind[1].append(source)
-    for of_kind in kinds.values():
-        torch._foreach_copy_(*of_kind, non_blocking=True)
+        key = target.dtype, target.device, source.device, target.stride() == source.stride()
+        group_targets, group_sources = groups.setdefault(key, ([], []))
+        group_targets.append(target)
+        group_sources.append(source)
+    for group_targets, group_sources in groups.values():
+        torch._foreach_copy_(group_targets, group_sources, non_blocking=True)
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

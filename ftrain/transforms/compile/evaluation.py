@@ -24,8 +24,9 @@ log = logging.getLogger("ftrain")
 def compile_evaluation(step: EvalStep, compiler: Compiler, lowering: str) -> EvalStep:
     """Return an evaluation compiled with a lowering as `compiled` describes it.
 
-    That of ranks which gather parameters within it is returned as it is. The averages raise what the compiler raises,
-    unless the lowering is ``"auto"``, and a BatchError when batches need more than `max_graphs` graphs.
+    An evaluation on ranks that gather parameters block by block is returned as it is. The returned one raises what the
+    compiler raises, unless the lowering is ``"auto"``, and a BatchError when batches need more than `max_graphs`
+    graphs.
     """
     loss = step.loss
     if loss.ranks is not None and loss.ranks.by_block is not None:

@@ -16,15 +16,15 @@ class CompilerError(Exception):
     def __str__(self) -> str:
         error = _inner(self.__cause__)
         lines = str(error).strip().splitlines()
-        # What a C++ compiler printed: a header of Python that is missing, or a full disk.
-        printed = str(getattr(error, "output", "")).splitlines()
-        faults = [line.strip() for line in printed if "error" in line.lower()]
-        return ": ".join([type(error).__name__, *lines[:1], *faults[:1]])
+        # A C++ compiler prints the cause: a header of Python that is missing, or a full disk.
+        compiler_output = str(getattr(error, "output", "")).splitlines()
+        compiler_errors = [line.strip() for line in compiler_output if "error" in line.lower()]
+        return ": ".join([type(error).__name__, *lines[:1], *compiler_errors[:1]])
 
 
 @contextmanager
 def attempted(has_written: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Context that raises errors as a CompilerError, except those of ftrain, of memory, and after a write."""
+    """Context that raises an error as a CompilerError, unless it is of ftrain, of memory, or raised after a write."""
     try:
         yield
     except Exception as error:
@@ -34,5 +34,5 @@ def attempted(has_written: Callable[[], bool] = lambda: False) -> Iterator[None]
 
 
 def _inner(error: Any) -> BaseException:
-    """Return the error of a compiler, which torch wraps in its own."""
+    """Return the error of a compiler, which torch may have wrapped in an error of its own."""
     return getattr(error, "inner_exception", error)  # type: ignore[no-any-return]

@@ -60,7 +60,7 @@ def _rnn_layer(kernel: Any, *args: Any) -> Any:
 
 def _rnn_layer_backward(kernel: Any, *args: Any) -> Any:
     # The kernel relies on contiguous memory.
-    contiguous = (each.contiguous() if isinstance(each, Tensor) else each for each in args)
+    contiguous = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
     *gradients, hidden_bias, grad_hx, grad_cx = kernel(*contiguous)
     # It returns one tensor for both biases, but an operation must not return a tensor twice.
     return *gradients, hidden_bias.clone(), grad_hx, grad_cx

@@ -113,5 +113,7 @@ def _is_large(first: fx.Node, second: fx.Node) -> bool:
     b: Any = second.meta.get("val")
     if not all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b)):
         return False
-    sizes, least = [*a.shape, b.shape[1]], LEAST_ONEDNN if a.stride(1) == 1 else LEAST_COPIED
+    sizes = [*a.shape, b.shape[1]]
+    least = LEAST_ONEDNN if a.stride(1) == 1 else LEAST_COPIED
+    # A size may be symbolic.
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= least

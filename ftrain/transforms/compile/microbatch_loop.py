@@ -85,18 +85,17 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
     """Context for a capture, in which torch's own modules draw from a key; it restores the attributes of the module."""
     draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
     with draw(key) as stream, preserve_attributes(module):
-        held = _attributes(module)
+        before = _attributes(module)
         yield stream
-        left = [
-            name for name, value in _attributes(module).items() if value is not held.get(name) and _may_carry(value)
-        ]
-    if left and module is not None and module not in _logged:
+        after = _attributes(module)
+        lost = [name for name, value in after.items() if value is not before.get(name) and _may_carry(value)]
+    if lost and module is not None and module not in _logged:
         _logged.add(module)
         log_on_first_rank(
             "compiled: the loss sets %s, which a compiled step does not keep: each step begins with what was there "
             "before the first one. If the next step reads it (the hidden state of a recurrent net, a count), make it a "
             "buffer (register_buffer); a table that is computed again needs nothing",
-            listed(left),
+            listed(lost),
         )
 
 
@@ -114,12 +113,14 @@ def _attributes(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _may_carry(value: Any) -> bool:
-    """Whether a value is a count, or has tensors, for the next step.
+    """Return whether an attribute may be meant for the next step: a number, a tensor, or a sequence with a tensor.
 
-    A tensor with a gradient is a part of the loss, or a weight made of others.
+    A tensor that requires a gradient is not: it is a part of the loss, or a weight computed from parameters.
     """
-    each = value if isinstance(value, list | tuple) else [value]
-    return type(value) in (int, float) or any(isinstance(item, Tensor) and not item.requires_grad for item in each)
+    if type(value) in (int, float):
+        return True
+    items = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, Tensor) and not item.requires_grad for item in items)
 
 
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ class Compiler:
                 return NotReplayed(run, why)
             if backend.name not in recorders:
                 recorders[backend.name] = StepRecorder(cast(Callable[[], Recorder], backend.recorder)())
-            on_device = [number for number in range(carried) if inputs[number].device == inputs[0].device]
+            on_device = [index for index in range(carried) if inputs[index].device == inputs[0].device]
             return ReplayedGraph(run, carried, on_device, recorders[backend.name])
 
         return compile
@@ -101,7 +101,7 @@ class Compiler:
         """
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
         parameters = inspect.signature(torch.compile).parameters
-        # Otherwise all steps of one loss function share the graphs that torch compiles for it at most.
+        # Otherwise torch's limit of graphs for one loss function is shared by all steps that use it.
         if "isolate_recompiles" in parameters:
             settings["isolate_recompiles"] = True
         # After that many, torch runs other batches uncompiled. A kind of batch may need two graphs: for microbatches of
@@ -196,7 +196,11 @@ def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], 
     for node, tensor in zip(placeholders, inputs, strict=True):
         if node.users and tensor.device != device:
             return f"it reads a tensor on {tensor.device}, whose value the recording would keep; move it to {device}"
-    return next((why for node in captured.graph.nodes if (why := _why_it_waits(node, device))), "")
+    for node in captured.graph.nodes:
+        why = _why_it_waits(node, device)
+        if why:
+            return why
+    return ""
 
 
 def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
@@ -212,7 +216,8 @@ def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
     for used in node.all_input_nodes:
         others = {tensor.device for tensor in tensors_of(used)} - results
         if others and not is_passed_as_number(used, node):
-            read, returned = ("/".join(sorted(map(str, each))) for each in (others, results))
+            read = "/".join(sorted(map(str, others)))
+            returned = "/".join(sorted(map(str, results)))
             return (
                 f"{node.target} reads a tensor on {read} and returns one on {returned}, and the host would wait for "
                 f"the copy; make what it reads on {device} before the step, or leave it there"

@@ -226,10 +226,10 @@ class _Compiled:
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
             if self._step.donate:
-                gradients = _apart(gradients, state)
-            # A metric that is a Python number would be a constant of the graph.
-            inputs = replace(state, step=None, rng=None), replace(gradients, metrics={}), self._as_tensors(hyper, state)
-            new, _ = cache(*inputs)
+                gradients = _without_shared_memory(gradients, state)
+            # Without metrics: one that is a Python number would be a constant of the graph.
+            gradients = replace(gradients, metrics={})
+            new, _ = cache(replace(state, step=None, rng=None), gradients, self._as_tensors(hyper, state))
             return new
 
         return updating
@@ -248,8 +248,8 @@ class _Compiled:
         device = tree.device_of(state.params)
         keys = *key_data, *random.stock_key_data(key_data), *random.update_key_data(key_data)
         # Without float64, two numbers share an int64; "0q" pads the last one.
-        kind = "d" if backends.widest(device) == torch.float64 else "f"
-        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
+        float_code = "d" if backends.widest(device) == torch.float64 else "f"
+        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{float_code}0q", *keys, *hyper.values()))
         on_device = random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
         return replace(state, step=None, rng=None), batch, on_device
 
@@ -303,8 +303,8 @@ class _Compiled:
         if updates_in_backward or combines_ranks(self._step.wrappers):
             self._run_eagerly(why)
             return
-        what = "captured" if isinstance(error, TraceError) else "compiled"
-        log.warning("compiled: split into loss and update, since the whole step cannot be %s: %s", what, why)
+        failed_stage = "captured" if isinstance(error, TraceError) else "compiled"
+        log.warning("compiled: split into loss and update, since the whole step cannot be %s: %s", failed_stage, why)
         self._lowering, self._run, self._why = "split", self._split(), why
 
     def _reason(self, error: TraceError | CompilerError) -> str:
@@ -318,8 +318,8 @@ class _Compiled:
         return f"{error} (lowering={lowering!r} raises the whole error)"
 
 
-def _apart(gradients: Gradients, state: TrainState) -> Gradients:
-    """Copy what the gradient function returned of the old state, which the graph of a donated update overwrites."""
+def _without_shared_memory(gradients: Gradients, state: TrainState) -> Gradients:
+    """Return gradients whose buffers and slots share no memory with the state, which a donated update overwrites."""
     returned = gradients.buffers, gradients.slots, gradients.accepted_slots
     if all(map(tree.is_blank, returned)):
         return gradients
@@ -328,8 +328,10 @@ def _apart(gradients: Gradients, state: TrainState) -> Gradients:
 
 
 def _warn_of_shared_buffers(module: nn.Module | None) -> None:
-    """Log which buffers a split step must not change in place; it does not see whether the model does."""
-    for first, second in overlaps(dict(module.named_buffers())) if module is not None else ():
+    """Log which buffers share memory: a split step does not see whether the model changes one of them in place."""
+    if module is None:
+        return
+    for first, second in overlaps(dict(module.named_buffers())):
         log.warning(
             "compiled: the buffers %s and %s have memory in common. A split step does not see whether the model "
             "changes one of them in place; the other would keep its old value. Eager and whole steps raise an error",
@@ -362,8 +364,8 @@ class CompiledFunction:
         try:
             return self._cache(state, batch)  # type: ignore[no-any-return]
         except FAILED as error:
-            why = "captured" if isinstance(error, TraceError) else "compiled"
-            log.warning("compiled: %s runs uncompiled, since it cannot be %s: %s", self.__name__, why, error)
+            failed_stage = "captured" if isinstance(error, TraceError) else "compiled"
+            log.warning("compiled: %s runs uncompiled, since it cannot be %s: %s", self.__name__, failed_stage, error)
         self._cache = self._function
         return self._function(state, batch)  # type: ignore[no-any-return]
 
@@ -376,7 +378,7 @@ _COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
 
 
 def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a frame is within a compiled step that is still being compiled, and has written nothing."""
+    """Return whether a frame is within a compiled step that is still being compiled, and has written nothing."""
     codes = set()
     while frame is not None:
         codes.add(frame.f_code)

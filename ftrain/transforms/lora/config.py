@@ -28,8 +28,8 @@ class Config:
         require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
         require_switches("lora", dora=self.dora, rslora=self.rslora)
-        targets = () if isinstance(self.targets, str) or not isinstance(self.targets, Collection) else self.targets
-        if not targets or not all(isinstance(pattern, str) for pattern in targets):
+        is_collection = isinstance(self.targets, Collection) and not isinstance(self.targets, str)
+        if not is_collection or not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise OptionError(
                 f"lora: targets is {self.targets!r}, needs a list of patterns of names, as ['*.q_proj', '*.v_proj']"
             )
@@ -40,17 +40,17 @@ class Config:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def text(self, *more: str) -> str:
-        """Return how the wrapper prints."""
-        parts = [f"{self.rank}", f"alpha={self.alpha:g}"]
+        """Return how the wrapper prints: the options that are not the default, and `more`."""
+        options = [f"{self.rank}", f"alpha={self.alpha:g}"]
         if self.dropout:
-            parts.append(f"dropout={self.dropout:g}")
-        parts += [name for name in ("dora", "rslora") if getattr(self, name)]
-        return f"lora({', '.join([*parts, *more])})"
+            options.append(f"dropout={self.dropout:g}")
+        options += [name for name in ("dora", "rslora") if getattr(self, name)]
+        return f"lora({', '.join([*options, *more])})"
 
 
 def keys_of(key: Tensor, count: int) -> list[Tensor]:
     """Return a key for each of `count` adapters."""
-    # A step has a number of at least 0, so no step draws the same random numbers.
+    # Steps fold in their numbers, which start at 0, so no step draws the same random numbers.
     return list(random.split(random.fold_in(key, -1), count))
 
 

@@ -53,11 +53,11 @@ def lora(
     """
     options = Config(rank, rank if alpha is None else alpha, targets, dropout, dora, rslora)
 
-    def model(loss: Loss) -> Loss:
+    def wrap(loss: Loss) -> Loss:
         if loss.module is None:
-            on_tree = TreeAdapters(options, loss.text)
+            tree_adapters = TreeAdapters(options, loss.text)
             texts = (*loss.wrapper_texts, options.text())
-            return dataclasses.replace(loss, fn=on_tree.around(loss), wrapper_texts=texts, adapters=on_tree)
+            return dataclasses.replace(loss, fn=tree_adapters.around(loss), wrapper_texts=texts, adapters=tree_adapters)
         adapters = ModuleAdapters(options, loss.module)
         return dataclasses.replace(
             loss,
@@ -68,4 +68,4 @@ def lora(
             on_compiled=partial(adapters.on_compiled, loss),
         )
 
-    return Wrapper(NAME, options.text(), loss=OnLoss(model, order=0))
+    return Wrapper(NAME, options.text(), loss=OnLoss(wrap, order=0))

@@ -73,7 +73,8 @@ def _merged(target: Target, named: dict[str, Tensor]) -> tuple[Tensor, Tensor | 
             f"{target.name} a weight of its own, and load them into a step of that model, whose state can be merged"
         )
     weight, a, b, *magnitude = _gathered(target, named)
-    matrix, norm = target.matrix(weight), None
+    matrix = target.matrix(weight)
+    norm = None
     summed = adapted(matrix, a, b, target.config.scale)
     if magnitude:
         norm = norms(matrix, a, b, target.config.scale)
@@ -115,19 +116,21 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     require_to_gather("unmerge", (merged.params, params))
     if isinstance(adapters, TreeAdapters):
         with_adapters = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
-        whole = {**with_adapters, BASE: adapters.added_up(with_adapters, sign=-1, add=_added_whole)}
+        unmerged = {**with_adapters, BASE: adapters.added_up(with_adapters, sign=-1, add=_added_whole)}
     else:
-        whole = {**merged.params, **{name: params[name] for name in adapters.names}}
+        unmerged = {**merged.params, **{name: params[name] for name in adapters.names}}
         for target in adapters.targets:
-            whole[target.weight] = _unmerged(target, whole, slot["norms"].get(target.name))
+            unmerged[target.weight] = _unmerged(target, unmerged, slot["norms"].get(target.name))
     trained = set(tree.leaf_names(params))
-    _, frozen = tree.split(whole, lambda name, leaf: name in trained)
-    frozen = frozen if tree.leaves(frozen) else None
-    slots = {name: slot for name, slot in merged.slots.items() if name != SLOT}
+    _, frozen = tree.split(unmerged, lambda name, leaf: name in trained)
+    if not tree.leaves(frozen):
+        frozen = None
+    slots = {name: value for name, value in merged.slots.items() if name != SLOT}
     return derived(merged, params=params, frozen=frozen, slots=slots)
 
 
 def _unmerged(target: Target, named: dict[str, Tensor], norm: Tensor | None) -> Tensor:
+    """Return the weight without its adapter, divided as before; `norm` is what `_merged` returned."""
     weight, a, b, *magnitude = _gathered(target, named)
     matrix = target.matrix(weight)
     if norm is not None:

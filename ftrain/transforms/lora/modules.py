@@ -42,19 +42,20 @@ class ModuleAdapters:
         return [slot for inner in part.modules() for slot in self._slots.get(id(inner), ())]
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return some parameters with their new adapters, which are trainable, drawn from a key.
+        """Return the trainable and the frozen parameters, with new adapters, drawn from a key, among the trainable.
 
         Warns of a tied weight, which `ftrain.adapters.merge` refuses. Raises a StructureError when a parameter has the
         name of an adapter.
         """
         base = tree.overlay(params, frozen)
-        if existing := sorted(self.names & base.keys()):
+        existing = sorted(self.names & base.keys())
+        if existing:
             raise StructureError(f"lora: {existing[0]} is a parameter already; start from a base without adapters")
         adapters: dict[str, Tensor] = {}
-        for target, each in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
+        for target, target_key in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
             if target.weight in base:
                 _warn_of_tie(target)
-                adapters.update(target.initial(base[target.weight], each))
+                adapters.update(target.initial(base[target.weight], target_key))
         return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
     def around(self, loss: Loss) -> LossFn:
@@ -113,18 +114,20 @@ def _linear(target: Target) -> Callable[..., Tensor]:
     def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = base(x, *args, **kwargs)
         a, b = tensors["a"], tensors["b"]
-        drops = bool(rate) and part.training
+        has_dropout = bool(rate) and part.training
         inputs = x.to(a.dtype)
-        inputs = F.dropout(inputs, rate) if drops else inputs
+        if has_dropout:
+            inputs = F.dropout(inputs, rate)
         # Scaled where it has the fewest elements: the rank per example.
         product = F.linear(F.linear(inputs, a) * scale, b)
         if not config.dora:
             return (result + product).to(result.dtype)
         ratio: Tensor = tensors["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
         # The ratio also scales the product with the weight, for the same inputs after dropout, but not the bias.
-        by_weight = base(inputs.to(x.dtype), *args, **kwargs) if drops else result
-        by_weight = by_weight if part.bias is None else by_weight - part.bias
-        return (result + (ratio - 1) * by_weight + ratio * product).to(result.dtype)
+        base_product = base(inputs.to(x.dtype), *args, **kwargs) if has_dropout else result
+        if part.bias is not None:
+            base_product = base_product - part.bias
+        return (result + (ratio - 1) * base_product + ratio * product).to(result.dtype)
 
     return linear
 

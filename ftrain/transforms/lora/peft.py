@@ -100,8 +100,8 @@ def save(
 
     ranks = _ranks_with("adapters.save", step, state)
     config = ranks.on_first(described)
-    beside = buffers_of(adapters.module, state, config["modules_to_save"] or ())
-    tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in {**trained, **beside}.items()}
+    buffers = buffers_of(adapters.module, state, config["modules_to_save"] or ())
+    tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in {**trained, **buffers}.items()}
     fingerprints = {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
     metadata = {FINGERPRINTS: json.dumps(fingerprints)}
     ranks.on_first(lambda: write_safetensors(path, FILES, TensorsAndConfig(tensors, metadata, config)))
@@ -232,7 +232,7 @@ def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str
 
 
 def _shortest(names: list[str], every: list[str]) -> list[str] | str:
-    """Return targets in peft's form, as the ends of names, or as a regular expression where those match too much."""
+    """Return `names` in peft's form: ends of names, or a regular expression where ends match others of `every` too."""
     for ends in (sorted({name.rpartition(".")[2] for name in names}), sorted(names)):
         if {name for name in every if any(name == end or name.endswith(f".{end}") for end in ends)} == set(names):
             return ends
@@ -263,9 +263,9 @@ def _require_none(directory: Path, problems: list[str]) -> None:
 
 
 def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{directory}: peft_type is {kind!r}; only LORA is supported")
+    peft_type = config.get("peft_type")
+    if peft_type != "LORA":
+        raise CheckpointError(f"{directory}: peft_type is {peft_type!r}; only LORA is supported")
     unsupported = [
         f"{name}={value!r}"
         for name, value in config.items()
@@ -281,7 +281,7 @@ def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
 
 def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the trained tensors of a file by their names in ftrain, and the weights of the base that it has."""
-    # Peft takes them for the ends of names, also within a word.
+    # Peft matches `modules_to_save` with the ends of names, also within a word.
     modules = [re.escape(name) for name in content.config.get("modules_to_save") or ()]
     trained = re.compile(rf"(.*\.)?lora_|.*({'|'.join(modules) or '$'})\.")
     named, bases = {}, {}
@@ -299,13 +299,14 @@ def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor
 
 def _tied(named: dict[str, Tensor], bases: dict[str, Tensor], module: nn.Module) -> list[str]:
     """Keep trained weights that are tied in a module under their first name; return messages of those that differ."""
-    problems, both = [], {**bases, **named}
+    problems = []
+    both = {**bases, **named}
     for name, first in first_names(module).items():
         if name != first and named.keys() & {name, first}:
-            values = [both[each] for each in (first, name) if each in both]
-            for each in (first, name):
-                named.pop(each, None)
-                bases.pop(each, None)
+            values = [both[alias] for alias in (first, name) if alias in both]
+            for alias in (first, name):
+                named.pop(alias, None)
+                bases.pop(alias, None)
             named[first] = values[0]
             if len(values) < 2 or not torch.equal(*values):
                 problems.append(
@@ -316,6 +317,7 @@ def _tied(named: dict[str, Tensor], bases: dict[str, Tensor], module: nn.Module)
 
 
 def _differences(named: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each tensor of the files that is missing, unexpected, or of another shape than needed."""
     missing = [f"{name}: missing, needs {tree.describe(needed[name])}" for name in needed if name not in named]
     hint = "; it trained beside the adapters: name it in trainable="
     extra = [
@@ -335,9 +337,11 @@ def _other_base(
 ) -> list[str]:
     """Return a message if the base of a file differs from that of a state, as far as the file tells."""
     aliases = first_names(adapters.module)
-    fingerprints, same, different = json.loads(metadata.get(FINGERPRINTS, "{}")), set[str](), list[str]()
+    fingerprints = json.loads(metadata.get(FINGERPRINTS, "{}"))
+    same = set[str]()
+    different = list[str]()
     for name, whole in _wholes(state):
-        same |= {each for each, theirs in bases.items() if aliases.get(each) == name and _is_same(whole, theirs)}
+        same |= {alias for alias, theirs in bases.items() if aliases.get(alias) == name and _is_same(whole, theirs)}
         if name in fingerprints and _has_fingerprint(whole):
             ours, theirs = fingerprint(whole), fingerprints[name]
             # A base in another dtype may be the same; its fingerprints cannot be compared.

@@ -38,7 +38,7 @@ class Target:
 
     @property
     def tie(self) -> str:
-        """That its weight is tied, and to which ones, for messages."""
+        """A clause for messages: its weight, and the weights to which it is tied."""
         return f"{_weight_of(self.name)} is tied to {' and '.join(self.tied_to)}"
 
     @property
@@ -70,7 +70,8 @@ class Target:
 
     def initial(self, weight: Tensor, key: Tensor) -> dict[str, Tensor]:
         """Return the initial tensors by name; with them the module computes the same as without the adapter."""
-        matrix, config = self.matrix(weight.detach()), self.config
+        config = self.config
+        matrix = self.matrix(weight.detach())
         outputs, inputs = matrix.shape
         options: dict[str, Any] = {"dtype": adapter_dtype(weight), "device": weight.device}
         if self.is_embedding:
@@ -91,9 +92,9 @@ def find_targets(module: nn.Module, config: Config) -> list[Target]:
     Raises an OptionError for a pattern that matches none, with similar names, and for a weight of integers.
     """
     parts = dict(module.named_modules())
-    # Torch's attention reads the weights of its output layer without calling it.
-    uncalled = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
-    adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in uncalled}
+    # Torch's attention reads the weights of its output layer without calling it, so an adapter would not run.
+    never_called = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
+    adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in never_called}
     chosen: set[str] = set()
     for pattern in config.targets:
         matches = [name for name in adaptable if fnmatchcase(name, pattern)]
@@ -104,21 +105,22 @@ def find_targets(module: nn.Module, config: Config) -> list[Target]:
             )
         chosen.update(matches)
     for name in chosen:
-        _require_numbers(name, _torch.parameters_of(adaptable[name])["weight"])
-    holders = defaultdict[int, list[str]](list)
+        _require_float_weight(name, _torch.parameters_of(adaptable[name])["weight"])
+    # The identity of a parameter -> all its names; a tied one has several.
+    names_of = defaultdict[int, list[str]](list)
     for name, part in parts.items():
         for key, tensor in _torch.parameters_of(part).items():
-            holders[id(tensor)].append(f"{name}.{key}" if name else key)
+            names_of[id(tensor)].append(f"{name}.{key}" if name else key)
     targets = []
     for name, part in adaptable.items():
         if name in chosen:
-            weights = holders[id(_torch.parameters_of(part)["weight"])]
-            tied_to = tuple(other for other in weights if other != _weight_of(name))
-            targets.append(Target(config, name, part, weights[0], tied_to))
+            weight_names = names_of[id(_torch.parameters_of(part)["weight"])]
+            tied_to = tuple(other for other in weight_names if other != _weight_of(name))
+            targets.append(Target(config, name, part, weight_names[0], tied_to))
     return targets
 
 
-def _require_numbers(name: str, weight: Tensor | None) -> None:
+def _require_float_weight(name: str, weight: Tensor | None) -> None:
     if weight is not None and not (weight.is_floating_point() or weight.is_complex()):
         raise OptionError(
             f"lora: the weight of {name or 'the module'} is {tree.describe(weight)}, bits that its class alone can "
@@ -137,5 +139,5 @@ def _is_adaptable(part: nn.Module) -> bool:
 
 
 def _weight_of(module: str) -> str:
-    """Return the name of the weight of a module by that of the module, which is empty for the whole model."""
+    """Return the name of the weight of a module, given the name of the module, which is empty for the whole model."""
     return f"{module}.weight" if module else "weight"

@@ -42,12 +42,14 @@ class TreeAdapters:
         """
         chosen = self._chosen(tree.overlay(params, frozen))
         adapters = {}
-        for (name, leaf), each in zip(chosen.items(), keys_of(key, len(chosen)), strict=True):
+        for (name, leaf), leaf_key in zip(chosen.items(), keys_of(key, len(chosen)), strict=True):
+            a = kaiming(leaf_key, self.config.rank, leaf.shape[1], leaf)
             b = torch.zeros(leaf.shape[0], self.config.rank, dtype=adapter_dtype(leaf), device=leaf.device)
-            adapters[name] = {"A": kaiming(each, self.config.rank, leaf.shape[1], leaf), "B": b}
+            adapters[name] = {"A": a, "B": b}
         return {BASE: params, ADAPTERS: adapters}, {BASE: frozen, ADAPTERS: tree.map(lambda leaf: None, adapters)}
 
     def _chosen(self, base: PyTree) -> dict[str, Tensor]:
+        """Return the matrices that get an adapter, by name."""
         named = dict(zip(tree.leaf_names(base), tree.leaves(base), strict=True))
         matrices = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf) and leaf.ndim == 2}
         if not matrices:

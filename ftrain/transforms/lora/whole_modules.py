@@ -1,10 +1,9 @@
-"""What trains beside adapters, as the whole modules that peft saves and loads (`modules_to_save`)."""
+"""The parameters that train besides adapters, as the whole modules that peft saves and loads (`modules_to_save`)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Set
-from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -26,11 +25,14 @@ def whole_modules_of(adapters: ModuleAdapters, others: Set[str], task_type: str 
 
     Raises a StructureError if one of `others` is in no such module, or peft would look for another module in the files.
     """
-    names, parts = first_names(adapters.module), dict(adapters.module.named_modules(remove_duplicate=False))
+    names = first_names(adapters.module)
+    parts = dict(adapters.module.named_modules(remove_duplicate=False))
+    # By the name of a module: how many parameters it has, and how many of `others`.
     sizes = Counter(around for name in (*names, *adapters.names) for around in _modules_around(name))
     trained = Counter(around for name, first in names.items() if first in others for around in _modules_around(name))
-    uses, owners = Counter(names.values()), set[str]()
-    every = [*sizes, *(f"{target.name}.{part}" for target in adapters.targets for part in OF_PEFT)]
+    uses = Counter(names.values())
+    owners = set[str]()
+    peft_names = [*sizes, *(f"{target.name}.{part}" for target in adapters.targets for part in OF_PEFT)]
     wholes = {each for each in sizes if trained[each] == sizes[each] and not isinstance(parts[each], CONTAINERS)}
     for name in others:
         around = _modules_around(name)
@@ -48,7 +50,7 @@ def whole_modules_of(adapters: ModuleAdapters, others: Set[str], task_type: str 
             problem = f"and {shared[0]} is tied to another module's"
         elif isinstance(parts[owner], CONTAINERS):
             problem = f"and peft saves no {type(parts[owner]).__name__}"
-        elif also := [name for name in every if name.endswith(owner) and name not in owners]:
+        elif also := [name for name in peft_names if name.endswith(owner) and name not in owners]:
             problem = f"and peft would take {also[0]} for it"
         if problem:
             raise StructureError(
@@ -71,10 +73,12 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 def _modules_around(name: str) -> list[str]:
     """Return the names of the modules around a parameter, the outermost first."""
-    return [*accumulate(name.split(".")[:-1], "{}.{}".format)]
+    modules = name.split(".")[:-1]
+    return [".".join(modules[:length]) for length in range(1, len(modules) + 1)]
 
 
 def buffers_of(module: nn.Module, state: TrainState, whole_modules: Iterable[str]) -> dict[str, Tensor]:
     """Return the buffers of a state that belong to modules which are saved whole."""
-    within, buffers = tuple(f"{name}." for name in whole_modules), state.buffers or {}
-    return {name: buffers[name] for name in module.state_dict() if name in buffers and name.startswith(within)}
+    buffers = state.buffers or {}
+    prefixes = tuple(f"{name}." for name in whole_modules)
+    return {name: buffers[name] for name in module.state_dict() if name in buffers and name.startswith(prefixes)}

@@ -29,15 +29,17 @@ class _HostStorage:
         self._finish_copy: Callable[[], Tensor] | None = None
         self._on_device: Tensor | None = None
 
-    def start_copy(self, back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
+    def start_copy(self, copy_back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
         """Start the copy to the device, unless it has been started."""
         if self._host is not None:
-            self._finish_copy, self._host = back(self._host, self.device), None
+            self._finish_copy = copy_back(self._host, self.device)
+            self._host = None
 
     def on_device(self) -> Tensor:
-        """Return its elements on the device, where they stay as long as a saved tensor needs them."""
+        """Return its elements on the device, as a 1-d tensor; they stay there as long as a saved tensor needs them."""
         if self._finish_copy is not None:
-            self._on_device, self._finish_copy = self._finish_copy(), None
+            self._on_device = self._finish_copy()
+            self._finish_copy = None
         if self._on_device is None:
             # Fake tensors have no values to copy.
             return torch.empty(self.size, dtype=self.dtype, device=self.device)
@@ -76,18 +78,19 @@ class ActivationOffloader:
         self._count = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Save a tensor. Raises a TraceError while a graph is captured."""
+        """Return what autograd saves in place of a tensor. Raises a TraceError while a graph is captured."""
         if _torch.is_capturing():
             raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
         version = _torch.version_of(tensor)
-        if not self._is_offloaded(tensor):
+        if not self._can_offload(tensor):
             return _Saved(tensor.detach(), version)
+        # Shares the version counter of the tensor, but not its memory, which can be freed.
         counter = tensor.detach()
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        storage, offset = self._host_storage(tensor, version), int(tensor.storage_offset())
-        return _Saved(counter, version, storage, tensor.shape, tensor.stride(), offset)
+        storage = self._host_storage(tensor, version)
+        return _Saved(counter, version, storage, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _is_offloaded(self, tensor: Tensor) -> bool:
+    def _can_offload(self, tensor: Tensor) -> bool:
         if type(tensor) not in PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
             return False
         size = tensor.untyped_storage().nbytes()
@@ -96,6 +99,7 @@ class ActivationOffloader:
         return not (tensor.is_conj() or tensor.is_neg())
 
     def _host_storage(self, tensor: Tensor, version: int) -> _HostStorage:
+        """Return the copy of the storage of a tensor on the host; it is made when there is none of this version."""
         memory = tensor.untyped_storage()
         copies = self._copies.setdefault(memory, WeakValueDictionary())
         storage = copies.get((version, tensor.dtype))
@@ -104,7 +108,9 @@ class ActivationOffloader:
             host = None if is_abstract(flat) else on_host(flat, self._pinned)
             if host is not None:
                 self._copier.out(flat, host)
-            storage = copies[version, tensor.dtype] = self._saved[self._count] = _HostStorage(flat, self._count, host)
+            storage = _HostStorage(flat, self._count, host)
+            copies[version, tensor.dtype] = storage
+            self._saved[self._count] = storage
             self._count += 1
         return storage
 
@@ -122,6 +128,7 @@ class ActivationOffloader:
         if self._copier.ahead:
             # The backward pass needs the storages in reverse order.
             for index in range(saved.storage.index - 1, saved.storage.index - 1 - AHEAD, -1):
-                if (storage := self._saved.get(index)) is not None:
+                storage = self._saved.get(index)
+                if storage is not None:
                     storage.start_copy(self._copier.back)
         return flat.as_strided(saved.shape, saved.stride, saved.offset)

@@ -18,7 +18,9 @@ from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
 from ftrain.types import PyTree, TrainState
 
-ACTIVATIONS, OPT_STATE = KINDS = "activations", "opt_state"
+ACTIVATIONS = "activations"
+OPT_STATE = "opt_state"
+CHOICES = (ACTIVATIONS, OPT_STATE)
 MIN_BYTES = 1 << 16
 """For smaller tensors the overhead of a copy is larger than the copy itself."""
 
@@ -33,8 +35,8 @@ def offload(
     """Keep activations or the optimizer state in host memory, or in files, and copy them to the device for use.
 
     ``"activations"``: what autograd saves for the backward pass is copied to host memory, pinned where that helps, and
-    back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); on a device with streams, while it computes.
-    Parameters, buffers, the batch and small tensors stay. With `remat` the inputs of blocks are offloaded.
+    back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124). A device with streams copies while it
+    computes. Parameters, buffers, the batch and small tensors stay. With `remat` the inputs of blocks are offloaded.
     ``compiled(lowering="auto")`` splits the step: a graph cannot contain the copies.
 
     ``"opt_state"``: the optimizer state is in host memory, pinned where that helps (Ren et al. 2021, arXiv:2101.06840),
@@ -61,7 +63,7 @@ def offload(
         DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the disk
             is full.
     """
-    require_choice("offload", "what", what, KINDS)
+    require_choice("offload", "what", what, CHOICES)
     require_range("offload", "min_bytes", min_bytes, 0)
     if what == ACTIVATIONS:
         if directory is not None:
@@ -96,8 +98,12 @@ def _activations(min_bytes: int) -> Wrapper:
 
 
 def _opt_state(directory: str | os.PathLike[str] | None, min_bytes: int) -> Wrapper:
-    text = f"offload({OPT_STATE}{f', {directory}' if directory is not None else ''})"
-    target = OffloadTarget(None if directory is None else as_directory(directory), min_bytes)
+    if directory is None:
+        text = f"offload({OPT_STATE})"
+        target = OffloadTarget(None, min_bytes)
+    else:
+        text = f"offload({OPT_STATE}, {directory})"
+        target = OffloadTarget(as_directory(directory), min_bytes)
 
     def require(backend: Backend, params: PyTree) -> None:
         if target.directory is None and tree.device_of(params) == tree.HOST:

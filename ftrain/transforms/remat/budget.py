@@ -23,13 +23,15 @@ from ftrain.types import Loss, PyTree
 MAX_SUMS = 2000
 """The largest number of partial sums in the search. Blocks of a few kinds have fewer, and the choice is exact."""
 
-BYTE, LOOKUP = 16, 1_000_000
-"""In floating-point operations: the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32), and the
-time in which Python looks up whether the result of an operation is kept, about 10 us."""
+BYTE = 16
+"""The time to move a byte, in floating-point operations (Williams et al. 2009, *Roofline*: 5 to 20 in float32)."""
+
+LOOKUP = 1_000_000
+"""The time in which Python looks up whether the result of an operation is kept, in floating-point operations: 10 us."""
 
 CHECKPOINTED = (
-    "remat: the loss recomputes a block by a checkpoint of its own, beside which a budget cannot choose; turn that off "
-    "(of transformers: model.gradient_checkpointing_disable()), or leave out budget="
+    "remat: the loss recomputes a block by a checkpoint of its own, with which a budget cannot be combined; turn that "
+    "off (of transformers: model.gradient_checkpointing_disable()), or leave out budget="
 )
 
 log = logging.getLogger("ftrain")
@@ -86,16 +88,17 @@ class Budget:
                 costs.append([PolicyCost(NONE, 0, 0)])
                 return within(None, function, *args, **kwargs)
             meter = _Meter()
-            with saved_tensors_hooks(meter.save, _never), meter:
+            with saved_tensors_hooks(meter.save, _refuse_gradient), meter:
                 returned = within(None, function, *args, **kwargs)
             costs.append(meter.costs())
             return returned
 
         def as_fake(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, Tensor)
-            return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad)
 
-        # Without modes that capture or observe this run.
+        # Without the modes that capture or observe the step: this run is not a part of it.
         fake = CaptureFakeTensorMode(allow_non_fake_inputs=True)
         with uninterrupted(), _torch.without_modes(), unrecorded(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
@@ -115,13 +118,13 @@ class _Choice(NamedTuple):
     size: int
     work: int
     policies: tuple[Any, ...]
-    """The policies of the blocks before, nested like this, and that of the last block; empty without blocks."""
+    """A linked list that the choices share: ``(policies of the blocks before the last, policy of the last)``, or ()."""
 
 
 def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
     """Return a policy for each block, so that the least is recomputed within a share of the sum of the largest sizes.
 
-    `costs` are for each block those of its policies, one of which keeps nothing.
+    `costs` has, for each block, the costs of its policies. One of them must keep nothing, so that a choice exists.
     """
     limit = share * sum(max(cost.size for cost in block_costs) for block_costs in costs)
     # A multiple-choice knapsack, block after block.
@@ -134,10 +137,10 @@ def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
             if choice.size + cost.size <= limit
         ]
         choices = _pareto_front(longer, limit)
-    rest = min(choices, key=lambda choice: (choice.work, choice.size)).policies
+    linked = min(choices, key=lambda choice: (choice.work, choice.size)).policies
     policies: list[str] = []
-    while rest:
-        rest, policy = rest
+    while linked:
+        linked, policy = linked
         policies.append(policy)
     return policies[::-1]
 
@@ -170,11 +173,12 @@ class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def costs(self) -> list[PolicyCost]:
         """Return the costs of the policies."""
-        saved = sum(each.untyped_storage().nbytes() for key, each in self._allocated.items() if key in self._saved)
+        saved = sum(leaf.untyped_storage().nbytes() for key, leaf in self._allocated.items() if key in self._saved)
         save_all = PolicyCost(NONE, saved, 0)
-        # An operation is looked up when its result is kept, and again when it is recomputed.
-        rest = self._work - self._dots + 2 * LOOKUP * self._operations
-        costs = [PolicyCost(FULL, 0, self._work), PolicyCost("dots", self._results, rest), save_all]
+        # Each operation is looked up in the first run and in the second one.
+        work_without_dots = self._work - self._dots + 2 * LOOKUP * self._operations
+        costs = [PolicyCost(FULL, 0, self._work), PolicyCost("dots", self._results, work_without_dots), save_all]
+        # A policy that keeps as much as all activations is of no use.
         return [cost for cost in costs if cost.size < saved or cost is save_all]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,5 +201,5 @@ def _storages(values: PyTree) -> dict[int, Tensor]:
     return {_torch.storage_id(leaf): leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)}
 
 
-def _never(packed: None) -> Tensor:
+def _refuse_gradient(packed: None) -> Tensor:
     raise TraceError("remat: the run that measures the blocks has no backward pass; take no gradient in the loss")

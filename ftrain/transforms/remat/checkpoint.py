@@ -29,7 +29,7 @@ CHANGED = (
     "and not x.add_(1))"
 )
 
-_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+_Metadata: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def recomputed(
@@ -65,10 +65,10 @@ def recomputed(
 class _Placeholder:
     """Stands for a saved tensor in the graph of autograd until it is recomputed."""
 
-    __slots__ = ("__weakref__", "kind", "tensor", "version")
+    __slots__ = ("__weakref__", "metadata", "tensor", "version")
 
-    def __init__(self, kind: _Kind) -> None:
-        self.kind, self.version = kind, 0
+    def __init__(self, metadata: _Metadata) -> None:
+        self.metadata, self.version = metadata, 0
         self.tensor: Tensor | None = None
 
 
@@ -85,7 +85,7 @@ class _Recomputed:
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         self._again, self._ambient = again, _ambient({device.type, tree.HOST.type})
         self._leaves = [_Argument(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._names = list(tensors)
+        self._tensor_ids = list(tensors)
         # A node needs an input that requires a gradient, and exists as long as its output.
         self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors.values())  # type: ignore[no-untyped-call]
         self.is_recomputing = torch_ops.is_recomputing()
@@ -94,7 +94,7 @@ class _Recomputed:
 
     def pack(self, tensor: Tensor) -> _Placeholder:
         """Return a placeholder for a tensor to save."""
-        placeholder = _Placeholder(_kind(tensor))
+        placeholder = _Placeholder(_metadata(tensor))
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
@@ -108,23 +108,27 @@ class _Recomputed:
         return tensor
 
     def _recompute(self) -> None:
-        needed, saved, difference = len(self._placeholders), 0, ""
-        constant: _Kind | None = None
+        """Run the function again until it has saved as many tensors as the first run, and fill the placeholders."""
+        needed = len(self._placeholders)
+        saved = 0
+        difference = ""
+        last_constant: _Metadata | None = None
         args, kwargs = self._arguments()
 
         def save(tensor: Tensor) -> Tensor:
-            nonlocal saved, difference, constant
+            nonlocal saved, difference, last_constant
             if saved == needed:
                 raise _Stopped
-            # RReLU fills its noise, of the shape of its input, after autograd has saved both.
-            may_be_unfilled = constant == _kind(tensor)
-            constant = None if tensor.requires_grad else _kind(tensor)
-            tensor = tensor.detach() if tensor.requires_grad else tensor
+            # RReLU fills its noise, of the shape of its input, after autograd has saved both: do not stop before that.
+            may_be_unfilled = last_constant == _metadata(tensor)
+            last_constant = None if tensor.requires_grad else _metadata(tensor)
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             placeholder = self._placeholders[saved]()
             saved += 1
             if placeholder is not None:
-                if placeholder.kind != _kind(tensor):
-                    difference = f"{_text(_kind(tensor))} in place of {_text(placeholder.kind)}"
+                if placeholder.metadata != _metadata(tensor):
+                    difference = f"{_describe(_metadata(tensor))} in place of {_describe(placeholder.metadata)}"
                     raise _Stopped
                 placeholder.tensor, placeholder.version = tensor, _torch.version_of(tensor)
             if saved == needed and not may_be_unfilled:
@@ -146,21 +150,22 @@ class _Recomputed:
             )
 
     def _arguments(self) -> Any:
+        """Return the arguments of the first run. Raises a LossError when one of their tensors has been written."""
         node: Any = self._saved.grad_fn
         try:
-            tensors = dict(zip(self._names, map(_detached, node.saved_tensors[1:]), strict=True))
+            tensors = dict(zip(self._tensor_ids, map(_detached, node.saved_tensors[1:]), strict=True))
         except RuntimeError as error:
             if WRITTEN not in str(error):
                 raise
             raise LossError(f"remat: a tensor among the arguments of a block {CHANGED}") from error
-        leaves = [tensors[leaf.name] if isinstance(leaf, _Argument) else leaf for leaf in self._leaves]
+        leaves = [tensors[leaf.tensor_id] if isinstance(leaf, _Argument) else leaf for leaf in self._leaves]
         return tree.unflatten(self._spec, leaves)
 
 
 class _Argument(NamedTuple):
-    """A tensor among the arguments."""
+    """Stands for a tensor among the arguments, by the `id` that it had in the first run."""
 
-    name: int
+    tensor_id: int
 
 
 class _Saved(torch.autograd.Function):
@@ -179,12 +184,12 @@ class _Saved(torch.autograd.Function):
         return torch.zeros(0)
 
 
-def _kind(tensor: Tensor) -> _Kind:
+def _metadata(tensor: Tensor) -> _Metadata:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _text(kind: _Kind) -> str:
-    shape, dtype, device = kind
+def _describe(metadata: _Metadata) -> str:
+    shape, dtype, device = metadata
     return f"{dtype} of shape {tuple(shape)} on {device}"
 
 
@@ -196,25 +201,30 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 class _Ambient(NamedTuple):
-    """The default device, and for each kind of device whether autocast is on and its dtype."""
+    """The default device, and the autocast settings: the type of each device, whether it is on, and its dtype."""
 
     device: torch.device
     caches: bool
     casts: tuple[tuple[str, bool, torch.dtype], ...]
 
 
-def _ambient(kinds: Iterable[str]) -> _Ambient:
-    kinds = filter(torch.amp.is_autocast_available, kinds)
-    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+def _ambient(device_types: Iterable[str]) -> _Ambient:
+    """Return the current settings for devices of these types."""
+    casts = tuple(
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in device_types
+        if torch.amp.is_autocast_available(device_type)
+    )
     return _Ambient(torch.get_default_device(), torch.is_autocast_cache_enabled(), casts)
 
 
 @contextmanager
 def _under(ambient: _Ambient) -> Iterator[None]:
-    current = _ambient(kind for kind, *_ in ambient.casts)
+    """Context with these settings, which enters only those that differ from the current ones."""
+    current = _ambient(device_type for device_type, *_ in ambient.casts)
     with ExitStack() as stack:
         if ambient.device != current.device:
             stack.enter_context(ambient.device)
-        for kind, is_on, dtype in ambient.casts if ambient != current else ():
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=ambient.caches))
+        for device_type, is_on, dtype in ambient.casts if ambient != current else ():
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=is_on, cache_enabled=ambient.caches))
         yield

@@ -27,7 +27,7 @@ _after.register_autograd(lambda ctx, grad: (grad, None))
 
 
 def is_in(graph: fx.GraphModule) -> bool:
-    """Whether a captured graph has such a barrier."""
+    """Return whether a captured graph has such a barrier."""
     return any(node.target is torch.ops.ftrain.after.default for node in graph.graph.nodes)
 
 
@@ -37,12 +37,13 @@ def after(gradient: Tensor, values: PyTree) -> PyTree:
     Parameters are not copied, because a copy would take more memory than it saves.
     """
     tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-    computed = any(not leaf.is_leaf for leaf in tensors)
+    # If some are computed, copies of these are enough; else all of them are parameters and inputs.
+    has_computed = any(not leaf.is_leaf for leaf in tensors)
     # A tensor that occurs twice stays one tensor.
     copies: dict[int, Tensor] = {}
 
     def delayed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or (leaf.is_leaf if computed else leaf.requires_grad):
+        if not isinstance(leaf, Tensor) or (leaf.is_leaf if has_computed else leaf.requires_grad):
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = torch.ops.ftrain.after(leaf, gradient)

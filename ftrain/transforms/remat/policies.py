@@ -48,8 +48,9 @@ POLICIES = (FULL, *KEPT, NONE)
 
 def require_policy(policy: Any) -> None:
     """Check that a policy is one of `POLICIES` or a function. Raises an OptionError if not."""
-    is_known = policy in POLICIES if isinstance(policy, str) else callable(policy) and not isinstance(policy, type)
-    if not is_known:
+    is_name = isinstance(policy, str) and policy in POLICIES
+    is_function = callable(policy) and not isinstance(policy, type)
+    if not is_name and not is_function:
         raise OptionError(
             f"remat: policy is {policy!r}; choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> "
             "bool. Blocks are given as blocks="
@@ -66,7 +67,9 @@ def keeps_of(policy: Policy) -> Keeps | None:
     if callable(policy):
         return policy
     operations = KEPT.get(policy)
-    return None if operations is None else lambda op, *args, **kwargs: op in operations
+    if operations is None:
+        return None
+    return lambda op, *args, **kwargs: op in operations
 
 
 class _Result(NamedTuple):
@@ -77,7 +80,7 @@ class _Result(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """Whether it has not been written since."""
+        """Whether its memory has not been written since it was saved."""
         return all(_torch.version_of(leaf) == version for leaf, version in self.aliases)
 
 
@@ -90,7 +93,8 @@ class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, keeps: Keeps) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeps, self._is_reused = keeps, False
+        self._keeps = keeps
+        self._is_reused = False
         # By operation, since casts are cached in one run and not in the other.
         self._results: dict[Any, list[_Result | None]] = defaultdict(list)
         # By storage, which the results keep alive. A tensor on it that is not a view, as after `_unsafe_view`, has its
@@ -122,15 +126,18 @@ class SavedResults(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _add_aliases(self, returned: Any) -> None:
-        """Add results of an operation that share memory with a saved result."""
-        if self._aliases:
-            for leaf in _tensors(returned):
-                if (aliases := self._aliases.get(_storage(leaf))) is not None:
-                    aliases.append((_torch.detach_counting_writes(leaf), _torch.version_of(leaf)))
+        """Add the results of an operation that share memory with a saved result to the aliases of that result."""
+        if not self._aliases:
+            return
+        for leaf in _tensors(returned):
+            aliases = self._aliases.get(_storage(leaf))
+            if aliases is not None:
+                aliases.append((_torch.detach_counting_writes(leaf), _torch.version_of(leaf)))
 
     def _result(self, returned: Any, inputs: PyTree) -> _Result | None:
         """Return what to save; None if the operation returned memory of its inputs."""
-        if not set(map(_storage, _tensors(returned))).isdisjoint(map(_storage, _tensors(inputs))):
+        input_storages = {_storage(leaf) for leaf in _tensors(inputs)}
+        if any(_storage(leaf) in input_storages for leaf in _tensors(returned)):
             return None
         # Detached: autograd attaches the graph to the returned tensors, and it must not be kept alive.
         value = _all_detached(returned)
@@ -158,7 +165,8 @@ class _Reusing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_recomputed(func: Any, args: Any, kwargs: Any) -> bool:
     if _is_always_recomputed(func) or torch.is_inference_mode_enabled() or is_draw(func, args, kwargs):
         return True
-    # Models cache tables, which depend on nothing that is differentiated: only the first run computes them.
+    # Recomputed unless an input requires a gradient. A model may cache a table that it computes from constants: only
+    # the first run has the operations for it, so the results of both runs would not match.
     for leaf in args:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             return False
@@ -179,6 +187,7 @@ def _tensors(value: PyTree) -> list[Tensor]:
 
 
 def _storage(leaf: Tensor) -> int:
+    """Return the identity of the storage of a tensor; of a sparse one, which has several, its own."""
     return _torch.storage_id(leaf) if leaf.layout == torch.strided else id(leaf)
 
 

@@ -65,8 +65,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             are part of it.
 
     Raises:
-        OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no such
-            block.
+        OptionError: for an unknown policy, a budget outside of [0, 1] or together with policies, or when there is no
+            such block.
         ComposeError: from the step, when the loss ran no block.
         LossError: from the step, when an argument of a block or a tensor that it keeps was overwritten before the block
             was recomputed, when it then needed other tensors, or when with a budget a checkpoint of the loss recomputes
@@ -111,14 +111,22 @@ def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> di
     return policies
 
 
+@dataclasses.dataclass
+class _Calls:
+    """The number of times that blocks of a loss ran."""
+
+    count: int = 0
+
+
 def _with_remat(
     loss: Loss, policies: Mapping[nn.Module, Policy], policy: Policy, plan: Budget | None, text: str
 ) -> Loss:
-    calls, adapters = [0], loss.adapters
-    blocks = [
-        (part, [*slots_of(part), *(adapters.slots(part) if adapters else ())], choice)
-        for part, choice in policies.items()
-    ]
+    def slots(block: nn.Module) -> list[Slot]:
+        adapter_slots = loss.adapters.slots(block) if loss.adapters else []
+        return [*slots_of(block), *adapter_slots]
+
+    calls = _Calls()
+    blocks = [(block, slots(block), choice) for block, choice in policies.items()]
     region = _region(policy, calls, plan)
     begin_plan = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
     without_cache = _without_cache(loss.module)
@@ -132,9 +140,9 @@ def _with_remat(
         if begin_plan is not None:
             begin_plan(params, batch, rng, buffers)
         output = loss.fn(params, batch, rng=rng, buffers=buffers)
-        # Not under Dynamo, which would guard its graph by the number of calls.
-        # Only until a block has run: later, layer dropout may skip all blocks.
-        if not torch.compiler.is_dynamo_compiling() and calls[0] == 0:
+        # Not under Dynamo, which would guard its graph by the number of calls. Only until a block has run: later, layer
+        # dropout may skip all blocks.
+        if not torch.compiler.is_dynamo_compiling() and calls.count == 0:
             raise ComposeError(
                 f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
                 "or name modules with blocks=[...]"
@@ -145,33 +153,37 @@ def _with_remat(
 
 
 def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
+    """Return the options as they print, of a default policy, and of the policies chosen for the blocks of a module."""
     blocks = [f"blocks={len(chosen)}"] if chosen else []
     if budget is not None:
         return ", ".join([f"budget={budget:g}", *blocks])
     counts = Counter(map(name_of, chosen))
     if len(counts) > 1:
         return ", ".join(f"{name}={count}" for name, count in counts.items())
-    (name,) = counts or [name_of(policy)]
+    name = next(iter(counts), name_of(policy))
     return ", ".join(blocks if name == FULL else [name, *blocks])
 
 
-def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
-    """Return a region that runs blocks so that they can be recomputed, and counts them in ``calls[0]``."""
-    # Not compiled by Dynamo: a compiled block saves other tensors, in its two runs too.
+def _region(policy: Policy, calls: _Calls, plan: Budget | None) -> Region:
+    """Return a region that runs blocks so that they can be recomputed, and counts their calls."""
+    # Not compiled by Dynamo: the two runs of a compiled block may save different tensors.
     run_recomputed: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
     log_once = functools.cache(log_on_first_rank)
 
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        chosen: Any = plan.next_policy() if plan is not None else policy if choice is None else choice
+        calls.count += 1
+        chosen: Any = policy if choice is None else choice
+        if plan is not None:
+            chosen = plan.next_policy()
         inside = partial(within, again if plan is None else None, function)
         if chosen != NONE and _torch.in_transform():
             log_once(IN_TRANSFORM)
             chosen = NONE
         if chosen == NONE:
             return inside(*args, **kwargs)
-        # Its parameters and buffers, or its inputs if it has none.
-        tensors = [place[key] for place, key, *_ in slots] or list(filter(tree.is_tensor, tree.leaves((args, kwargs))))
+        tensors = [slot.tensors[slot.key] for slot in slots]
+        if not tensors:  # Without parameters and buffers, its inputs say on which device it runs.
+            tensors = [leaf for leaf in tree.leaves((args, kwargs)) if tree.is_tensor(leaf)]
         device = device_off_host(tensors) if tensors else backends.default().device
         # torch.utils.checkpoint saves the generators of CUDA and XPU only, for the devices of its arguments.
         repeatable = _Repeatable(inside, slots, chosen, torch_ops.rng_snapshot(device, tensors))
@@ -192,10 +204,12 @@ class _Repeatable:
         self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, same_draws: Context
     ) -> None:
         self._function, self._slots, self._same_draws = function, list(slots), same_draws
-        self._tensors = [place[key] for place, key, *_ in slots]
+        self._tensors = [slot.tensors[slot.key] for slot in slots]
         self._versions = versions(self._tensors)
         # A block must change its buffers only once, so it is recomputed on copies.
-        self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
+        self._values = [
+            tensor.clone() if slot.is_buffer else tensor for slot, tensor in zip(slots, self._tensors, strict=True)
+        ]
         keeps = keeps_of(policy)
         self._results = None if keeps is None else SavedResults(keeps)
         self._gradient: Tensor | None = None
@@ -204,9 +218,9 @@ class _Repeatable:
         """Let a compiler start later runs only when there is a gradient of a result of the block."""
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+                leaf.register_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
 
-    def _arrived(self, gradient: Tensor) -> None:
+    def _keep_gradient(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +230,8 @@ class _Repeatable:
 
     def recompute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block again."""
-        stream, key = torch_ops.current(), None
+        stream = torch_ops.current()
+        key = None
         if self._gradient is not None:
             # Imported here: it registers an operation, which takes as long as importing ten files.
             from ftrain.transforms.remat import optimization_barrier
@@ -232,7 +247,7 @@ class _Repeatable:
             return self._function(*args, **kwargs)
 
     def _first_values(self) -> list[Tensor]:
-        """Return what the slots had in the first run; copies of buffers that the block writes."""
+        """Return the tensors of the slots in the first run, with copies of those buffers that the block writes."""
         current = versions(self._tensors)
         if current == self._versions:
             return self._values
@@ -249,9 +264,9 @@ class _Repeatable:
 
 
 def _without_cache(module: nn.Module | None) -> Context:
-    """Return ``() -> context`` in which no ``config.use_cache`` in a module of transformers is True."""
+    """Return ``() -> context`` in which ``config.use_cache`` is False in all modules of transformers."""
     modules = module.modules() if module is not None else ()
-    configs: list[Any] = [getattr(each, "config", None) for each in modules]
+    configs: list[Any] = [getattr(submodule, "config", None) for submodule in modules]
 
     @contextmanager
     def context() -> Iterator[None]:

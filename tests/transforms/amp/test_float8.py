@@ -71,8 +71,8 @@ def step_of(*wrappers, model=None, dtype="fp8"):
 
 def train(step, batches):
     state, losses = step.init(), []
-    for given in batches:
-        state, metrics = step(state, given)
+    for x in batches:
+        state, metrics = step(state, x)
         losses.append(float(metrics["loss"]))
     return state, losses
 
@@ -86,16 +86,16 @@ def by_torchao(model, batches):
     convert_to_float8_training(model, module_filter_fn=lambda part, name: name in chosen, config=config(padded=False))
     for name in chosen:
         part = model.get_submodule(name)
-        # It reads the autocast dtype of GPUs only; that of the CPU is given to it.
-        part.register_forward_pre_hook(lambda part, given: (given[0].bfloat16(),))
+        # Torchao's layer reads the autocast dtype of GPUs only, so its input is cast here as autocast on a CPU does.
+        part.register_forward_pre_hook(lambda part, args: (args[0].bfloat16(),))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for given in batches:
+    for x in batches:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(given).float().square().sum()
+            loss = model(x).float().square().sum()
         optimizer.zero_grad()
-        loss.backward(gradient=torch.tensor(1.0 / given.numel()))
+        loss.backward(gradient=torch.tensor(1.0 / x.numel()))
         optimizer.step()
-        losses.append(float(loss) / given.numel())
+        losses.append(float(loss) / x.numel())
     return dict(model.named_parameters()), losses
 
 
@@ -104,11 +104,11 @@ def by_torchao(model, batches):
 def test_it_is_what_torchao_computes(emulated):
     model, batches = net(), [data(), data(48), data(32).reshape(2, 16, 32)]
     state, losses = train(step_of(model=model), batches)
-    expected, wanted = by_torchao(model, batches)
-    assert losses == pytest.approx(wanted, rel=1e-6)
-    assert expected.keys() == state.params.keys()
+    expected_params, expected_losses = by_torchao(model, batches)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert expected_params.keys() == state.params.keys()
     for name, leaf in state.params.items():
-        torch.testing.assert_close(leaf, expected[name].detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(leaf, expected_params[name].detach(), rtol=1e-5, atol=1e-7)
     narrow, other = train(step_of(model=model, dtype="bf16"), batches)
     assert other == pytest.approx(losses, rel=0.05)
     assert not torch.equal(narrow.params["blocks.0.0.weight"], state.params["blocks.0.0.weight"])
@@ -147,10 +147,10 @@ def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
 )
 def test_other_wrappers_change_nothing(more, emulated):
     batches = [data(), data()]
-    actual, losses = train(step_of(*more), batches)
-    expected, wanted = train(step_of(), batches)
-    assert losses == pytest.approx(wanted, rel=1e-6)
-    for a, b in zip(tree.leaves(actual.params), tree.leaves(expected.params), strict=True):
+    actual_state, losses = train(step_of(*more), batches)
+    expected_state, expected_losses = train(step_of(), batches)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    for a, b in zip(tree.leaves(actual_state.params), tree.leaves(expected_state.params), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
@@ -179,10 +179,10 @@ def test_rows_are_padded_where_they_must_be(shape, padded, emulated, monkeypatch
     converted = float8._converted
 
     def watched(layer, *, padded):
-        made = converted(layer, padded=padded)
-        forward = made.forward
-        made.forward = lambda x: seen.append(padded) or forward(x)
-        return made
+        float8_layer = converted(layer, padded=padded)
+        forward = float8_layer.forward
+        float8_layer.forward = lambda x: seen.append(padded) or forward(x)
+        return float8_layer
 
     monkeypatch.setattr(float8, "_converted", watched)
     train(step_of(), [torch.randn(shape)])

@@ -50,8 +50,8 @@ def loss(model, batch):
 
 
 def step_of(model, *wrappers, criterion=loss, optimizer=None, **options):
-    made = ft.train_step(ft.from_module(model, criterion), optimizer or ft.optim.adamw(0.05), **options)
-    return ft.compose(made, *wrappers)
+    base_step = ft.train_step(ft.from_module(model, criterion), optimizer or ft.optim.adamw(0.05), **options)
+    return ft.compose(base_step, *wrappers)
 
 
 def train(step, steps=3, seed=0, state=None):

@@ -51,11 +51,11 @@ def test_lora_is_the_module_with_adapters_written_out(kind, names):
     state, losses = train(step)
     hand = by_hand(model, step.init(), RANK, ALPHA, **KINDS[kind])
     others = registry.make(names)
-    wanted, expected = train(step_of(hand, *others, trainable=["*lora_*"]))
-    assert_near(adapters(state.params), adapters(wanted.params), names)
+    expected_state, expected = train(step_of(hand, *others, trainable=["*lora_*"]))
+    assert_near(adapters(state.params), adapters(expected_state.params), names)
     assert losses == pytest.approx(expected, rel=2e-3 if narrow(names) else 1e-9)
     if "ema" in names:
-        assert_near(adapters(state.slots["ema"]), adapters(wanted.slots["ema"]), names)
+        assert_near(adapters(state.slots["ema"]), adapters(expected_state.slots["ema"]), names)
     assert_equal(state.frozen, step.init().frozen)
 
 

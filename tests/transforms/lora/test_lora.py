@@ -128,9 +128,9 @@ def test_tied_weights_and_batch_statistics():
     model = make_tiny()
     step = ft.train_step(ft.from_module(model, token_loss), ft.optim.adamw(0.05))
     adapted = ft.lora(2, targets=["head", "*.down"])(step)
-    with pytest.warns(UserWarning, match=r"lora: head\.weight is tied to embed\.weight") as told:
+    with pytest.warns(UserWarning, match=r"lora: head\.weight is tied to embed\.weight") as warnings_seen:
         start = state = adapted.init()
-    assert len(told) == 1
+    assert len(warnings_seen) == 1
     base = step.init()
     for index in range(2):
         state, _ = adapted(state, make_batch(index))
@@ -280,8 +280,8 @@ def tree_params():
 
 def test_a_tree_gets_its_matrices_with_the_adapters_added():
     params, batch = tree_params(), torch.randn(6, 4, dtype=torch.float64)
-    made = ft.train_step(tree_loss, ft.optim.sgd(0.1), trainable=["bias"])
-    step = ft.compose(made, ft.accumulate(2), ft.lora(2, 6, targets=["layers.*.w"]))
+    base_step = ft.train_step(tree_loss, ft.optim.sgd(0.1), trainable=["bias"])
+    step = ft.compose(base_step, ft.accumulate(2), ft.lora(2, 6, targets=["layers.*.w"]))
     state = step.init(params)
     assert_equal(ft.eval_step(step.loss)(state, batch)["loss"].value, tree_loss(params, batch))
     names = ["adapters.layers.0.w.A", "adapters.layers.0.w.B", "adapters.layers.1.w.A", "adapters.layers.1.w.B"]

@@ -59,7 +59,7 @@ def loss(model, batch):
     return ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
-def made(model, trainable, targets=("layers.*",)):
+def step_with_adapters(model, trainable, targets=("layers.*",)):
     step = ft.train_step(ft.from_module(model.double(), loss), ft.optim.adamw(0.1), trainable=trainable)
     return ft.lora(2, targets=targets)(step)
 
@@ -76,7 +76,7 @@ def batch_of(labels_like_tokens=False):
 
 def saved(directory, trainable, task_type=None):
     """Return a step and its trained state, whose adapters are in the directory."""
-    step = made(seeded(Net), trainable)
+    step = step_with_adapters(seeded(Net), trainable)
     state = step.init()
     for _ in range(2):
         state, _ = step(state, batch_of())
@@ -108,7 +108,7 @@ def test_peft_looks_for_the_ends_of_names(tmp_path):
 
 
 def test_a_list_of_modules_is_saved_by_its_members(tmp_path):
-    step = made(seeded(Net), ["layers.*"], targets=["out"])
+    step = step_with_adapters(seeded(Net), ["layers.*"], targets=["out"])
     ft.adapters.save(tmp_path / "adapter", step, step.init())
     assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"] == ["layers.0", "layers.1"]
 
@@ -141,16 +141,16 @@ def test_modules_to_save_are_the_ends_of_names(tmp_path):
 
 
 def test_weights_that_are_tied_here_and_not_in_the_file(tmp_path):
-    apart = made(seeded(lambda: Tied(tied=False)), ["embed.*", "lm_head.*"], targets=["middle"])
+    apart = step_with_adapters(seeded(lambda: Tied(tied=False)), ["embed.*", "lm_head.*"], targets=["middle"])
     start = apart.init()
     ft.adapters.save(tmp_path / "same", apart, start)
     ft.adapters.save(tmp_path / "apart", apart, apart(start, batch_of(True))[0])
-    tied = made(seeded(lambda: Tied(tied=True)), ["embed.*"], targets=["middle"])
+    tied = step_with_adapters(seeded(lambda: Tied(tied=True)), ["embed.*"], targets=["middle"])
     with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from embed\.weight, to which it is tied"):
         ft.adapters.load(tmp_path / "apart", tied, tied.init(seed=1))
     loaded = ft.adapters.load(tmp_path / "same", tied, tied.init(seed=1))
     torch.testing.assert_close(loaded.params["embed.weight"], start.params["lm_head.weight"], rtol=0, atol=0)
-    one = made(seeded(lambda: Tied(tied=False)), ["embed.*"], targets=["middle"])
+    one = step_with_adapters(seeded(lambda: Tied(tied=False)), ["embed.*"], targets=["middle"])
     ft.adapters.save(tmp_path / "one", one, one(one.init(), batch_of(True))[0])
     with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from embed\.weight"):
         ft.adapters.load(tmp_path / "one", tied, tied.init(seed=1))

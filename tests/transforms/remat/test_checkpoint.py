@@ -58,29 +58,29 @@ def linear(x, w):
 FUNCTIONS = [catching, inside, nested, written, linear]
 
 
-def gradients(function, given, order):
-    actual = [function(*given)]
+def gradients(function, inputs, order):
+    actual = [function(*inputs)]
     for _ in range(order):
         total = sum(each.sin().sum() for each in actual)
-        actual = torch.autograd.grad(total, given, create_graph=True)
+        actual = torch.autograd.grad(total, inputs, create_graph=True)
     return actual
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_of_every_order_are_the_same(function, order):
-    given = leaf(), leaf()
-    assert all(map(torch.equal, gradients(twice(function), given, order), gradients(function, given, order)))
+    inputs = leaf(), leaf()
+    assert all(map(torch.equal, gradients(twice(function), inputs, order), gradients(function, inputs, order)))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_second_backward_pass_runs_it_again(function):
-    given = leaf(), leaf()
-    value, expected = twice(function)(*given), torch.autograd.grad(function(*given).sum(), given)
+    inputs = leaf(), leaf()
+    value, expected = twice(function)(*inputs), torch.autograd.grad(function(*inputs).sum(), inputs)
     for _ in range(3):
-        actual = torch.autograd.grad(value.sum(), given, retain_graph=True)
+        actual = torch.autograd.grad(value.sum(), inputs, retain_graph=True)
         assert all(map(torch.equal, actual, expected))
-    for own, other in zip(given, expected, strict=True):
+    for own, other in zip(inputs, expected, strict=True):
         assert torch.equal(*torch.autograd.grad(value.sum(), own, retain_graph=True), other)
 
 
@@ -113,9 +113,9 @@ def test_arguments_are_what_they_were():
         return x * inside["w"] * scale
 
     x, w, collected = leaf(), leaf(), ["begun"]
-    given = (None, x, "text", {"z": 1, "w": w})
+    inputs = (None, x, "text", {"z": 1, "w": w})
     scale = torch.full((SIZE, SIZE), 2.0, dtype=torch.float64)
-    actual = torch.autograd.grad(twice(function)(*given, scale=scale, collected=collected).sum(), (x, w))
+    actual = torch.autograd.grad(twice(function)(*inputs, scale=scale, collected=collected).sum(), (x, w))
     assert all(map(torch.equal, actual, (2 * w, 2 * x)))
     for first, second in zip(*seen, strict=True):
         assert ft.tree.signature(second) == ft.tree.signature(first)
