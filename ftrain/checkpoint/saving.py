@@ -223,10 +223,15 @@ def _make_temporary(path: Path) -> tuple[Path, int]:
     """Make a temporary directory and lock it; return it and the descriptor of its lock."""
     for _ in range(MAX_ATTEMPTS):
         temporary = temporary_path(path)
-        files.make_directory(temporary)
-        # Another process that saves at this moment may remove it before it is locked.
-        with suppress(BlockingIOError, FileNotFoundError):
-            return temporary, files.hold(temporary)
+        try:
+            files.make_directory(temporary)
+            # Another process that saves at this moment may remove it before it is locked.
+            with suppress(BlockingIOError, FileNotFoundError):
+                return temporary, files.hold(temporary)
+        except OSError:
+            with suppress(OSError):
+                files.remove(temporary)
+            raise
     raise CheckpointError(
         f"save: {path} could not be written: other processes removed its temporary directory {MAX_ATTEMPTS} times; "
         "save at another time than they, or in another directory"

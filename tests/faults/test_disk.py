@@ -172,6 +172,17 @@ def test_a_call_fails(mode, when, error, fast):
         assert named > 0.5 * failed
 
 
+@pytest.mark.parametrize("when", WHEN)
+def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, fast):
+    calls_made = calls(fast / "all", "sync")
+    directories = [number for number, name in enumerate(calls_made) if name == "mkdir"]
+    # The first directory of the second save is the temporary one: it is made, opened and looked up.
+    first = directories[len(directories) // 2]
+    with tally(f"EIO {when} a call for a temporary directory") as tries:
+        failed, named = let_calls_fail(tries, fast, "sync", errno.EIO, range(first, first + 3), after=when == "after")
+        assert failed == named == 3
+
+
 @modes
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
