@@ -34,6 +34,6 @@ def evaluate(task: Task) -> Run:
     """`ft.evaluate`; with the option `compile` of a compiled `EvalStep`."""
     loss = ours.loss(task)
     step = ft.eval_step(loss)
-    step = ours.compiling(task)(step) if task.option("compile") else step
+    step = ours.compile_wrapper(task)(step) if task.option("compile") else step
     state, data = ft.train_step(loss, ft.optim.sgd(0.1)).init(device=task.device), [task.batch()] * BATCHES
     return lambda: torch.tensor(ft.evaluate(step, state, data)["loss"])

@@ -14,7 +14,7 @@ from bench.tasks import Task
 from ftrain.training.history import History
 
 
-class Fitting:
+class FitRacer:
     """Fits for so many steps at a time; with progress, what it shows goes nowhere."""
 
     def __init__(self, task: Task) -> None:
@@ -44,6 +44,6 @@ class Fitting:
         return history
 
 
-def fit(task: Task) -> Fitting:
+def fit(task: Task) -> FitRacer:
     """`ft.fit` over the compiled step, or with the option `compile=False` over the eager one."""
-    return Fitting(task)
+    return FitRacer(task)

@@ -31,7 +31,7 @@ def mlp(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
 
 
-class Feed(nn.Module):
+class FeedForward(nn.Module):
     """The feed-forward half of a block: two maps with exact GELU between, four times as wide inside."""
 
     def __init__(self, width: int) -> None:
@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.heads, self.causal, self.norm_first = heads, causal, norm_first
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = Feed(width)
+        self.feed = FeedForward(width)
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (_split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=True, norm_first=True) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.apply(_small)
+        self.apply(_init_weights)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -98,7 +98,7 @@ class BERT(nn.Module):
         self.kinds, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=False, norm_first=False) for _ in range(layers))
         self.pool, self.head = nn.Linear(width, width), nn.Linear(width, 2)
-        self.apply(_small)
+        self.apply(_init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.tokens(x) + self.places.weight[: x.shape[1]] + self.kinds.weight[0])
@@ -152,7 +152,7 @@ class Llama(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups, inner) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, vocabulary, bias=False)
-        self.apply(_small)
+        self.apply(_init_weights)
         self.head.weight = self.tokens.weight
         size = width // heads
         angles = torch.outer(torch.arange(length).float(), 500_000.0 ** (-torch.arange(0, size, 2).float() / size))
@@ -184,7 +184,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-def _small(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

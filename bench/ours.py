@@ -32,12 +32,12 @@ WRAPPERS: Mapping[str, Callable[[], Any]] = {
 
 def eager(task: Task) -> Run:
     """`ft.donated()`, or with the option `donate=False` without it."""
-    return stateful(step_of(task.with_options(compile=False)), task)
+    return make_run(step_of(task.with_options(compile=False)), task)
 
 
 def compiled(task: Task) -> Run:
     """`ft.compiled(donate=True)`; the option `graphs` asks for the capture of device graphs or forbids it."""
-    return stateful(step_of(task), task)
+    return make_run(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:
@@ -47,43 +47,43 @@ def step_of(task: Task) -> ft.Step:
     """
     donate = task.option("donate", True)
     if task.option("compile", True):
-        return _composed(task, compiling(task, donate=donate, graphs=task.option("graphs")))
+        return _composed(task, compile_wrapper(task, donate=donate, graphs=task.option("graphs")))
     return _composed(task, *([ft.donated()] if donate else []))
 
 
 def wrapped(task: Task) -> Run:
     """The plain eager step with the wrappers of the option `wrappers`, and no others."""
     names = task.option("wrappers", ())
-    chosen = [compiling(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
-    return stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
+    chosen = [compile_wrapper(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
+    return make_run(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
 
 
 def rematerialised(task: Task) -> Run:
     """The donated eager step with the named blocks, or all of them, computed twice."""
     blocks = task.option("blocks")
     remat = ft.remat(task.option("policy", "full"), blocks=list(blocks) if blocks else None)
-    return stateful(_composed(task, remat, ft.donated()), task)
+    return make_run(_composed(task, remat, ft.donated()), task)
 
 
 def adapted(task: Task) -> Run:
     """The step of `adapted_step`; compiled at its best."""
-    return stateful(adapted_step(task), task)
+    return make_run(adapted_step(task), task)
 
 
 def adapted_step(task: Task) -> ft.Step:
     """The donated step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
-    donating = compiling(task, donate=True) if task.best else ft.donated()
+    donating = compile_wrapper(task, donate=True) if task.best else ft.donated()
     return _composed(task, ft.lora(RANK, targets=["blocks.*"]), donating)
 
 
-def trainable(task: Task) -> float:
+def trainable_percent(task: Task) -> float:
     """The share of the parameters that trains with these adapters, themselves among all, in percent."""
     state = adapted_step(task).init(device=task.device)
     trained, frozen = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
     return 100 * trained / (trained + frozen)
 
 
-def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
+def compile_wrapper(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
     """`ft.compiled`, with the capture of device graphs where it is asked for.
 
     Raises:
@@ -97,7 +97,7 @@ def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -
     return ft.compiled(donate=donate, replay=graphs, **options)
 
 
-def called(task: Task) -> Run:
+def calls_only(task: Task) -> Run:
     """The compiled step without the work: a graph that gives what it gave the first time, so that calls remain."""
     if CALLS not in list_backends(None):
         register_backend(_once, name=CALLS)
@@ -133,7 +133,7 @@ def _composed(task: Task, *wrappers: Any) -> ft.Step:
     return ft.compose(step, *precise, *inner, ft.clip(MAX_NORM), *sharded, *wrappers)
 
 
-def stateful(step: ft.Step, task: Task) -> Run:
+def make_run(step: ft.Step, task: Task) -> Run:
     """Calls of a step that hand its state on."""
     state, batch = step.init(device=task.device, donate=True), task.batch()
 

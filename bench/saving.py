@@ -20,7 +20,7 @@ from ftrain.checkpoint import files
 State = dict[str, Tensor]
 
 
-class Way(NamedTuple):
+class Format(NamedTuple):
     """How to save a state to a path that is not there, and how to get it back in memory of its own."""
 
     save: Callable[[State, Path], Any]
@@ -56,16 +56,16 @@ def _from_distributed(path: Path, like: State) -> State:
 
 
 OURS, UNSYNCED = "checkpoint.save", "checkpoint.save, no fsync"
-WAYS = {
-    OURS: Way(lambda state, path: checkpoint.save(path, state), lambda path, like: checkpoint.load(path)),
-    UNSYNCED: Way(_ours_unsynced, lambda path, like: checkpoint.load(path)),
-    "safetensors": Way(
+FORMATS = {
+    OURS: Format(lambda state, path: checkpoint.save(path, state), lambda path, like: checkpoint.load(path)),
+    UNSYNCED: Format(_ours_unsynced, lambda path, like: checkpoint.load(path)),
+    "safetensors": Format(
         lambda state, path: save_file(state, path),
         # What it gives is a map of the file, of which nothing has been read.
         lambda path, like: {name: leaf.clone() for name, leaf in load_file(path).items()},
     ),
-    "torch.save": Way(lambda state, path: torch.save(state, path), lambda path, like: torch.load(path)),
-    "DCP": Way(_distributed, _from_distributed),
+    "torch.save": Format(lambda state, path: torch.save(state, path), lambda path, like: torch.load(path)),
+    "DCP": Format(_distributed, _from_distributed),
 }
 
 
@@ -74,7 +74,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def state_of(size: int) -> State:
+def make_state(size: int) -> State:
     """A state of about so many bytes, in tensors of the sizes that a transformer has."""
     width = max(16, int((size / (4 * 12 * 24 * 3)) ** 0.5))
     shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ftrain as ft
 from bench.loops import loop
-from bench.ours import stateful
+from bench.ours import make_run
 from bench.problems import criterion
 from bench.tasks import Run, Task
 
-PIECES = 4
+MICROBATCHES = 4
 BUDGET = 0.5
 RHO = 0.05
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
     'remat("dots")': lambda folder: ft.remat("dots"),
     "remat(budget=0.3)": lambda folder: ft.remat(budget=0.3),
     "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
-    "accumulate(4)": lambda folder: ft.accumulate(PIECES),
+    "accumulate(4)": lambda folder: ft.accumulate(MICROBATCHES),
     "sam()": lambda folder: ft.sam(RHO),
     "update_in_backward()": lambda folder: ft.update_in_backward(),
     'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
@@ -49,7 +49,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
 
 def ours(task: Task) -> Run:
     """The donated step with the wrappers of the option `wrappers`."""
-    return stateful(step_of(task), task)
+    return make_run(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:
@@ -115,14 +115,15 @@ def accumulated(task: Task) -> Run:
     """One microbatch after the other, each with its share of the loss."""
     model, batch = task.model(), task.batch()
     pieces = [
-        dict(zip(batch, part, strict=True)) for part in zip(*(v.chunk(PIECES) for v in batch.values()), strict=True)
+        dict(zip(batch, part, strict=True))
+        for part in zip(*(v.chunk(MICROBATCHES) for v in batch.values()), strict=True)
     ]
     optimizer = task.adamw(model.parameters(), fused=True)
 
     def run() -> Tensor:
         total = torch.zeros((), device=task.device)
         for piece in pieces:
-            loss = task.loss(model, piece) / PIECES
+            loss = task.loss(model, piece) / MICROBATCHES
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         optimizer.step()

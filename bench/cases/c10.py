@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ftrain as ft
-from bench.rows import FAILED, RATIO, TIME, Row, measured, said
+from bench.rows import FAILED, RATIO, TIME, Row, measured, unmeasured
 from bench.settings import Settings
-from bench.stats import pairwise
+from bench.stats import paired_ratios
 from bench.timing import LocalRacer, interleaved
 
 LENGTH, BATCH = 128, 32
@@ -87,15 +87,15 @@ def _race(path: Path, workers: int, stepping: bool, settings: Settings) -> list[
     passes = {name: _samples(loader) for name, loader in loaders.items()}
     different = [name for name, samples in passes.items() if not torch.equal(samples, passes[TORCHS])]
     if different:
-        return [said(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
+        return [unmeasured(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
     # Each turn goes on where the last one of the same loader stopped: workers are not started anew.
     reads = {name: _endless(loader).__next__ for name, loader in loaders.items()}
     racers = {name: BetweenSteps(read) if stepping else LocalRacer(read, "cpu") for name, read in reads.items()}
     times = interleaved(racers, rounds=settings.rounds, seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
-    ratios = {name: pairwise(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}
+    ratios = {name: paired_ratios(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}
     return rows + [
-        measured(question, name, f"{RATIO}{TORCHS}", "", values, sure=True) for name, values in ratios.items()
+        measured(question, name, f"{RATIO}{TORCHS}", "", values, interval=True) for name, values in ratios.items()
     ]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench import field
+from bench import registry
 from bench.race import memory_rows, race
-from bench.ranks import PATIENCE, RankRacer, peak
+from bench.ranks import TIMEOUT, RankRacer, peak
 from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
@@ -20,8 +20,8 @@ STEPS = 5
 """Of a turn."""
 
 CODE = "bench.data_parallel:"
-ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", checked=False)
-BOUND = Entrant("loop, bare exchanges of level 1", "control", f"{CODE}exchanging", checked=False)
+ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", compares_losses=False)
+BOUND = Entrant("loop, bare exchanges of level 1", "control", f"{CODE}exchanging", compares_losses=False)
 DDP = (Entrant("DDP", "torch", f"{CODE}ddp"), Entrant("DDP, best", "torch", f"{CODE}ddp", best=True))
 ZERO = (
     Entrant("DDP, ZeroRedundancyOptimizer", "torch", f"{CODE}zero"),
@@ -33,12 +33,12 @@ FSDP_COMPILED = tuple(
         f"FSDP2 by block, compiled {what}",
         "torch compile",
         f"{CODE}fsdp",
-        patience=PATIENCE,
+        timeout=TIMEOUT,
         options=(("compiled", what),),
     )
     for what in ("blocks", "model")
 )
-NO_MESH = field.OURS_EAGER
+NO_MESH = registry.OURS_EAGER
 ONE_RANK = "C11 GPT, one rank"
 
 
@@ -47,10 +47,8 @@ def ours(level: int) -> Entrant:
     return Entrant(f"ftrain, level {level}", "ours", "bench.ours:eager", options=(("level", level),))
 
 
-COMPILED = Entrant(
-    "ftrain, compiled, level 3", "ours", "bench.ours:compiled", patience=PATIENCE, options=(("level", 3),)
-)
-PEERS = (*DDP, field.ACCELERATE_FUSED, *ZERO, FSDP)
+COMPILED = Entrant("ftrain, compiled, level 3", "ours", "bench.ours:compiled", timeout=TIMEOUT, options=(("level", 3),))
+PEERS = (*DDP, registry.ACCELERATE_FUSED, *ZERO, FSDP)
 
 
 def run(settings: Settings) -> list[Row]:
@@ -75,4 +73,4 @@ def run(settings: Settings) -> list[Row]:
 def race_on(size: int, question: str, entrants: tuple[Entrant, ...], settings: Settings) -> list[Row]:
     """Race entrants, each on so many ranks."""
     task, make = settings.task(f"ranks {size}"), partial(RankRacer, size=size)
-    return race(question, task, entrants, settings, part=0.6, steps=1 if settings.smoke else STEPS, make=make)
+    return race(question, task, entrants, settings, fraction=0.6, steps=1 if settings.smoke else STEPS, make=make)

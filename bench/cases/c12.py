@@ -22,5 +22,7 @@ def run(settings: Settings) -> list[Row]:
     rows = []
     for problem, name in PROBLEMS.items():
         task = settings.task(problem)
-        rows += race(f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, part=0.4)
+        rows += race(
+            f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, fraction=0.4
+        )
     return rows

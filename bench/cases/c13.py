@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import field
-from bench.ours import trainable
+from bench import registry
+from bench.ours import trainable_percent
 from bench.race import memory_rows, race
 from bench.rows import Row, measured
 from bench.settings import Settings
@@ -18,10 +18,10 @@ PROBLEMS = {"gpt128": "GPT 4x128", "gpt384": "GPT 6x384"}
 def run(settings: Settings) -> list[Row]:
     """Race adapters that begin with the same numbers; then measure memory, also of a step that trains everything."""
     rows = []
-    peers = (field.PEFT, field.PEFT_COMPILED) if settings.peers else ()
+    peers = (registry.PEFT, registry.PEFT_COMPILED) if settings.peers else ()
     for problem, name in PROBLEMS.items():
         question, task = f"C13 LoRA of rank 8, {name}", settings.task(problem)
-        rows += race(question, task, (*peers, ADAPTED, ADAPTED_COMPILED), settings, part=0.5)
-    share = measured(question, ADAPTED.name, "trainable share", "%", [trainable(task)])
+        rows += race(question, task, (*peers, ADAPTED, ADAPTED_COMPILED), settings, fraction=0.5)
+    share = measured(question, ADAPTED.name, "trainable share", "%", [trainable_percent(task)])
     entrants = [ADAPTED] if settings.smoke else [*peers[:1], ADAPTED, WHOLE]
     return [*rows, share, *memory_rows(question, task, entrants, settings)]

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from bench import field
+from bench import registry
 from bench.race import memory_rows, race
 from bench.rows import Row
 from bench.settings import Settings
 
-MEASURED = (field.HAND_COMPILED, field.OURS_COMPILED, field.HAND_EAGER, field.OURS_EAGER)
+MEASURED = (registry.HAND_COMPILED, registry.OURS_COMPILED, registry.HAND_EAGER, registry.OURS_EAGER)
 
 
 def run(settings: Settings) -> list[Row]:
     """Race all in both precisions; then peak memory in float32."""
     rows = []
     for precision in ("fp32", "bf16"):
-        hand = (field.HAND_EAGER, field.HAND_COMPILED, field.OURS_EAGER, field.OURS_COMPILED)
-        entrants = field.few(settings) if precision == "fp32" or settings.full else hand
+        hand = (registry.HAND_EAGER, registry.HAND_COMPILED, registry.OURS_EAGER, registry.OURS_COMPILED)
+        entrants = registry.main_entrants(settings) if precision == "fp32" or settings.full else hand
         rows += race(
             title(precision),
             settings.task("gpt384", precision),
             entrants,
             settings,
-            part=0.2,
+            fraction=0.2,
         )
     if not settings.full:
         return rows

@@ -27,5 +27,5 @@ def run(settings: Settings) -> list[Row]:
     # A step of the chunked one of torch takes seconds.
     entrants = [entrant for entrant in ENTRANTS if settings.full or entrant is not CHUNKED]
     # Nothing is updated, so that the first loss is that of every step.
-    rows = race(QUESTION, task, entrants, settings, part=0.15, checked=1)
-    return rows + memory_rows(QUESTION, task, settings.some(MEASURED), settings)
+    rows = race(QUESTION, task, entrants, settings, fraction=0.15, compared=1)
+    return rows + memory_rows(QUESTION, task, settings.limit(MEASURED), settings)

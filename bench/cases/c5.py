@@ -37,8 +37,8 @@ REMATS = {
 def run(settings: Settings) -> list[Row]:
     """Race wrappers alone and stacked, on both models; then kinds of remat, in time and memory."""
     # The null model holds no blocks to compute twice, and its batch of one cannot be cut.
-    null = _wrappers(NULL, settings, "null", part=0.7, left_out={"remat()", "accumulate(2)"})
-    gpt = _wrappers(GPT, settings, "gpt128", part=0.3, left_out=set())
+    null = _wrappers(NULL, settings, "null", fraction=0.7, left_out={"remat()", "accumulate(2)"})
+    gpt = _wrappers(GPT, settings, "gpt128", fraction=0.3, left_out=set())
     return null + gpt + _remat(settings)
 
 
@@ -52,8 +52,8 @@ def _wrappers(question: str, settings: Settings, problem: str, *, part: float, l
         settings.task(problem),
         [PLAIN, *wrapped],
         settings,
-        part=part,
-        checked=1,  # Wrappers that change the update change the losses after the first one.
+        fraction=part,
+        compared=1,  # Wrappers that change the update change the losses after the first one.
         tolerance="bf16",
         added=[(entrant, PLAIN) for entrant in wrapped],
     )
@@ -66,7 +66,7 @@ def _remat(settings: Settings) -> list[Row]:
             options = {"blocks": options["blocks"][:1]}
         entrants.append(Entrant(name, "ours", "bench.ours:rematerialised", options=tuple(options.items())))
     task = settings.task("gpt128")
-    rows = race(REMAT, task, entrants, settings, part=0.4)
+    rows = race(REMAT, task, entrants, settings, fraction=0.4)
     return rows + memory_rows(REMAT, task, entrants[:2] if settings.smoke else entrants, settings)
 
 

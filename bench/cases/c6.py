@@ -28,7 +28,7 @@ def run(settings: Settings) -> list[Row]:
         settings.task("null"),
         [HAND, *LOOPS.values(), *FITS.values(), SHOWN],
         settings,
-        part=0.4,
+        fraction=0.4,
         steps=20 if settings.tiny else STEPS,
         added=[*((FITS[way], LOOPS[way]) for way in FITS), (SHOWN, LOOPS["compiled"])],
     )

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from bench.memory import most_within
+from bench.memory import peak_increase
 from bench.rows import RATIO, TIME, Row, measured
-from bench.saving import OURS, UNSYNCED, WAYS, State, remove, state_of
+from bench.saving import FORMATS, OURS, UNSYNCED, State, make_state, remove
 from bench.settings import Settings
-from bench.stats import pairwise
+from bench.stats import paired_ratios
 from ftrain.checkpoint import Checkpoints
 from ftrain.types import TrainState
 
@@ -30,7 +30,7 @@ ROUNDS = 5
 def run(settings: Settings) -> list[Row]:
     """Take turns in saving and loading; then time the call of an asynchronous save."""
     print(SAVE, flush=True)
-    state = state_of(10**6 if settings.tiny else 10**9)
+    state = make_state(10**6 if settings.tiny else 10**9)
     size = sum(leaf.nbytes for leaf in state.values())
     rounds = 1 if settings.smoke else ROUNDS
     with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as scratch:
@@ -39,10 +39,10 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
-    saves: dict[str, list[float]] = {name: [] for name in WAYS}
-    loads: dict[str, list[float]] = {name: [] for name in WAYS}
+    saves: dict[str, list[float]] = {name: [] for name in FORMATS}
+    loads: dict[str, list[float]] = {name: [] for name in FORMATS}
     for turn in range(rounds + 1):
-        for name, way in WAYS.items():
+        for name, way in FORMATS.items():
             path = folder / "saved"
             took = timed(partial(way.save, state, path)), timed(partial(way.load, path, state))
             remove(path)
@@ -52,7 +52,7 @@ def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
                 loads[name].append(took[1])
     del loads[UNSYNCED]
     rows = _rows(SAVE, saves, size) + _rows(LOAD, loads, size)
-    most = most_within(lambda: WAYS[OURS].save(state, folder / "saved"))
+    most = peak_increase(lambda: FORMATS[OURS].save(state, folder / "saved"))
     return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [most / 1e6])]
 
 
@@ -62,7 +62,9 @@ def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
         rows.append(measured(question, name, TIME, "us", [1e6 * value for value in values]))
         rows.append(measured(question, name, "throughput", "MB/s", [size / 1e6 / value for value in values]))
         if name != OURS:
-            rows.append(measured(question, OURS, f"{RATIO}{name}", "", pairwise(times[OURS], values), sure=True))
+            rows.append(
+                measured(question, OURS, f"{RATIO}{name}", "", paired_ratios(times[OURS], values), interval=True)
+            )
     return rows
 
 
@@ -80,8 +82,8 @@ def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
     rows = [
         measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in durations.items()
     ]
-    ratio = pairwise(blocked[1:], copied[1:])
-    return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, sure=True)]
+    ratio = paired_ratios(blocked[1:], copied[1:])
+    return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, interval=True)]
 
 
 def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
@@ -102,7 +104,7 @@ def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
     return [
         *rows,
         *(
-            measured(TUNED, LATER, f"{RATIO}{name}", "", pairwise(times[LATER], times[name]), sure=True)
+            measured(TUNED, LATER, f"{RATIO}{name}", "", paired_ratios(times[LATER], times[name]), interval=True)
             for name in (ALONE, WHOLE)
         ),
     ]

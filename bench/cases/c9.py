@@ -74,9 +74,9 @@ SAM = (
     Entrant("loop, two passes", "hand eager", f"{HAND}two_passes"),
     _ours("sam()"),
 )
-ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", checked=False)
+ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", compares_losses=False)
 SPLIT = _ours("remat(budget=0.5)", "split")
-SMOKED = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
+SMOKE_QUESTIONS = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
 """Where there is something to see that other cases do not show."""
 SAVED = "activations, of those that are kept without"
 
@@ -89,7 +89,7 @@ def run(settings: Settings) -> list[Row]:
     if settings.full:
         questions.append(COMPILED)
     if settings.smoke:
-        questions = [question for question in questions if question[0] in SMOKED]
+        questions = [question for question in questions if question[0] in SMOKE_QUESTIONS]
     rows = []
     for name, problem, hand, ours in questions:
         # What rematerialisation saves and costs is to be seen, too.
@@ -105,7 +105,7 @@ def _left(task: Task) -> list[Row]:
 
 
 def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings) -> list[Row]:
-    rows = race(question, task, entrants, settings, part=0.6)
+    rows = race(question, task, entrants, settings, fraction=0.6)
     if settings.device != "cpu":
         return rows
     # Each costs a process.

@@ -35,10 +35,10 @@ def ensure(settings: Settings) -> None:
 def _rates(settings: Settings, precision: str, size: int) -> list[float]:
     # Random numbers, since zeros draw less power and run faster than any training would.
     a, b = (torch.randn(size, size, device=settings.device, dtype=DTYPES[precision]) for _ in range(2))
-    wait = torch.cuda.synchronize if settings.place.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if settings.torch_device.type == "cuda" else lambda: None
     rates = []
     with float32_matmul_precision("high" if precision == "tf32" else "highest"):
-        for _ in range(settings.share(0.3) + 1):
+        for _ in range(settings.scaled_rounds(0.3) + 1):
             wait()
             start = time.perf_counter()
             for _ in range(CALLS):

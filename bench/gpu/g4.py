@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench import field
+from bench import registry
 from bench.gpu import g0
 from bench.race import race
 from bench.rows import TIME, Row
@@ -16,7 +16,7 @@ from bench.settings import Settings
 from bench.tasks import Entrant
 
 SAMPLES = 512
-COMPILED, EAGER, HAND = field.OURS_COMPILED, field.OURS_EAGER, field.HAND_EAGER
+COMPILED, EAGER, HAND = registry.OURS_COMPILED, registry.OURS_EAGER, registry.HAND_EAGER
 
 
 def _with(base: Entrant, *wrappers: str) -> Entrant:
@@ -28,7 +28,7 @@ ACCUMULATED, REMAT = "accumulate(4)", "remat()"
 LADDER = {
     "bf16": (HAND, EAGER, _with(EAGER, REMAT), _with(EAGER, ACCUMULATED), _with(EAGER, REMAT, ACCUMULATED)),
     # Apart, since compiling takes minutes.
-    "bf16, compiled": (HAND, field.HAND_BEST, COMPILED, _with(COMPILED, REMAT, ACCUMULATED)),
+    "bf16, compiled": (HAND, registry.HAND_BEST, COMPILED, _with(COMPILED, REMAT, ACCUMULATED)),
     "fp32": (HAND, EAGER, _with(EAGER, ACCUMULATED), _with(EAGER, REMAT)),
     "tf32": (HAND, EAGER, COMPILED),
 }
@@ -40,10 +40,10 @@ def run(settings: Settings) -> list[Row]:
     rows = []
     for rung, entrants in LADDER.items():
         precision = rung.split(",")[0]
-        if precision == "tf32" and settings.place.type != "cuda":
+        if precision == "tf32" and settings.torch_device.type != "cuda":
             continue
         question = f"G4 bert-large, 4 x 512, {rung}"
-        rows += race(question, settings.task("bert", precision), entrants, settings, part=0.3)
+        rows += race(question, settings.task("bert", precision), entrants, settings, fraction=0.3)
     return rows + [_samples(row, settings) for row in rows if row.metric == TIME]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench import field
+from bench import registry
 from bench.gpu import g0
 from bench.gpu.g3 import HEAD
 from bench.race import race
@@ -16,7 +16,7 @@ LEAN = dataclasses.replace(
     HEAD, name="ftrain, compiled, loss head, remat()", options=(*HEAD.options, ("wrappers", ("remat()",)))
 )
 # A state takes 20 GB, so few race at a time.
-GROUPS = ((field.HAND_BEST, field.OURS_COMPILED, HEAD), (field.HAND_EAGER, field.OURS_EAGER), (LEAN,))
+GROUPS = ((registry.HAND_BEST, registry.OURS_COMPILED, HEAD), (registry.HAND_EAGER, registry.OURS_EAGER), (LEAN,))
 
 
 def run(settings: Settings) -> list[Row]:
@@ -24,5 +24,5 @@ def run(settings: Settings) -> list[Row]:
     g0.ensure(settings)
     rows = []
     for group in GROUPS:
-        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, part=0.2)
+        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, fraction=0.2)
     return rows

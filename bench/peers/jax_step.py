@@ -35,7 +35,7 @@ def drive(task: Task, gate: Gate) -> None:
     jitted = jax.jit(step, donate_argnums=(0, 1) if task.best else ())
     moments, loss = optimizer.init(params), None
     # Dispatch does not wait for the result, so the end of a turn must.
-    gate.wait_with(lambda: jax.block_until_ready((params, moments)))
+    gate.synchronize_with(lambda: jax.block_until_ready((params, moments)))
     for _ in gate:
         params, moments, loss = jitted(params, moments, batch)
         gate.record(loss)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.rows import machine, measured, placed, read, write
+from bench.rows import machine, measured, read, with_origin, write
 
 FULL = os.environ.get("FTRAIN_FAULTS") == "full"
 QUESTION = "faults"
@@ -38,7 +38,7 @@ def record(variant, *, note="", file=None, unit="count", **figures):
     # Several processes may share the tests among them.
     with locked(file.parent):
         before = [row for row in read(file.parent) if row.question == QUESTION]
-        rows = {(row.variant, row.metric): row for row in [*before, *placed(made, machine(torch.device("cpu")))]}
+        rows = {(row.variant, row.metric): row for row in [*before, *with_origin(made, machine(torch.device("cpu")))]}
         write([rows[key] for key in sorted(rows)], file)
 
 
