@@ -264,7 +264,7 @@ ON_ONE_DEVICE = (
         ratios(UPDATE_COMPILED, [registry.TORCH_COMPILED.name], ("C8",)),
         COMPILED_NOTES,
     ),
-    Claim("loader / torch's DataLoader", "", 1.00, 0.95, ratios(c10.OURS, [c10.TORCHS], ("C10",)), LOADER_NOTES),
+    Claim("loader / torch's DataLoader", "", 1.00, 0.95, ratios(c10.OURS, [c10.TORCH], ("C10",)), LOADER_NOTES),
     Claim(
         "evaluation / loop by hand", "", 1.02, 1.00, ratios(c12.OURS.name, [c12.HAND.name], ("C12",)), EVALUATION_NOTES
     ),

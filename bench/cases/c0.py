@@ -1,4 +1,4 @@
-"""The cost of a step when there is nothing to compute, and what each parameter adds."""
+"""The overhead of a step: its time when there is nothing to compute, and the time that each parameter adds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ COUNTS = (10, 100, 1_000, 10_000)
 SWEPT = (registry.HAND_EAGER, registry.HAND_COMPILED, registry.OURS_EAGER, registry.OURS_COMPILED)
 COMPILED = {registry.HAND_COMPILED.name, registry.OURS_COMPILED.name}
 MOST_COMPILED = {False: 100, True: 1_000}
-"""In a quick and in a full run; more would compile for many minutes."""
+"""The largest number of leaves that is compiled in a quick and in a full run; more would compile for many minutes."""
 TIMEOUT = 600.0
+"""Seconds that a compilation of many leaves may take."""
 MOST_CALLED = 1_000
+"""The largest number of leaves for which calls alone are timed."""
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race on the null model, then sweep the number of leaves."""
+    """Time the null model, then models with more and more leaves."""
     entrants = (
         *registry.all_entrants(settings, trainers_in_smoke=False),
         registry.OURS_KEEPING,
@@ -39,7 +41,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def title(count: int) -> str:
-    """The name of the question about so many leaves."""
+    """Return the name of the question about this number of leaves."""
     return f"C0 {count:,} leaves"
 
 
@@ -50,7 +52,7 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
         if entrant.name in COMPILED and count > most:
             left_out.append(unmeasured(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes minutes"))
         elif entrant.name in COMPILED and count > MOST_COMPILED[False] and not settings.tiny:
-            # In a process of its own, so that one that compiles for too long can be given up.
+            # In a process of its own, which can be ended if it compiles for too long.
             entrants.append(dataclasses.replace(entrant, own_process=True, timeout=TIMEOUT))
         else:
             entrants.append(entrant)
@@ -59,13 +61,13 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
 
 
 def _race_calls(count: int, settings: Settings) -> list[Row]:
-    """Time the calls of a compiled step alone; the work is left out, so the losses are those of one step."""
+    """Time the calls of a compiled step without its computation, which runs only once; so one loss is compared."""
     question, task = f"{title(count)}, calls alone", settings.task(f"leaves {count}")
     return race(question, task, [registry.OURS_CALLS], settings, fraction=0.5, compared=1)
 
 
 def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Row]:
-    """What a leaf adds, from the fewest leaves to the most that an entrant was timed with."""
+    """Return the rows of the time per leaf: the slope between the smallest and the largest number of leaves timed."""
     rows = []
     for entrant in entrants:
         times = {

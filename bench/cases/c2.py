@@ -1,4 +1,4 @@
-"""A small GPT, where products dominate, in time and memory."""
+"""A small GPT, whose time is mostly matrix products: time and peak memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MEASURED = (
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race all; then peak memory, and in a full run compile time."""
+    """Time all entrants, then measure peak memory and, in a full run, compilation."""
     task = settings.task("gpt128")
     rows = race(
         QUESTION, task, [*registry.all_entrants(settings), *registry.onednn_loop(settings)], settings, fraction=0.5
     )
     rows += memory_rows(QUESTION, task, settings.limit(MEASURED), settings)
-    # The same is asked of the MLP, at a tenth of the time.
+    # A quick run measures compilation on the MLP only, which takes a tenth of the time.
     for entrant in (registry.HAND_COMPILED, registry.OURS_COMPILED) if settings.full else ():
         rows += compile_rows(QUESTION, entrant, task)
     return rows

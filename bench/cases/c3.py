@@ -1,4 +1,4 @@
-"""A GPT of a size that a CPU can just train, in float32 and in bfloat16; who races is fewer unless the run is full."""
+"""A GPT of about the largest size that a CPU can train, in float32 and bfloat16; a quick run has fewer entrants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEASURED = (registry.HAND_COMPILED, registry.OURS_COMPILED, registry.HAND_EAGER,
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race all in both precisions; then peak memory in float32."""
+    """Time entrants in both precisions; in a full run, then measure peak memory in float32."""
     rows = []
     for precision in ("fp32", "bf16"):
         hand = (registry.HAND_EAGER, registry.HAND_COMPILED, registry.OURS_EAGER, registry.OURS_COMPILED)
@@ -29,5 +29,5 @@ def run(settings: Settings) -> list[Row]:
 
 
 def title(precision: str) -> str:
-    """The name of the question in a precision."""
+    """Return the name of the question in a precision."""
     return f"C3 GPT 6x384, {precision}"

@@ -1,6 +1,6 @@
-"""Saving and loading 1 GB, what an asynchronous save holds up, and what a synchronous one takes in memory.
+"""Checkpoints of 1 GB: the time to save and to load, the memory of a save, and how long an asynchronous save blocks.
 
-And what a save of a run takes of which 1 GB is frozen.
+Also the time to save a run of which 1 GB is frozen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 5
 
 
 def run(settings: Settings) -> list[Row]:
-    """Take turns in saving and loading; then time the call of an asynchronous save."""
+    """Time saving and loading in turns, then an asynchronous save, then the saves of a fine-tuning run."""
     print(SAVE, flush=True)
     state = make_state(10**6 if settings.tiny else 10**9)
     size = sum(leaf.nbytes for leaf in state.values())
@@ -42,18 +42,19 @@ def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
     saves: dict[str, list[float]] = {name: [] for name in FORMATS}
     loads: dict[str, list[float]] = {name: [] for name in FORMATS}
     for turn in range(rounds + 1):
-        for name, way in FORMATS.items():
+        for name, file_format in FORMATS.items():
             path = folder / "saved"
-            took = timed(partial(way.save, state, path)), timed(partial(way.load, path, state))
+            save_seconds = timed(partial(file_format.save, state, path))
+            load_seconds = timed(partial(file_format.load, path, state))
             remove(path)
-            # The first one finds cold caches and imports.
+            # The first turn is not counted: it fills caches and imports modules.
             if turn:
-                saves[name].append(took[0])
-                loads[name].append(took[1])
+                saves[name].append(save_seconds)
+                loads[name].append(load_seconds)
     del loads[UNSYNCED]
     rows = _rows(SAVE, saves, size) + _rows(LOAD, loads, size)
-    most = peak_increase(lambda: FORMATS[OURS].save(state, folder / "saved"))
-    return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [most / 1e6])]
+    nbytes = peak_increase(lambda: FORMATS[OURS].save(state, folder / "saved"))
+    return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [nbytes / 1e6])]
 
 
 def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
@@ -73,11 +74,11 @@ def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
     with Checkpoints(folder / "run", every=1, keep=1) as checkpoints:
         for step in range(rounds + 1):
             copied.append(timed(lambda: {name: leaf.clone() for name, leaf in state.items()}))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             checkpoints.save(step, {"state": state})
-            blocked.append(time.perf_counter() - begun)
+            blocked.append(time.perf_counter() - start)
             checkpoints.wait()
-            whole.append(time.perf_counter() - begun)
+            whole.append(time.perf_counter() - start)
     durations = {"the call": blocked, "until it is on the disk and verified": whole, "a copy by clone()": copied}
     rows = [
         measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in durations.items()
@@ -87,7 +88,7 @@ def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
 
 
 def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
-    """Save a run whose base is frozen again and again, beside the files that hold what is trained alone."""
+    """Time the later saves of a run whose base is frozen, and `torch.save` of the trained part and of all."""
     trained = {name: torch.randn(8, leaf.shape[-1]) for name, leaf in frozen.items()}
     moments = {name: [torch.zeros_like(leaf), torch.zeros_like(leaf)] for name, leaf in trained.items()}
     state = TrainState(torch.tensor(1), trained, frozen, {}, moments, {}, torch.tensor([0, 0]))
@@ -112,6 +113,6 @@ def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
 
 def timed(function: Callable[[], object]) -> float:
     """Return the seconds that a call takes."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     function()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start

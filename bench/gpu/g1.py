@@ -1,4 +1,4 @@
-"""Launches alone: the null model and many leaves, with and without captured graphs."""
+"""The overhead of launches: the null model and many leaves, with and without captured graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = (10, 100, 1_000)
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race on the null model, then sweep the number of leaves."""
+    """Time the null model, then models with more and more leaves."""
     peers = registry.TRAINERS if settings.peers and not settings.smoke else ()
     rows = race(NULL, settings.task("null"), (*registry.HAND, *GRAPHED, *OURS, *peers), settings)
     for count in COUNTS:

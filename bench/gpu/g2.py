@@ -1,4 +1,4 @@
-"""GPT-2 124M at batches of one and four, where launches still show."""
+"""GPT-2 124M at batches of one and four, where launches still take a part of the time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = (*FEW, registry.HAND_UPDATE, registry.HAND_GRAPH, registry.OURS_EAGER)
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race in bf16 at both batches."""
+    """Time entrants in bf16 at both batches."""
     g0.ensure(settings)
     rows = []
     for batch, entrants in ((4, ALL), (1, FEW)):

@@ -18,9 +18,11 @@ ENTRANTS = (registry.HAND_EAGER, registry.HAND_BEST, registry.OURS_EAGER, regist
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race in bf16; trainers at their best take part where they are installed."""
+    """Time entrants in bf16, with those trainers (with their best options) that are installed; then the loss heads."""
     g0.ensure(settings)
-    peers = [one for one in registry.TRAINERS if one.best and not one.own_process] if settings.peers else []
+    peers = (
+        [entrant for entrant in registry.TRAINERS if entrant.best and not entrant.own_process] if settings.peers else []
+    )
     rows = race(QUESTION, settings.task("gpt2 b64", "bf16"), (*ENTRANTS, *peers), settings, fraction=0.4)
     heads = "G3 loss head, 50,257 classes, bf16"
     return rows + race(heads, settings.task("head", "bf16"), HEADS, settings, fraction=0.4, compared=1)

@@ -1,4 +1,4 @@
-"""A Llama of 1.2 billion parameters on 4,096 tokens with 128,256 classes, where memory decides."""
+"""A Llama of 1.2 billion parameters on 4,096 tokens with 128,256 classes, which is limited by memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ QUESTION = "G5 Llama 1.2B, 1 x 4,096 tokens, bf16"
 LEAN = dataclasses.replace(
     HEAD, name="ftrain, compiled, loss head, remat()", options=(*HEAD.options, ("wrappers", ("remat()",)))
 )
-# A state takes 20 GB, so few race at a time.
+# Each state takes 20 GB, so that only a few fit at once.
 GROUPS = ((registry.HAND_BEST, registry.OURS_COMPILED, HEAD), (registry.HAND_EAGER, registry.OURS_EAGER), (LEAN,))
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race in groups, in bf16."""
+    """Time the entrants in groups, in bf16."""
     g0.ensure(settings)
     rows = []
     for group in GROUPS:
