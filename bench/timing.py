@@ -96,7 +96,7 @@ def interleaved(
     """
     steps_of = {name: steps or _steps_per_turn(racer, seconds) for name, racer in racers.items()}
     times: dict[str, list[float]] = {name: [] for name in racers}
-    # Without garbage of the preparation, a collection is less likely to fall into somebody's turn.
+    # Frees the garbage of the preparation now, so that collections within turns are rarer.
     gc.collect()
     for round_number in range(rounds):
         for name in random.Random(round_number).sample(list(racers), len(racers)):
