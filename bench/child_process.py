@@ -1,7 +1,7 @@
-"""Entrants in processes of their own, blocked on a pipe while others are timed.
+"""Entrants in processes of their own, which wait for commands on a pipe while others are timed.
 
-Two processes whose threads compute beside each other on the same cores would slow each other down many times, so one
-of them runs at a time and the others wait in a read, which costs nothing.
+Threads of two processes that compute on the same cores at once slow each other down many times. Therefore one process
+runs at a time; the others block in a read of their pipe, which takes no CPU time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from unittest import mock
 import torch
 
 from bench.gate import ClosedError, Gate
-from bench.tasks import Entrant, MissingError, Task, absent
+from bench.tasks import Entrant, MissingError, Task, is_missing
 
-QUIET = {
+ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
     "JAX_PLATFORMS": "cpu",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
+"""Variables of every child process: no warnings, no network, JAX on the CPU, and GPUs in the order of `nvidia-smi`."""
 
 
 class ChildProcess:
-    """A function in a process of its own, and the pipe to it."""
+    """A process that runs one function, and the parent's end of the pipe to it."""
 
     def __init__(
         self,
@@ -43,48 +44,56 @@ class ChildProcess:
         """Start the process.
 
         Args:
-            target: called in the process with its end of the pipe, then the arguments.
-            arguments: of the function.
-            environment: further variables of the process.
-            threads: of torch, on any core. Default: as many as here, and as many cores.
+            target: the function. It is called with the child's end of the pipe, then with the arguments.
+            arguments: its arguments, which must pickle.
+            environment: more environment variables of the process.
+            threads: number of threads of torch, which may run on any core. Default: as many threads as in the parent,
+                on as many cores.
         """
         parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        folder, count = self._folder.name, threads or torch.get_num_threads()
-        all_arguments = target, child_end, folder, count, threads is None, arguments
-        self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
-        # It inherits them, since its imports may read them before its first line of ours.
-        with mock.patch.dict(os.environ, {**QUIET, **(environment or {})}):
+        limit_cores = threads is None
+        main_arguments = (
+            target,
+            child_end,
+            self._folder.name,
+            threads or torch.get_num_threads(),
+            limit_cores,
+            arguments,
+        )
+        self._process = context.Process(target=_child_main, args=main_arguments, daemon=True)
+        # Set in the parent while it starts the child: libraries read them at import, before any function of the child.
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, **(environment or {})}):
             self._process.start()
         child_end.close()
         self._pipe = parent_end
 
-    def receive(self, patience: float) -> Any:
-        """Wait for an answer.
+    def receive(self, timeout: float) -> Any:
+        """Wait for an answer, and return its value.
 
         Raises:
-            MissingError: when the process lacks what it needs.
-            TimeoutError: when there is no answer within so many seconds.
+            MissingError: if the process lacks a library, a device or a feature.
+            TimeoutError: if there is no answer within `timeout` seconds; the process is then ended.
             RuntimeError: for any other error of the process, with its text.
         """
-        if not self._pipe.poll(patience):
+        if not self._pipe.poll(timeout):
             self.close()
-            raise TimeoutError(f"no answer within {patience:.0f} s")
+            raise TimeoutError(f"no answer within {timeout:.0f} s")
         try:
-            kind, value = self._pipe.recv()
+            status, value = self._pipe.recv()
         except EOFError:
             raise RuntimeError(f"the process ended: exit code {self._process.exitcode}") from None
-        if kind == "missing":
+        if status == "missing":
             raise MissingError(value)
-        if kind == "error":
+        if status == "error":
             raise RuntimeError(value)
         return value
 
-    def ask(self, *command: Any, patience: float = 600.0) -> Any:
-        """Send a command and wait for its answer."""
+    def ask(self, *command: Any, timeout: float = 600.0) -> Any:
+        """Send a command, wait for its answer, and return the value. Raises what `receive` raises."""
         self.send(*command)
-        return self.receive(patience)
+        return self.receive(timeout)
 
     def send(self, *command: Any) -> None:
         """Send a command."""
@@ -100,44 +109,49 @@ class ChildProcess:
         self._folder.cleanup()
 
 
-def _entered(
+def _child_main(
     target: Callable[..., None],
     pipe: Connection,
     folder: str,
     threads: int,
-    limits_cores: bool,
+    limit_cores: bool,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Run in the child: what it prints goes nowhere, the files that it writes to a folder, its errors to the parent."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    """Run `target` in the child, in a temporary working directory; discard its output and send its error to the parent.
+
+    With `limit_cores`, the process may use only as many cores as it has threads.
+    """
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
     os.chdir(folder)
     torch.set_num_threads(threads)
-    if limits_cores and hasattr(os, "sched_setaffinity"):
-        # JAX takes a thread for each core it may use; torch has been told.
+    if limit_cores and hasattr(os, "sched_setaffinity"):
+        # JAX starts a thread for each core that the process may use, and has no setting for their number.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     try:
         target(pipe, *arguments)
     except ClosedError:
         pass
     except BaseException as error:
-        pipe.send(told(error))
+        pipe.send(error_answer(error))
     sys.stdout.flush()
-    # Trainers leave threads that would keep the process.
+    # Not a normal exit, which would wait for threads that the trainers leave behind.
     os._exit(0)
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """Return the answer that says what was raised, to be sent where it is handled."""
-    return ("missing", str(error)) if absent(error) else ("error", traceback.format_exc()[-2000:])
+def error_answer(error: BaseException) -> tuple[str, str]:
+    """Return the answer to the parent for an error: ``("missing", text)`` or ``("error", traceback)``."""
+    if is_missing(error):
+        return "missing", str(error)
+    return "error", traceback.format_exc()[-2000:]
 
 
-def train(pipe: Connection, entrant: Entrant, task: Task) -> None:
-    """Run in the child: train in turns, as the parent commands."""
+def train_on_command(pipe: Connection, entrant: Entrant, task: Task) -> None:
+    """Run in the child: train in turns of as many steps as the parent commands, until it closes the pipe."""
     task = entrant.task(task)
-    wait = torch.cuda.synchronize if task.device.startswith("cuda") else lambda: None
-    gate = Gate(pipe, task.batch(), wait)
+    synchronize = torch.cuda.synchronize if task.device.startswith("cuda") else lambda: None
+    gate = Gate(pipe, task.batch(), synchronize)
     if entrant.owns_loop:
         entrant.load()(task, gate)
         return

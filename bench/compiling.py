@@ -1,4 +1,4 @@
-"""What compilation costs: seconds with an empty cache and with a full one, graphs, and recompiles."""
+"""The cost of compilation: seconds with an empty and with a full cache, number of graphs, number of recompiles."""
 
 from __future__ import annotations
 
@@ -9,61 +9,68 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from bench.child_process import ChildProcess
-from bench.rows import Row, said
+from bench.rows import SKIPPED, Row, unmeasured
 from bench.tasks import Entrant, Task
 
-AGAIN = 5
+LATER_STEPS = 5
 
 
-class Cost(NamedTuple):
-    """Seconds of the first step over those of a later one, and graphs made by it and by later ones."""
+class CompileCost(NamedTuple):
+    """The cost of the first step.
+
+    `seconds` is its time beyond that of a later step, `graphs` the number of graphs that it compiled, and `recompiles`
+    the number that later steps compiled.
+    """
 
     seconds: float
     graphs: int
     recompiles: int
 
 
-def cost(entrant: Entrant, task: Task, cache: str, patience: float) -> Cost:
-    """Take the first step in a new process, with the compiler's cache in the given folder."""
+def compile_cost(entrant: Entrant, task: Task, cache: str, timeout: float) -> CompileCost:
+    """Measure the first step in a new process, with the compiler's cache in the folder `cache`."""
     child = ChildProcess(_measure, entrant, task, environment={"TORCHINDUCTOR_CACHE_DIR": cache})
     try:
-        return Cost(*child.receive(patience))
+        return CompileCost(*child.receive(timeout))
     finally:
         child.close()
 
 
 def compile_rows(question: str, entrant: Entrant, task: Task) -> list[Row]:
-    """Rows of the compilation of an entrant, cold and warm."""
+    """Return the rows of an entrant's compilation, with an empty cache ("cold") and with a full one ("warm")."""
     with tempfile.TemporaryDirectory(prefix="bench-cache-") as cache:
         try:
-            cold = cost(entrant, task, cache, entrant.patience)
-            warm = cost(entrant, task, cache, entrant.patience)
+            cold = compile_cost(entrant, task, cache, entrant.timeout)
+            warm = compile_cost(entrant, task, cache, entrant.timeout)
         except Exception as error:
-            return [said(question, entrant.name, "not run", f"compile time: {error}")]
+            return [unmeasured(question, entrant.name, SKIPPED, f"compile time: {error}")]
     values = {
         ("compile, cold cache", "s"): cold.seconds,
         ("compile, warm cache", "s"): warm.seconds,
         ("graphs", "count"): cold.graphs,
         ("recompiles", "count"): cold.recompiles,
     }
-    return [Row(question, entrant.name, name, unit, v, v, v) for (name, unit), v in values.items()]
+    return [Row(question, entrant.name, metric, unit, value, value, value) for (metric, unit), value in values.items()]
 
 
 def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
-    # Imported before the clock starts, as any later compilation would find it.
+    """Run in the child: time the first step and some later ones, and send the fields of a `CompileCost`."""
+    # Imported before the clock starts: only the first compilation of a process pays for this import.
     importlib.import_module("torch._inductor.compile_fx")
     run = entrant.load()(entrant.task(task))
     start = time.perf_counter()
     float(run())
-    first, graphs = time.perf_counter() - start, _graphs()
+    first_step = time.perf_counter() - start
+    graphs = _compiled_graphs()
     start = time.perf_counter()
-    for _ in range(AGAIN):
+    for _ in range(LATER_STEPS):
         float(run())
-    pipe.send(("cost", (first - (time.perf_counter() - start) / AGAIN, graphs, _graphs() - graphs)))
+    later_step = (time.perf_counter() - start) / LATER_STEPS
+    pipe.send(("cost", (first_step - later_step, graphs, _compiled_graphs() - graphs)))
 
 
-def _graphs() -> int:
-    """Graphs that Inductor has been given, whoever captured them."""
+def _compiled_graphs() -> int:
+    """Return how many graphs Inductor has compiled in this process, or taken from its cache."""
     from torch._dynamo.utils import counters
 
-    return sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("miss", "hit", "bypass"))
+    return sum(counters["inductor"][f"fxgraph_cache_{outcome}"] for outcome in ("miss", "hit", "bypass"))

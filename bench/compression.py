@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node=4 -m bench.compression
 
-Every method trains the same MLP for 300 steps of 256 images, four fifths of scikit-learn's digits, with the same draws.
-The first rank prints, for `docs/parallel.md`, what a rank sends in a step in all-reduces and gathers, in a ring (as
-`ft.anatomy` predicts it), the median time of a step, and the loss and accuracy on the other images. Ranks of one
-machine send through its memory: the times tell what compression costs, and not what it saves on a network.
+Every method trains the same MLP for 300 steps on the same batches of 256 images, drawn from four fifths of
+scikit-learn's digits. For `docs/parallel.md`, the first rank prints the bytes that a rank sends in a step (ring
+all-reduces and gathers, as `ft.anatomy` predicts them), the median time of a step, and loss and accuracy on the other
+images. Ranks on one machine communicate through its memory: the times show what compression costs, not what it saves on
+a network.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ OPTIMIZERS = {
 
 
 def main() -> None:
-    """Train with every method and optimizer, and print what it came to."""
+    """Train with every method and optimizer, and print bytes, time, loss and accuracy."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = ft.parallel.mesh()
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    images, order = (
-        (images.float() / 16).sub(0.5),
-        torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)),
-    )
-    train, test = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+    images = images.float() / 16 - 0.5  # pixels are 0 to 16
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order.split([len(order) * 4 // 5, len(order) - len(order) * 4 // 5])
     model = nn.Sequential(nn.Linear(64, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 10))
-    for optimizer, make in OPTIMIZERS.items():
+    for optimizer, make_optimizer in OPTIMIZERS.items():
         for name, reduce in METHODS.items():
-            step = ft.compose(ft.train_step(ft.from_module(model, criterion), make()), ft.sharded(mesh, 0, reduce))
-            state, draws = step.init(seed=0), torch.Generator().manual_seed(1)
+            step = ft.compose(
+                ft.train_step(ft.from_module(model, criterion), make_optimizer()), ft.sharded(mesh, 0, reduce)
+            )
+            state, generator = step.init(seed=0), torch.Generator().manual_seed(1)
             seconds = []
             for _ in range(STEPS):
-                chosen = train[torch.randint(len(train), (BATCH,), generator=draws)]
-                batch = {"x": images[chosen], "y": labels[chosen]}
+                indices = train[torch.randint(len(train), (BATCH,), generator=generator)]
+                batch = {"x": images[indices], "y": labels[indices]}
                 start = time.perf_counter()
                 state, _ = step(state, batch)
                 seconds.append(time.perf_counter() - start)
-            nbytes = sum(each.sent for each in ft.anatomy(step, state, batch, measure=False).traffic)
+            nbytes = sum(transfer.sent for transfer in ft.anatomy(step, state, batch, measure=False).traffic)
             metrics = ft.eval_step(step.loss)(state, {"x": images[test], "y": labels[test]})
             if dist.get_rank() == 0:
                 print(
@@ -73,12 +74,12 @@ def main() -> None:
 
 
 def criterion(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Return the mean cross-entropy, and how many images are right."""
+    """Return the mean cross-entropy, and the accuracy as a metric."""
     outputs = model(batch["x"])
-    right = (outputs.argmax(1) == batch["y"]).sum()
+    correct = (outputs.argmax(1) == batch["y"]).sum()
     loss = nn.functional.cross_entropy(outputs, batch["y"], reduction="sum")
     count = torch.tensor(float(len(outputs)))
-    return ft.Mean(loss, count), {"accuracy": ft.Mean(right, count)}
+    return ft.Mean(loss, count), {"accuracy": ft.Mean(correct, count)}
 
 
 if __name__ == "__main__":

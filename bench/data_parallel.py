@@ -1,4 +1,4 @@
-"""Loops by hand on many ranks with what torch has for them: DDP, ZeroRedundancyOptimizer, FSDP2."""
+"""Training loops by hand on many ranks with torch: DDP, ZeroRedundancyOptimizer, FSDP2."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bench.tasks import Run, Task
 
 
 def ddp(task: Task) -> Run:
-    """`DistributedDataParallel`; at its best with gradients in its buckets, and told that the graph stays the same."""
+    """Prepare `DistributedDataParallel`; with `best`, gradients are views of its buckets and the graph is static."""
     options = {"gradient_as_bucket_view": True, "static_graph": True} if task.best else {}
     return loop(task, task.loss, lambda model: DistributedDataParallel(model, **options))
 
 
 def zero(task: Task) -> Run:
-    """DDP, and the optimizer state divided over ranks; at its best with parameters in flat buffers."""
+    """Prepare DDP with `ZeroRedundancyOptimizer`; with `best`, parameters are views of flat buffers."""
 
     def optimizer(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
         options |= {"lr": task.rate, "weight_decay": 0.0, "parameters_as_bucket_view": task.best}
@@ -34,13 +34,13 @@ def zero(task: Task) -> Run:
 
 
 def exchanging(task: Task) -> Run:
-    """A bound for level 1: what its ranks cannot do without, and no copy beside it. What it trains is of no use.
+    """Prepare a loop that is a lower bound for the time of level 1: the same communication, but no copies or sums.
 
-    Ranks exchange as many elements as a gather of the parameters, and after the forward pass as many as a scatter of
-    the gradients, and each updates its part of the parameters.
+    Ranks exchange as many elements as a gather of the parameters before the forward pass, and as many as a scatter of
+    the gradients after it. Each rank updates its part of the parameters. The trained model is useless.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    started: list[dist.Work] = []
+    pending: list[dist.Work] = []
 
     def wrap(model: torch.nn.Module) -> Any:
         length = sum(param.numel() for param in model.parameters()) // size
@@ -53,38 +53,38 @@ def exchanging(task: Task) -> Run:
         def forward(*inputs: Any) -> Any:
             start().wait()
             outputs = model(*inputs)
-            started.append(start())
+            pending.append(start())
             return outputs
 
         return forward
 
     def optimizer(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
-        every = [*params]
-        part = task.adamw(every[: len(every) // size], **options)
+        all_params = [*params]
+        part = task.adamw(all_params[: len(all_params) // size], **options)
 
-        def before(*_: Any) -> None:
-            started.pop().wait()
+        def wait_for_gradients(*_: Any) -> None:
+            pending.pop().wait()
 
-        def after(*_: Any) -> None:
-            for param in every:
+        def drop_gradients(*_: Any) -> None:
+            for param in all_params:
                 param.grad = None
 
-        part.register_step_pre_hook(before)
-        part.register_step_post_hook(after)
+        part.register_step_pre_hook(wait_for_gradients)
+        part.register_step_post_hook(drop_gradients)
         return part
 
     return loop(task, task.loss, wrap, optimizer)
 
 
 def fsdp(task: Task) -> Run:
-    """`fully_shard` of each block, then of the rest.
+    """Prepare FSDP2: `fully_shard` of each block, then of the whole model.
 
-    With the option `compiled`, ``"blocks"`` compiles each block and ``"model"`` the whole model.
+    The option ``compiled="blocks"`` compiles each block, ``compiled="model"`` the whole model.
     """
     mesh = init_device_mesh(task.device, (dist.get_world_size(),))
     compiled = task.option("compiled")
 
-    def divide(model: Any) -> Any:
+    def shard(model: Any) -> Any:
         for block in model.blocks:
             if compiled == "blocks":
                 block.compile(backend=task.backend)
@@ -92,4 +92,4 @@ def fsdp(task: Task) -> Run:
         fully_shard(model, mesh=mesh)
         return torch.compile(model, backend=task.backend) if compiled == "model" else model
 
-    return loop(task, task.loss, divide)
+    return loop(task, task.loss, shard)

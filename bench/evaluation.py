@@ -1,4 +1,4 @@
-"""An evaluation of a few batches: the loop one writes by hand, eager or compiled, and `ft.evaluate`."""
+"""The evaluation of a few batches: a loop by hand, eager or compiled, and `ft.evaluate`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench import ours
 from bench.tasks import Run, Task
 
 BATCHES = 8
-"""Of one evaluation, which is a step of a turn."""
+"""The number of batches of one evaluation, which is timed as one step."""
 
 
 def by_hand(task: Task) -> Run:
-    """The mean over all examples, read once at the end; with the option `compile` of `torch.compile(model)`."""
+    """Prepare a loop that computes the mean loss of all examples; with the option `compile` the model is compiled."""
     model, batch = task.model().eval(), task.batch()
     forward = torch.compile(model, backend=task.backend) if task.option("compile") else model
     examples = len(batch["x"])
@@ -31,9 +31,11 @@ def by_hand(task: Task) -> Run:
 
 
 def evaluate(task: Task) -> Run:
-    """`ft.evaluate`; with the option `compile` of a compiled `EvalStep`."""
+    """Prepare `ft.evaluate`; with the option `compile` its step is compiled."""
     loss = ours.loss(task)
     step = ft.eval_step(loss)
-    step = ours.compiling(task)(step) if task.option("compile") else step
-    state, data = ft.train_step(loss, ft.optim.sgd(0.1)).init(device=task.device), [task.batch()] * BATCHES
+    if task.option("compile"):
+        step = ours.compile_wrapper(task)(step)
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init(device=task.device)
+    data = [task.batch()] * BATCHES
     return lambda: torch.tensor(ft.evaluate(step, state, data)["loss"])

@@ -1,4 +1,4 @@
-"""`ft.fit` as an entrant: a turn is one call of it, from start to end."""
+"""`ft.fit` as an entrant: a turn is one whole call of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bench.tasks import Task
 from ftrain.training.history import History
 
 
-class Fitting:
-    """Fits for so many steps at a time; with progress, what it shows goes nowhere."""
+class FitRacer:
+    """A racer whose turn is a call of `ft.fit`; with the option `progress`, it writes its progress bar to /dev/null."""
 
     def __init__(self, task: Task) -> None:
         self._step, self._batch = step_of(task), task.batch()
@@ -35,15 +35,16 @@ class Fitting:
 
     def _fit(self, steps: int) -> History:
         target = int(self._state.step) + steps
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            shown = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
-            with shown[0], shown[1]:
-                self._state, history = ft.fit(
-                    self._step, self._state, itertools.repeat(self._batch), steps=target, progress=self._progress
-                )
+        data = itertools.repeat(self._batch)
+        with (
+            open(os.devnull, "w", encoding="utf-8") as devnull,
+            contextlib.redirect_stdout(devnull),
+            contextlib.redirect_stderr(devnull),
+        ):
+            self._state, history = ft.fit(self._step, self._state, data, steps=target, progress=self._progress)
         return history
 
 
-def fit(task: Task) -> Fitting:
-    """`ft.fit` over the compiled step, or with the option `compile=False` over the eager one."""
-    return Fitting(task)
+def fit(task: Task) -> FitRacer:
+    """Prepare `ft.fit` with the compiled step, or with the option ``compile=False`` the eager one."""
+    return FitRacer(task)

@@ -1,9 +1,11 @@
-"""A gate in front of the batches of a loop, so that whoever owns the loop can be timed in turns.
+"""An iterator of batches that blocks between turns, so that a loop inside another library can be timed in turns.
 
-A trainer calls its own steps and cannot be asked for twenty more. It can be made to wait, though: its data is an
-iterator that gives batches until the turn is over, then reports and blocks until the next turn. A turn of n steps is
-the time from letting the n-th last batch of the turn go to being asked for one more; a loop that fetches a batch
-ahead shifts this by one step at both ends, and n steps are timed all the same. Nothing is started or set up within it.
+A trainer calls its own steps: it cannot be asked for twenty more. But it must wait for its data. Here the data is an
+iterator that yields batches until a turn is over, reports the time, and blocks until the next turn begins.
+
+A turn of n steps lasts from the command that starts it until the loop asks for batch n + 1. A loop that fetches one
+batch ahead begins and ends each turn one step early, so that n steps are timed as well. No time for starting or
+preparing the loop is included.
 """
 
 from __future__ import annotations
@@ -17,43 +19,54 @@ from torch import Tensor
 
 from bench.problems import Batch
 
+RECORDED = 16
+"""How many losses are kept; the race compares only the first few."""
+
 
 class ClosedError(BaseException):
-    """No more turns; not an `Exception`, so that a loop's own handling of errors lets it through."""
+    """The parent wants no more turns. Not an `Exception`, so that no error handling in a trainer catches it."""
 
 
 class Gate:
-    """Gives the same batch as often as it is told over a connection, and answers with the seconds that took."""
+    """Yields one batch again and again, and answers the commands of a connection.
 
-    def __init__(self, connection: Connection, batch: Any, wait: Callable[[], object] = lambda: None) -> None:
-        self._connection, self._batch, self._wait = connection, batch, wait
-        self._left, self._losses = 0, list[Any]()
-        self._start: float | None = None
+    The command ``("run", n)`` starts a turn of n steps, whose end is answered with its seconds. The command
+    ``("losses",)`` is answered with the losses of the first steps. Any other command raises a `ClosedError` in the
+    loop. `synchronize` waits until the device has done the work of a turn.
+    """
+
+    def __init__(self, connection: Connection, batch: Any, synchronize: Callable[[], object] = lambda: None) -> None:
+        self._connection, self._batch, self._synchronize = connection, batch, synchronize
+        self._steps_left = 0
+        self._losses: list[Any] = []
+        self._turn_start: float | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            if not self._left:
-                self._turn()
-            self._left -= 1
+            if not self._steps_left:
+                self._end_turn_and_wait()
+            self._steps_left -= 1
             yield self._batch
 
-    def wait_with(self, wait: Callable[[], object]) -> None:
-        """Wait in this way for the work of a turn to be done, before its time is taken."""
-        self._wait = wait
+    def synchronize_with(self, synchronize: Callable[[], object]) -> None:
+        """Set the function that waits until the work of a turn is done."""
+        self._synchronize = synchronize
 
     def record(self, loss: Any) -> None:
-        """Take note of a loss, as long as the first ones are compared."""
-        if len(self._losses) < 16:
+        """Keep the loss of a step, if it is one of the first."""
+        if len(self._losses) < RECORDED:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
 
-    def _turn(self) -> None:
-        self._wait()
+    def _end_turn_and_wait(self) -> None:
+        self._synchronize()
         end = time.perf_counter()
-        if self._start is not None:
-            self._connection.send(("turn", end - self._start))
-        while (command := self._connection.recv())[0] == "losses":
+        if self._turn_start is not None:
+            self._connection.send(("turn", end - self._turn_start))
+        command = self._connection.recv()
+        while command[0] == "losses":
             self._connection.send(("losses", [float(loss) for loss in self._losses]))
+            command = self._connection.recv()
         if command[0] != "run":
             raise ClosedError
-        self._left = command[1]
-        self._start = time.perf_counter()
+        self._steps_left = command[1]
+        self._turn_start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The loss head alone, forward and backward: the product and the cross-entropy apart, or as one function."""
+"""The loss head alone, forward and backward: matrix product and cross-entropy, separate or as one function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LossOf = Callable[[Any, Tensor], Tensor]
 
 
 def plain(task: Task) -> Run:
-    """`F.cross_entropy(F.linear(...))`, which holds all logits and their gradient."""
+    """Prepare `F.cross_entropy(F.linear(...))`, which stores all logits and their gradient."""
 
     def loss_of(model: Any, labels: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(model.hidden, model.weight).flatten(0, 1), labels.flatten())
@@ -25,7 +25,11 @@ def plain(task: Task) -> Run:
 
 
 def torch_fused(task: Task) -> Run:
-    """The function of torch that does both, where it has one (2.13); in pieces with the option `chunked`."""
+    """Prepare `F.linear_cross_entropy` of torch; with the option `chunked` it computes the logits in chunks.
+
+    Raises:
+        MissingError: if torch is older than 2.13, which has no such function.
+    """
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise MissingError(f"torch {torch.__version__} has no F.linear_cross_entropy")
@@ -38,7 +42,7 @@ def torch_fused(task: Task) -> Run:
 
 
 def ours(task: Task) -> Run:
-    """`ft.losses.linear_cross_entropy`."""
+    """Prepare `ft.losses.linear_cross_entropy`."""
 
     def loss_of(model: Any, labels: Tensor) -> Tensor:
         return ft.losses.linear_cross_entropy(model.hidden, model.weight, labels).value

@@ -1,4 +1,4 @@
-"""The loops one writes by hand: eager with the fused AdamW, compiled, and captured as a CUDA graph; all clip."""
+"""Training loops by hand with gradient clipping: eager with the fused AdamW, compiled, and captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 
 def eager(task: Task) -> Run:
-    """Forward, backward, clip, fused step."""
+    """Prepare forward, backward, clipping and the fused AdamW."""
     return loop(task, task.loss)
 
 
 def compiled(task: Task) -> Run:
-    """With `torch.compile`: by default of the model alone; at its best of model and loss."""
+    """Prepare the loop with `torch.compile` of the model, or with `best` of model and loss."""
     if not task.best:
         return loop(task, task.loss, lambda model: torch.compile(model, backend=task.backend))
 
-    # Dynamo counts recompiles of each function apart; a shared one would fill up with those of other entrants.
+    # A new function for each entrant: Dynamo limits the number of recompiles per function.
     def loss_of(model: Any, batch: Any) -> Tensor:
         return task.loss(model, batch)
 
@@ -29,27 +29,27 @@ def compiled(task: Task) -> Run:
 
 
 def medium(task: Task) -> Run:
-    """As `compiled`, with `torch.set_float32_matmul_precision("medium")`.
+    """Prepare the loop of `compiled` with `torch.set_float32_matmul_precision("medium")`.
 
-    On a CPU oneDNN then multiplies in place of MKL, without AMX in float32 too.
+    On a CPU, oneDNN then computes matrix products instead of MKL; without AMX, it still does so in float32.
     """
     run = compiled(task)
 
-    def running() -> Tensor:
+    def run_at_medium() -> Tensor:
         torch.set_float32_matmul_precision("medium")
         try:
             return run()
         finally:
             torch.set_float32_matmul_precision("highest")
 
-    return running
+    return run_at_medium
 
 
 def compiled_update(task: Task) -> Run:
-    """Model and loss compiled, and clip and optimizer in a second graph, as torch's recipe for optimizers has it."""
+    """Prepare the loop with two compiled graphs: model and loss, and clipping and optimizer (as in torch's recipe)."""
     model, batch = task.model(), task.batch()
     params = list(model.parameters())
-    # The recipe's tensor rate and `capturable` are for GPUs; on a CPU torch refuses them, and the rate is constant.
+    # On a CPU, torch refuses `capturable`. The recipe's learning rate as a tensor is not needed: the rate is constant.
     optimizer = task.adamw(params) if task.device == "cpu" else task.adamw(params, foreach=True, capturable=True)
 
     @torch.compile(backend=task.backend)
@@ -72,7 +72,11 @@ def compiled_update(task: Task) -> Run:
 
 
 def graphed(task: Task) -> Run:
-    """The whole iteration captured once as a `torch.cuda.CUDAGraph` and replayed; at its best with a compiled loss."""
+    """Prepare the whole iteration as one `torch.cuda.CUDAGraph`, which is replayed; with `best` the loss is compiled.
+
+    Raises:
+        MissingError: if the device is not a CUDA device.
+    """
     if not task.device.startswith("cuda"):
         raise MissingError("CUDA graphs need a CUDA device")
     model, batch = task.model(), task.batch()
@@ -91,7 +95,8 @@ def graphed(task: Task) -> Run:
 
 
 def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: torch.optim.Optimizer) -> Run:
-    # The warm-up on a side stream is torch's recipe; what it trained is put back, so that losses start at the start.
+    """Capture an iteration and return its replay. Parameters and optimizer state are as before the warm-up."""
+    # torch's recipe warms up on a side stream. The warm-up trains, so the parameters are saved and restored.
     saved = [param.detach().clone() for param in params]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -109,8 +114,8 @@ def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: 
             for value in state.values():
                 value.zero_()
 
-    # The graph works on the memory of model, batch and optimizer, and does not keep it alive.
-    def run(_kept: Any = iteration) -> Tensor:
+    # The default argument keeps model, batch and optimizer alive: the graph uses their memory without a reference.
+    def run(_kept_alive: Any = iteration) -> Tensor:
         graph.replay()
         return loss
 
@@ -125,7 +130,15 @@ def loop(
     *,
     clips: bool = True,
 ) -> Run:
-    """The loop: forward of the model, or of what `wrap` makes of it, backward, clip, step of the fused AdamW."""
+    """Prepare the eager loop: forward, backward, clipping, and a step of the optimizer.
+
+    Args:
+        task: what to train.
+        loss_fn: computes the loss of a model (or of `wrap(model)`) on a batch.
+        wrap: replaces the model in the forward pass.
+        make_optimizer: makes the optimizer of the parameters. Default: AdamW.
+        clips: whether to clip the gradient.
+    """
     model, batch = task.model(), task.batch()
     forward = wrap(model) if wrap else model
     optimizer = (make_optimizer or task.adamw)(model.parameters(), fused=True)

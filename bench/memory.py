@@ -1,4 +1,4 @@
-"""Peak memory of training: in a process of its own on a CPU, of the allocator on a GPU."""
+"""Peak memory of training on a CPU: the resident memory of a process of its own."""
 
 from __future__ import annotations
 
@@ -15,46 +15,49 @@ import torch
 from bench.child_process import ChildProcess
 from bench.tasks import Entrant, MissingError, Run, Task
 
-# Large blocks go back to the system as they are freed, so that what is resident is what is alive.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Settings of glibc: freed blocks of 64 KiB or more go back to the system at once and are no longer resident."""
 STEPS = 3
+"""Number of steps to warm up, and of steps that are measured."""
 
 
 class Peak(NamedTuple):
-    """Bytes that training holds at its most, state and batch included, and how many of them only within a step."""
+    """Peak memory of training, in bytes.
 
-    most: float
-    within: float
+    `total` includes the state and the batch; `within_step` is only what a step adds to what is held between two steps.
+    """
+
+    total: float
+    within_step: float
 
 
 def peak(entrant: Entrant, task: Task) -> Peak:
-    """Return the bytes that training holds at its most.
+    """Measure the peak memory of training in a new process.
 
-    The process trains a few steps, which compiles what is compiled, then notes the most that is resident in a few
-    more; from that is taken what is resident when all that was trained is dropped, so that libraries and what their
-    compilers leave behind do not count.
+    The process makes a few steps, which compile, and then measures its peak resident memory in a few more. The memory
+    that is still resident after model and optimizer are deleted is subtracted, so that libraries do not count.
 
     Raises:
-        MissingError: where the system does not tell, or the entrant lacks what it needs.
+        MissingError: if the system does not report peak memory, or the entrant lacks what it needs.
     """
-    child = ChildProcess(_measured, entrant, task, environment=MALLOC)
+    child = ChildProcess(_measure_in_child, entrant, task, environment=MALLOC)
     try:
         return Peak(*child.receive(600.0))
     finally:
         child.close()
 
 
-def _measured(pipe: Connection, entrant: Entrant, task: Task) -> None:
-    pipe.send(("peak", measure(lambda: entrant.load()(entrant.task(task)))))
+def _measure_in_child(pipe: Connection, entrant: Entrant, task: Task) -> None:
+    pipe.send(("peak", measure_peak(lambda: entrant.load()(entrant.task(task)))))
 
 
-def measure(make: Callable[[], Run]) -> Peak:
-    """Return the bytes that training holds in this process at its most.
+def measure_peak(make: Callable[[], Run]) -> Peak:
+    """Measure the peak memory of training in this process.
 
     Raises:
-        MissingError: where the system does not tell.
+        MissingError: if the system does not report it.
     """
-    # Loads the compiler whoever trains, so that it is in no difference.
+    # This imports the compiler, also for an eager entrant, so that its memory is subtracted for every entrant.
     torch.compiler.reset()
     run = make()
     for _ in range(STEPS):
@@ -62,31 +65,32 @@ def measure(make: Callable[[], Run]) -> Peak:
     peaks, at_rest = [], []
     for _ in range(STEPS):
         _release()
-        _forget_peak()
-        at_rest.append(_status("VmRSS"))
+        _reset_peak()
+        at_rest.append(_process_status("VmRSS"))
         run()
-        peaks.append(_status("VmHWM"))
+        peaks.append(_process_status("VmHWM"))
     del run
     torch.compiler.reset()
     _release()
     highest = statistics.median(peaks)
-    return Peak(highest - _status("VmRSS"), highest - statistics.median(at_rest))
+    return Peak(highest - _process_status("VmRSS"), highest - statistics.median(at_rest))
 
 
-def most_within(function: Callable[[], object]) -> float:
-    """Return the bytes that are resident at the most while a function runs, beyond those before it.
+def peak_increase(function: Callable[[], object]) -> float:
+    """Return the peak resident memory while a function runs, minus that before, in bytes.
 
     Raises:
-        MissingError: where the system does not tell.
+        MissingError: if the system does not report it.
     """
     _release()
-    _forget_peak()
-    at_start = _status("VmRSS")
+    _reset_peak()
+    at_start = _process_status("VmRSS")
     function()
-    return float(_status("VmHWM") - at_start)
+    return float(_process_status("VmHWM") - at_start)
 
 
 def _release() -> None:
+    """Return freed memory to the system."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -94,15 +98,17 @@ def _release() -> None:
         raise MissingError("peak memory is read with glibc on Linux only") from None
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
+    """Set VmHWM to the memory that is resident now ("5" does that, see proc(5), clear_refs)."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
-        raise MissingError("this system does not let a process forget its peak memory") from None
+        raise MissingError("this system does not let a process reset its peak memory") from None
 
 
-def _status(name: str) -> int:
+def _process_status(name: str) -> int:
+    """Return a field of /proc/self/status in bytes, such as VmRSS (resident now) or VmHWM (its peak)."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise MissingError(f"this system does not tell {name}")
+    raise MissingError(f"/proc/self/status of this system has no {name}")

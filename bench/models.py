@@ -1,6 +1,6 @@
-"""Models with random weights, small enough to read: a null model, many leaves, an MLP, GPT, BERT and a Llama.
+"""Models with random weights: a null model, many leaves, an MLP, GPT, BERT and Llama.
 
-Of torch alone, so that a GPU machine needs no more than ftrain itself does.
+They need only torch, so that a GPU machine needs no more libraries than ftrain does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Leaves(nn.Module):
-    """So many tiny parameters, and a loss that touches each of them at next to no cost."""
+    """`count` parameters of two elements each, which are all used at almost no cost."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -22,17 +22,17 @@ class Leaves(nn.Module):
 
 
 def null() -> nn.Module:
-    """One 1x1 linear map: nothing but the cost of a step."""
+    """Return one 1x1 linear map, whose training step has only overhead."""
     return nn.Sequential(nn.Linear(1, 1))
 
 
 def mlp(width: int, layers: int) -> nn.Module:
-    """Layers of equal width with tanh between."""
+    """Return linear layers of equal width, each followed by tanh."""
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
 
 
-class Feed(nn.Module):
-    """The feed-forward half of a block: two maps with exact GELU between, four times as wide inside."""
+class FeedForward(nn.Module):
+    """The feed-forward part of a block: two linear maps with exact GELU between them, four times as wide inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Feed(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block of the GPT-2 kind: norms first, exact GELU, no dropout."""
+    """A transformer block with exact GELU and no dropout, pre-norm as in GPT-2 or post-norm as in BERT."""
 
     def __init__(self, width: int, heads: int, *, causal: bool, norm_first: bool) -> None:
         super().__init__()
         self.heads, self.causal, self.norm_first = heads, causal, norm_first
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = Feed(width)
+        self.feed = FeedForward(width)
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (_split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
@@ -66,21 +66,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions; `tied` shares the embedding with the head, as GPT-2 does."""
+    """A decoder with learned position embeddings; with `tied` the head shares the token embedding, as in GPT-2."""
 
     def __init__(
         self, vocabulary: int, width: int, layers: int, heads: int, length: int, *, tied: bool = False
     ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=True, norm_first=True) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.apply(_small)
+        self.apply(_init_weights)
         if tied:
             self.head.weight = self.tokens.weight
 
     def hidden(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places.weight[: x.shape[1]]
+        h = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
             h = block(h)
         return self.norm(h)
@@ -90,25 +90,25 @@ class GPT(nn.Module):
 
 
 class BERT(nn.Module):
-    """An encoder with a pooled classifier of two classes, post-norm, without dropout so that losses can be compared."""
+    """A post-norm encoder and a classifier of two classes, without dropout so that losses can be compared."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.kinds, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.segments, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=False, norm_first=False) for _ in range(layers))
         self.pool, self.head = nn.Linear(width, width), nn.Linear(width, 2)
-        self.apply(_small)
+        self.apply(_init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.tokens(x) + self.places.weight[: x.shape[1]] + self.kinds.weight[0])
+        h = self.norm(self.tokens(x) + self.positions.weight[: x.shape[1]] + self.segments.weight[0])
         for block in self.blocks:
             h = block(h)
         return self.head(torch.tanh(self.pool(h[:, 0])))
 
 
 class Head(nn.Module):
-    """The last layer alone: hidden states, which are a parameter so that they get a gradient, times a matrix."""
+    """The last linear layer alone. Its input is a parameter too, so that its gradient is computed."""
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder of the Llama 3 kind, with the embedding tied to the head as in its 1B size."""
+    """A decoder like Llama 3, with the embedding tied to the head as in Llama 3.2 1B."""
 
     def __init__(
         self, vocabulary: int, width: int, layers: int, heads: int, groups: int, inner: int, length: int
@@ -152,7 +152,7 @@ class Llama(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups, inner) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, vocabulary, bias=False)
-        self.apply(_small)
+        self.apply(_init_weights)
         self.head.weight = self.tokens.weight
         size = width // heads
         angles = torch.outer(torch.arange(length).float(), 500_000.0 ** (-torch.arange(0, size, 2).float() / size))
@@ -170,12 +170,12 @@ class Llama(nn.Module):
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """Return (batch, heads, time, size) of (batch, time, heads * size)."""
+    """Reshape (batch, time, heads * size) to (batch, heads, time, size)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _merge(x: Tensor) -> Tensor:
-    """Undo `_split`."""
+    """Reshape (batch, heads, time, size) to (batch, time, heads * size)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -184,7 +184,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-def _small(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""ftrain's entrants: the same step eager, donated, compiled, captured, and with any wrappers between."""
+"""The steps of ftrain: eager, donated, compiled, captured as device graphs, and with other wrappers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from bench.problems import criterion
 from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
+"""The name of the backend that `calls_only` registers."""
 RANK = 8
-"""Of adapters."""
+"""The rank of adapters."""
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
     'with_amp("auto")': ft.with_amp,
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
@@ -31,63 +32,70 @@ WRAPPERS: Mapping[str, Callable[[], Any]] = {
 
 
 def eager(task: Task) -> Run:
-    """`ft.donated()`, or with the option `donate=False` without it."""
-    return stateful(step_of(task.with_options(compile=False)), task)
+    """Prepare the eager step, donated unless the option `donate` is false."""
+    return make_run(step_of(task.with_options(compile=False)), task)
 
 
 def compiled(task: Task) -> Run:
-    """`ft.compiled(donate=True)`; the option `graphs` asks for the capture of device graphs or forbids it."""
-    return stateful(step_of(task), task)
+    """Prepare the compiled step, donated unless the option `donate` is false.
+
+    The option `graphs` turns the capture of device graphs on or off.
+    """
+    return make_run(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:
-    """The step with clipping, in the precision of the task, donated or compiled as its options say.
+    """Return the step with clipping in the precision of the task, donated or compiled according to its options.
 
-    With the option `level` it runs on all ranks there are.
+    With the option `level`, it is sharded at this level over all ranks.
     """
     donate = task.option("donate", True)
     if task.option("compile", True):
-        return _composed(task, compiling(task, donate=donate, graphs=task.option("graphs")))
+        return _composed(task, compile_wrapper(task, donate=donate, graphs=task.option("graphs")))
     return _composed(task, *([ft.donated()] if donate else []))
 
 
 def wrapped(task: Task) -> Run:
-    """The plain eager step with the wrappers of the option `wrappers`, and no others."""
+    """Prepare the step with the wrappers of the option `wrappers`, and no others."""
     names = task.option("wrappers", ())
-    chosen = [compiling(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
-    return stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
+    wrappers = [compile_wrapper(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
+    return make_run(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *wrappers), task)
 
 
 def rematerialised(task: Task) -> Run:
-    """The donated eager step with the named blocks, or all of them, computed twice."""
+    """Prepare the donated eager step with `ft.remat` of the blocks of the option `blocks`; default: of all blocks."""
     blocks = task.option("blocks")
     remat = ft.remat(task.option("policy", "full"), blocks=list(blocks) if blocks else None)
-    return stateful(_composed(task, remat, ft.donated()), task)
+    return make_run(_composed(task, remat, ft.donated()), task)
 
 
 def adapted(task: Task) -> Run:
-    """The step of `adapted_step`; compiled at its best."""
-    return stateful(adapted_step(task), task)
+    """Prepare the step of `adapted_step`."""
+    return make_run(adapted_step(task), task)
 
 
 def adapted_step(task: Task) -> ft.Step:
-    """The donated step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
-    donating = compiling(task, donate=True) if task.best else ft.donated()
+    """Return the donated step that trains only low-rank adapters of the linear maps in the blocks.
+
+    With `best` it is compiled.
+    """
+    donating = compile_wrapper(task, donate=True) if task.best else ft.donated()
     return _composed(task, ft.lora(RANK, targets=["blocks.*"]), donating)
 
 
-def trainable(task: Task) -> float:
-    """The share of the parameters that trains with these adapters, themselves among all, in percent."""
+def trainable_percent(task: Task) -> float:
+    """Return the percentage of the parameters, adapters included, that `adapted_step` trains."""
     state = adapted_step(task).init(device=task.device)
-    trained, frozen = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
+    trained = sum(leaf.numel() for leaf in ft.tree.leaves(state.params))
+    frozen = sum(leaf.numel() for leaf in ft.tree.leaves(state.frozen))
     return 100 * trained / (trained + frozen)
 
 
-def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
-    """`ft.compiled`, with the capture of device graphs where it is asked for.
+def compile_wrapper(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
+    """Return the wrapper `ft.compiled`; `graphs` turns the capture of device graphs on or off.
 
     Raises:
-        MissingError: when it is asked for on a CPU.
+        MissingError: if `graphs` is true on a CPU.
     """
     if graphs and task.device == "cpu":
         raise MissingError("a CPU captures no device graphs")
@@ -97,14 +105,15 @@ def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -
     return ft.compiled(donate=donate, replay=graphs, **options)
 
 
-def called(task: Task) -> Run:
-    """The compiled step without the work: a graph that gives what it gave the first time, so that calls remain."""
+def calls_only(task: Task) -> Run:
+    """Prepare the compiled step without its computation, so that only the cost of its calls is timed."""
     if CALLS not in list_backends(None):
-        register_backend(_once, name=CALLS)
+        register_backend(_compute_once, name=CALLS)
     return compiled(dataclasses.replace(task, backend=CALLS))
 
 
-def _once(graph: Any, inputs: Any) -> Callable[..., Any]:
+def _compute_once(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Compile a graph into a function that computes in its first call and then returns the same outputs."""
     outputs: list[Any] = []
 
     def run(*inputs: Any) -> Any:
@@ -116,7 +125,7 @@ def _once(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 
 def loss(task: Task) -> Any:
-    """The loss of a task, with the loss head that the option `fused_head` names."""
+    """Return the loss function of a task; with the option `fused_head` it uses `ft.losses.linear_cross_entropy`."""
     module = task.model()
     if not task.option("fused_head"):
         return ft.from_module(module, criterion)
@@ -124,17 +133,18 @@ def loss(task: Task) -> Any:
     return ft.from_module(module, lambda model, batch: head(model.hidden(batch["x"]), model.head.weight, batch["y"]))
 
 
-def _composed(task: Task, *wrappers: Any) -> ft.Step:
-    precise = {"bf16": [ft.with_amp("bf16")], "tf32": [ft.with_amp("tf32")]}.get(task.precision, [])
+def _composed(task: Task, *outer: Any) -> ft.Step:
+    """Return the step in the precision of the task, with the wrappers of its options, clipping, then `outer`."""
+    precision = [ft.with_amp(task.precision)] if task.precision in {"bf16", "tf32"} else []
     inner = [WRAPPERS[name]() for name in task.option("wrappers", ())]
     level = task.option("level")
     sharded = [] if level is None else [ft.sharded(ft.parallel.mesh(), level)]
     step = ft.train_step(loss(task), ft.optim.adamw(task.rate))
-    return ft.compose(step, *precise, *inner, ft.clip(MAX_NORM), *sharded, *wrappers)
+    return ft.compose(step, *precision, *inner, ft.clip(MAX_NORM), *sharded, *outer)
 
 
-def stateful(step: ft.Step, task: Task) -> Run:
-    """Calls of a step that hand its state on."""
+def make_run(step: ft.Step, task: Task) -> Run:
+    """Return a function that calls a step with the state of its last call, and returns the loss."""
     state, batch = step.init(device=task.device, donate=True), task.batch()
 
     def run() -> Tensor:

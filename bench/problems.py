@@ -1,4 +1,4 @@
-"""What is trained: a model, a batch and a loss, each at full size and tiny."""
+"""The problems: a model, a batch and a loss, each in its full size and in a tiny one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a problem, as far as it has them; `tokens` tells whether it reads integers."""
+    """The sizes of a batch and the arguments of the model.
+
+    `length` (tokens in a sequence) and `vocabulary` are zero for models whose input is not tokens.
+    """
 
     batch: int
     length: int = 0
@@ -27,9 +30,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model family at two sizes, the one that is measured and one that runs in a moment, and a learning rate.
+    """A model family in two sizes: the full one, which is measured, and a tiny one for tests.
 
-    Deep models take a small one, lest rounding grow within three steps to what looks like other maths.
+    `text` describes it, `build` makes the model, `jax` names the function of `bench.peers.jax_models` with the same
+    model, and `rate` is the learning rate. Deep models need a small rate: with a larger one, rounding errors grow
+    within three steps until equal computations seem to differ.
     """
 
     text: str
@@ -40,7 +45,7 @@ class Problem:
     rate: float = 1e-3
 
     def sizes(self, *, tiny: bool) -> Sizes:
-        """The sizes to run."""
+        """Return the tiny or the full sizes."""
         return self.tiny if tiny else self.full
 
     def model(self, sizes: Sizes) -> nn.Module:
@@ -50,7 +55,7 @@ class Problem:
         return self.build(**sizes.model)
 
     def batch(self, *, tiny: bool) -> Batch:
-        """Draw a batch: numbers to regress on, tokens to predict, or classes of sequences."""
+        """Draw a batch of inputs ``x`` and targets ``y``: next tokens, classes of sequences, or numbers to regress."""
         s = self.sizes(tiny=tiny)
         if s.vocabulary:
             labels = (s.batch,) if self.build is models.BERT else (s.batch, s.length)
@@ -61,7 +66,7 @@ class Problem:
 
 
 def criterion(model: Callable[[Tensor], Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    """Squared error of numbers, cross-entropy of tokens or classes."""
+    """Return the mean squared error of numbers, or the mean cross-entropy of tokens or classes."""
     out = model(batch["x"])
     if batch["y"].is_floating_point():
         return F.mse_loss(out.float(), batch["y"])
@@ -69,16 +74,16 @@ def criterion(model: Callable[[Tensor], Tensor], batch: Mapping[str, Tensor]) ->
 
 
 def flops(model: nn.Module, sizes: Sizes) -> float:
-    """Operations of a training step, six for each weight of a matrix and token, and the products of attention.
+    """Return the floating-point operations of a training step: six per token and weight of a matrix, and attention.
 
-    Source: Kaplan et al. 2020, arXiv:2001.08361, table 1; of a causal model half of the products count.
+    Source: Kaplan et al. 2020, arXiv:2001.08361, table 1. Of the products of causal attention, half are counted.
     """
     tokens = sizes.batch * max(sizes.length, 1)
-    # An embedding looks up; only as a tied head does its weight multiply, and then a linear map holds it.
+    # An embedding multiplies nothing, so only weights of linear maps count; a tied head is such a map.
     matrices = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
     layers, width = sizes.model.get("layers", 0), sizes.model.get("width", 0)
-    seen = 1.0 if isinstance(model, models.BERT) else 0.5
-    attention = 12 * layers * width * sizes.length * seen if sizes.length else 0.0
+    counted = 1.0 if isinstance(model, models.BERT) else 0.5
+    attention = 12 * layers * width * sizes.length * counted if sizes.length else 0.0
     return tokens * (6.0 * sum(matrices.values()) + attention)
 
 
@@ -112,7 +117,7 @@ PROBLEMS: dict[str, Problem] = {
         SMALL,
         jax="gpt",
     ),
-    # Most of whose memory are activations, and most of whose memory are parameters.
+    # Most of the memory of `deep` is activations, most of that of `wide` is parameters.
     "deep": Problem(
         "GPT 12x128, 4 x 128 tokens, vocabulary 256",
         models.GPT,
@@ -156,7 +161,7 @@ PROBLEMS: dict[str, Problem] = {
         )
         for count in (10, 100, 1_000, 10_000)
     },
-    # Two million parameters; as many tokens on each rank, however many there are.
+    # Two million parameters. The number of tokens on each rank is always the same.
     **{
         f"ranks {count}": Problem(
             f"GPT 4x192, 8 x 64 tokens a rank, vocabulary 512, {count} ranks",
@@ -166,7 +171,7 @@ PROBLEMS: dict[str, Problem] = {
         )
         for count in (1, 2, 4)
     },
-    # Of these, only the parameters are used.
+    # Models for the updates, which use only their parameters; the batches are never drawn.
     **{
         f"update {name}": Problem(
             f"{layers} layers of {width}",

@@ -1,4 +1,4 @@
-"""One question from start to end: get entrants ready, compare their maths, time them in turns, and make the rows."""
+"""One question from start to end: prepare its entrants, compare their losses, time them in turns, return the rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from bench.loss_check import LossMismatchError, require_same_losses
 from bench.memory import Peak, peak
 from bench.problems import flops
-from bench.rows import ADDED, FAILED, MEMORY, MISSING, RATIO, SKIPPED, TIME, WITHIN, Row, measured, said
-from bench.same import MathsError, require_same
+from bench.rows import ADDED, FAILED, MEMORY, MISSING, RATIO, SKIPPED, TIME, WITHIN, Row, measured, unmeasured
 from bench.settings import Settings
-from bench.stats import differences, pairwise
-from bench.tasks import Entrant, Task, absent
-from bench.timing import Racer, interleaved, racer
+from bench.stats import paired_differences, paired_ratios
+from bench.tasks import Entrant, Task, is_missing
+from bench.timing import Racer, interleaved, make_racer
 
-CHECKED = 3
-"""How many losses are compared."""
+COMPARED = 3
+"""How many losses of each entrant are compared."""
 
 
 def race(
@@ -27,81 +27,88 @@ def race(
     entrants: Iterable[Entrant],
     settings: Settings,
     *,
-    part: float = 1.0,
+    fraction: float = 1.0,
     steps: int | None = None,
-    checked: int = CHECKED,
+    compared: int = COMPARED,
     tolerance: str = "",
-    make: Callable[[Entrant, Task], Racer] = racer,
+    make: Callable[[Entrant, Task], Racer] = make_racer,
     added: Iterable[tuple[Entrant, Entrant]] = (),
 ) -> list[Row]:
-    """Race entrants, and return the rows.
+    """Time entrants in turns and return the rows.
+
+    An entrant that fails gets a row without a number, which says why. If losses differ, no entrant is timed.
 
     Args:
-        question: what is asked.
-        task: what they train.
-        entrants: who races; whose maths the others are held to is first.
-        settings: of the run.
-        part: of the rounds of the run.
-        steps: of a turn. Default: as many as fill the seconds of the settings.
-        checked: how many losses are compared.
-        tolerance: a precision, whose difference of losses is allowed. Default: that of the task.
-        make: makes an entrant ready.
-        added: pairs of entrants; for each a row says what the first adds to the time of the second.
+        question: the name of the question.
+        task: what the entrants train.
+        entrants: the entrants; the losses of all others are compared with those of the first one.
+        settings: the settings of the run.
+        fraction: the number of rounds as a fraction of that of the settings.
+        steps: the number of steps in a turn. Default: as many as take the seconds of the settings.
+        compared: how many losses of each entrant are compared.
+        tolerance: the precision whose tolerance applies to the losses. Default: that of the task.
+        make: makes an entrant ready to be timed.
+        added: pairs of entrants. For each pair there is a row of the time of the first minus that of the second.
     """
     print(question, flush=True)
-    contest = _Race(question, task, settings)
+    race_of_question = _Race(question, task, settings)
     try:
-        contest.enter(entrants, checked, make)
-        times = contest.time(settings.share(part), steps, tolerance or task.precision)
+        race_of_question.prepare(entrants, compared, make)
+        times = race_of_question.time(settings.scaled_rounds(fraction), steps, tolerance or task.precision)
         for entrant, base in added:
-            contest.add_difference(times, entrant.name, base.name)
+            race_of_question.add_difference(times, entrant.name, base.name)
     finally:
-        contest.close()
-    return contest.rows
+        race_of_question.close()
+    return race_of_question.rows
 
 
 class _Race:
-    """The entrants of one question, those that are ready, and the rows so far."""
+    """One question: its entrants that are ready to be timed, their first losses, and the rows so far."""
 
     def __init__(self, question: str, task: Task, settings: Settings) -> None:
         self.question, self.task, self.settings = question, task, settings
         self.rows: list[Row] = []
         self._racers: dict[str, Racer] = {}
         self._losses: dict[str, list[float]] = {}
-        self._kinds: dict[str, str] = {}
-        if settings.place.type == "cuda":
-            # As one sets it at the start of a program; ftrain sets it for its own step.
+        self._categories: dict[str, str] = {}
+        if settings.torch_device.type == "cuda":
+            # The loops by hand need this global setting; ftrain sets the precision within its own step.
             torch.set_float32_matmul_precision("high" if task.precision == "tf32" else "highest")
 
-    def enter(self, entrants: Iterable[Entrant], checked: int, make: Callable[[Entrant, Task], Racer]) -> None:
-        """Get entrants ready; who cannot gets a row that says why."""
+    def prepare(self, entrants: Iterable[Entrant], compared: int, make: Callable[[Entrant, Task], Racer]) -> None:
+        """Make entrants ready to be timed. One that fails gets a row without a number, which says why."""
         for entrant in entrants:
-            if self.settings.late():
-                self._say(entrant, SKIPPED, "the time of the run was used up")
+            if self.settings.out_of_time():
+                self._add_unmeasured(entrant, SKIPPED, "the time of the run was used up")
                 continue
             try:
-                self._prepare(entrant, checked, make)
+                self._prepare(entrant, compared, make)
             except TimeoutError as error:
-                self._say(entrant, SKIPPED, f"getting ready (compiling) took too long: {error}")
+                self._add_unmeasured(entrant, SKIPPED, f"getting ready (compiling) took too long: {error}")
             except Exception as error:
-                # An entrant that does not run is a result, and must not take the others with it.
-                text = str(error) if absent(error) else f"{type(error).__name__}: {str(error)[-200:]}"
-                self._say(entrant, MISSING if absent(error) else FAILED, text)
+                # That an entrant fails is a result; the others are timed all the same.
+                if is_missing(error):
+                    self._add_unmeasured(entrant, MISSING, str(error))
+                else:
+                    self._add_unmeasured(entrant, FAILED, f"{type(error).__name__}: {str(error)[-200:]}")
 
     def time(self, rounds: int, steps: int | None, tolerance: str) -> dict[str, list[float]]:
-        """Compare the losses, then time all entrants that are ready; return microseconds a step by round."""
+        """Compare the losses, then time all entrants that are ready.
+
+        Returns, by name of the entrant, microseconds a step in each round; nothing if the losses differ or one fails.
+        """
         if not self._racers:
             return {}
         try:
-            difference = require_same(self._losses, tolerance)
-        except MathsError as error:
-            self.rows.append(said(self.question, "all", FAILED, str(error)))
+            difference = require_same_losses(self._losses, tolerance)
+        except LossMismatchError as error:
+            self.rows.append(unmeasured(self.question, "all", FAILED, str(error)))
             return {}
         self.rows.append(measured(self.question, "all", "largest difference of losses", "", [difference]))
         try:
             times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
         except Exception as error:
-            self.rows.append(said(self.question, "all", FAILED, f"while timed: {type(error).__name__}: {error}"))
+            self.rows.append(unmeasured(self.question, "all", FAILED, f"while timed: {type(error).__name__}: {error}"))
             return {}
         for name, values in times.items():
             self.rows.append(measured(self.question, name, TIME, "us", values))
@@ -110,67 +117,70 @@ class _Race:
         return times
 
     def add_difference(self, times: dict[str, list[float]], name: str, base: str) -> None:
-        """Add a row of what an entrant adds to the time of another, when both were timed."""
+        """Add a row of the time of one entrant minus that of another, if both were timed."""
         if name in times and base in times:
-            values = differences(times[name], times[base])
-            self.rows.append(measured(self.question, name, f"{ADDED}{base}", "us", values, sure=True))
+            values = paired_differences(times[name], times[base])
+            self.rows.append(measured(self.question, name, f"{ADDED}{base}", "us", values, interval=True))
 
     def close(self) -> None:
-        """Drop all entrants."""
-        for one in self._racers.values():
-            one.close()
+        """Close all entrants and free their memory."""
+        for racer in self._racers.values():
+            racer.close()
         self._racers.clear()
         torch.compiler.reset()
         gc.collect()
-        if self.settings.place.type == "cuda":
+        if self.settings.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _prepare(self, entrant: Entrant, checked: int, make: Callable[[Entrant, Task], Racer]) -> None:
-        # The allocator of this process knows nothing of other processes: those of an entrant, or ranks.
-        is_here = make is racer and not entrant.in_own_process
-        on_gpu = self.settings.place.type == "cuda" and is_here
-        at_start = torch.cuda.memory_allocated() if on_gpu else 0
+    def _prepare(self, entrant: Entrant, compared: int, make: Callable[[Entrant, Task], Racer]) -> None:
+        # The allocator's statistics of this process do not include other processes, such as those of ranks.
+        in_this_process = make is make_racer and not entrant.own_process
+        measures_memory = self.settings.torch_device.type == "cuda" and in_this_process
+        bytes_before = torch.cuda.memory_allocated() if measures_memory else 0
         start = time.perf_counter()
-        if on_gpu:
-            # Before a graph is recorded, whose replays do not ask the allocator for memory.
+        if measures_memory:
+            # Reset before a CUDA graph is captured: its replays allocate nothing, so they would not count.
             torch.cuda.reset_peak_memory_stats()
-        one = make(entrant, self.task)
+        racer = make(entrant, self.task)
         try:
-            losses = one.losses(checked)
+            losses = racer.losses(compared)
             seconds = time.perf_counter() - start
             self.rows.append(measured(self.question, entrant.name, "time to get ready", "s", [seconds]))
-            if on_gpu:
-                one.turn(2)
-                used = (torch.cuda.max_memory_allocated() - at_start) / 1e6
-                self.rows.append(measured(self.question, entrant.name, MEMORY, "MB", [used]))
+            if measures_memory:
+                racer.turn(2)
+                megabytes = (torch.cuda.max_memory_allocated() - bytes_before) / 1e6
+                self.rows.append(measured(self.question, entrant.name, MEMORY, "MB", [megabytes]))
         except BaseException:
-            one.close()
+            racer.close()
             raise
-        self._racers[entrant.name] = one
-        if entrant.checked:
+        self._racers[entrant.name] = racer
+        if entrant.compares_losses:
             self._losses[entrant.name] = losses
-        self._kinds[entrant.name] = entrant.kind
+        self._categories[entrant.name] = entrant.category
         print(f"  ready: {entrant.name}", flush=True)
 
-    def _say(self, entrant: Entrant, what: str, why: str) -> None:
-        self.rows.append(said(self.question, entrant.name, what, why))
-        print(f"  {what}: {entrant.name}: {' '.join(why.split())[:160]}", flush=True)
+    def _add_unmeasured(self, entrant: Entrant, metric: str, reason: str) -> None:
+        self.rows.append(unmeasured(self.question, entrant.name, metric, reason))
+        print(f"  {metric}: {entrant.name}: {' '.join(reason.split())[:160]}", flush=True)
 
     def _ratios(self, times: dict[str, list[float]]) -> list[Row]:
-        """Ftrain's time over that of every other, and a control's over the first one's."""
+        """Return the ratios of each entrant of ftrain to every other entrant, and of each control to the first one."""
         first = next(iter(times))
-        pairs = [
-            (name, other)
-            for name in times
-            for other in times
-            if name != other and (self._kinds[name] == "ours" or (self._kinds[name] == "control" and other == first))
-        ]
-        return [
-            measured(self.question, name, f"{RATIO}{other}", "", pairwise(times[name], times[other]), sure=True)
-            for name, other in pairs
-        ]
+        rows = []
+        for name in times:
+            if self._categories[name] == "ours":
+                others = [other for other in times if other != name]
+            elif self._categories[name] == "control" and name != first:
+                others = [first]
+            else:
+                others = []
+            for other in others:
+                values = paired_ratios(times[name], times[other])
+                rows.append(measured(self.question, name, f"{RATIO}{other}", "", values, interval=True))
+        return rows
 
     def _rates(self, name: str, values: Sequence[float]) -> list[Row]:
+        """Return the rows of tokens a second and of model FLOPs utilisation, where the task has tokens."""
         sizes, rows = self.task.sizes, []
         if sizes.length:
             tokens = [sizes.batch * sizes.length / value * 1e6 for value in values]
@@ -191,25 +201,30 @@ def memory_rows(
     settings: Settings,
     peak: Callable[[Entrant, Task], Peak] = peak,
 ) -> list[Row]:
-    """Rows of peak memory of entrants, each in processes of its own, and of their ratios to the first one."""
+    """Return the rows of the peak memory of entrants, and of its ratios to that of the first entrant.
+
+    Each entrant trains in processes of its own; `peak` measures it.
+    """
     peaks: dict[str, Peak] = {}
     rows = []
     base = entrants[0].name
     for entrant in entrants:
-        if settings.late():
-            rows.append(said(question, entrant.name, SKIPPED, f"{MEMORY}: the time of the run was used up"))
+        if settings.out_of_time():
+            rows.append(unmeasured(question, entrant.name, SKIPPED, f"{MEMORY}: the time of the run was used up"))
             continue
         try:
             peaks[entrant.name] = peak(entrant, task)
         except Exception as error:
-            what = MISSING if absent(error) else FAILED
-            rows.append(said(question, entrant.name, what, f"{MEMORY}: {str(error)[-200:]}"))
+            metric = MISSING if is_missing(error) else FAILED
+            rows.append(unmeasured(question, entrant.name, metric, f"{MEMORY}: {str(error)[-200:]}"))
             continue
-        rows.append(measured(question, entrant.name, MEMORY, "MB", [peaks[entrant.name].most / 1e6]))
-        rows.append(measured(question, entrant.name, WITHIN, "MB", [peaks[entrant.name].within / 1e6]))
-    for name in peaks.keys() - {base} if base in peaks else ():
+        rows.append(measured(question, entrant.name, MEMORY, "MB", [peaks[entrant.name].total / 1e6]))
+        rows.append(measured(question, entrant.name, WITHIN, "MB", [peaks[entrant.name].within_step / 1e6]))
+    if base not in peaks:
+        return rows
+    for name in peaks.keys() - {base}:
         for metric, bytes_held, base_bytes in zip((MEMORY, WITHIN), peaks[name], peaks[base], strict=True):
-            # What is tiny may hold less than a page.
+            # A tiny problem may need less than a page of memory, which is measured as zero or less.
             if bytes_held > 0 and base_bytes > 0:
                 rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [bytes_held / base_bytes]))
     return rows

@@ -1,7 +1,9 @@
-"""Ranks: processes that train together, each with one thread. An entrant has ranks of its own; those of others wait.
+"""Entrants that train on several ranks: processes with one thread each.
 
-In processes that all share, an entrant that keeps its buffers gains on one that allocates them in each step, and gets
-what the others have freed. An entrant of ftrain is given the whole batch on every rank; others the rows of their rank.
+Each entrant has its own ranks, which wait while those of others are timed. In shared processes the memory that one
+entrant frees would serve the next, which helps entrants that allocate buffers in each step.
+
+An entrant of ftrain gets the whole batch on every rank; the others get the rows of their rank.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.child_process import ChildProcess, told
-from bench.memory import MALLOC, Peak, measure
+from bench.child_process import ChildProcess, error_answer
+from bench.memory import MALLOC, Peak, measure_peak
 from bench.tasks import Entrant, Run, Task
-from bench.timing import SETTLE, LocalRacer
+from bench.timing import SETTLE_SECONDS, LocalRacer
 
-PATIENCE = 900.0
-"""Seconds after which ranks that do not answer, or wait for each other, are given up: long, for they may compile."""
+TIMEOUT = 900.0
+"""Seconds to wait for an answer of a rank, and for other ranks in a collective; long, because ranks may compile."""
 
 
 class Ranks:
-    """A number of processes that communicate by gloo, or on a GPU by NCCL."""
+    """Processes that communicate by gloo, or on a GPU by NCCL."""
 
     def __init__(self, size: int, device: str, environment: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        meeting = str(Path(self._folder.name) / "store")
+        store = str(Path(self._folder.name) / "store")
         variables = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         self._children = [
             ChildProcess(
@@ -40,26 +42,26 @@ class Ranks:
                 rank,
                 size,
                 device,
-                meeting,
+                store,
                 environment={**variables, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 threads=1,
             )
             for rank in range(size)
         ]
 
-    def ask(self, *command: Any, patience: float = PATIENCE) -> list[Any]:
+    def ask(self, *command: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Send a command to all ranks, and return their answers in the order of ranks.
 
         Raises:
-            TimeoutError: when one does not answer; all are then ended.
-            Exception: of the first rank that raised one, as `ChildProcess.receive` says.
+            TimeoutError: if a rank does not answer; all ranks are then ended.
+            Exception: the error of the first rank that failed, as `ChildProcess.receive` raises it.
         """
         for child in self._children:
             child.send(*command)
         answers, errors = [], []
         for child in self._children:
             try:
-                answers.append(child.receive(patience))
+                answers.append(child.receive(timeout))
             except TimeoutError:
                 self.close()
                 raise
@@ -81,21 +83,21 @@ class RankRacer:
 
     def __init__(self, entrant: Entrant, task: Task, size: int) -> None:
         entrant.require()
-        self._ranks, self._patience = Ranks(size, task.device), entrant.patience
+        self._ranks, self._timeout = Ranks(size, task.device), entrant.timeout
         try:
-            self._ranks.ask("enter", entrant, task, patience=self._patience)
+            self._ranks.ask("enter", entrant, task, timeout=self._timeout)
         except BaseException:
             self.close()
             raise
 
     def losses(self, steps: int) -> list[float]:
-        """Means over ranks: an entrant may know the loss of its rows alone."""
-        losses = torch.tensor(self._ranks.ask("losses", steps, patience=self._patience))
+        """Return the losses, averaged over ranks: a rank may know only the loss of its own rows."""
+        losses = torch.tensor(self._ranks.ask("losses", steps, timeout=self._timeout))
         return losses.mean(0).tolist()  # type: ignore[no-any-return]
 
     def turn(self, steps: int) -> float:
-        """The seconds of the slowest rank, after all have waited for each other."""
-        time.sleep(SETTLE)
+        """Return the seconds of the slowest rank; all ranks start together."""
+        time.sleep(SETTLE_SECONDS)
         return max(self._ranks.ask("turn", steps))
 
     def close(self) -> None:
@@ -103,31 +105,31 @@ class RankRacer:
 
 
 def peak(entrant: Entrant, task: Task, size: int) -> Peak:
-    """Return the bytes that training holds at its most on that rank which holds most, on ranks of its own.
+    """Measure the peak memory of training on `size` new ranks, and return that of the rank with the highest peak.
 
     Raises:
-        MissingError: where the system does not tell, or the entrant lacks what it needs.
+        MissingError: if the system does not report peak memory, or the entrant lacks what it needs.
     """
     entrant.require()
     ranks = Ranks(size, task.device, MALLOC)
     try:
-        peaks = ranks.ask("peak", entrant, task, patience=entrant.patience)
+        peaks = ranks.ask("peak", entrant, task, timeout=entrant.timeout)
     finally:
         ranks.close()
     return Peak(*(max(values) for values in zip(*peaks, strict=True)))
 
 
-def _serve(pipe: Connection, rank: int, size: int, device: str, meeting: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, device: str, store: str) -> None:
     """Run in a rank: answer commands until the pipe is closed."""
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    timeout = datetime.timedelta(seconds=PATIENCE)
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     racers: list[LocalRacer] = []
     answers: dict[str, Callable[..., Any]] = {
         "enter": lambda entrant, task: racers.append(LocalRacer(_run(entrant, task), device)),
         "losses": lambda steps: racers[0].losses(steps),
         "turn": lambda steps: _turn(racers[0], steps),
-        "peak": lambda entrant, task: measure(lambda: _run(entrant, task)),
+        "peak": lambda entrant, task: measure_peak(lambda: _run(entrant, task)),
     }
     while True:
         try:
@@ -137,12 +139,13 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, meeting: str) ->
         try:
             pipe.send(("answer", answers[command](*arguments)))
         except Exception as error:
-            pipe.send(told(error))
+            pipe.send(error_answer(error))
 
 
 def _run(entrant: Entrant, task: Task) -> Run:
+    """Prepare an entrant in this rank."""
     task, rank = entrant.task(task), dist.get_rank()
-    if entrant.kind != "ours":
+    if entrant.category != "ours":
         length = task.sizes.batch // dist.get_world_size()
         task = task.with_options(rows=(rank * length, (rank + 1) * length))
     run: Run = entrant.load()(task)
@@ -150,7 +153,7 @@ def _run(entrant: Entrant, task: Task) -> Run:
 
 
 def _turn(racer: LocalRacer, steps: int) -> float:
-    # Collections would hit whoever happens to run.
+    # A garbage collection within the turn would be timed.
     gc.collect()
     dist.barrier()
     return racer.turn(steps)

@@ -1,4 +1,4 @@
-"""The report: made from the rows, and from nothing else."""
+"""The report, which is made from the rows alone."""
 
 from __future__ import annotations
 
@@ -6,123 +6,146 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.claims import ON_RANKS, Verdict, judge, times
+from bench.claims import ON_RANKS, Verdict, check_claims, times
 from bench.plots import plot
 from bench.rows import FAILED, MISSING, RATIO, SKIPPED, TIME, Row, read
 
-RANKS = Path(__file__).parents[1] / "docs" / "parallel.md"
+PARALLEL_PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- written by python -m bench -->", "<!-- end of what is written -->"
-NOTES = (MISSING, FAILED, SKIPPED)
+WITHOUT_NUMBER = (MISSING, FAILED, SKIPPED)
 INTRODUCTION = """# Bench
 
-Made by `python -m bench` from the rows in `bench/results`; nothing here is written by hand. A ratio is ftrain's time
-over the other's, so less than 1 is faster: the median over rounds in which both took a turn, with its 95% bootstrap
-interval. That interval knows of the noise within one run; another run or machine differs by more. Before a case is
-timed, the losses of the first steps of all entrants are compared, and a case whose maths differs is not timed.
+`python -m bench` writes this page from the rows in `bench/results`; nothing in it is written by hand. A ratio is the
+time of ftrain divided by that of the other entrant: below 1, ftrain is faster. It is the median of the ratios of all
+rounds, with its 95% bootstrap interval. The interval covers the noise within one run; other runs and machines differ by
+more. Before the entrants of a question are timed, the losses of their first steps are compared. If they differ, none is
+timed.
 """
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of the rows of a folder, into its parent when it is the one that is kept."""
+    """Write the report on the rows of a folder, and return its path.
+
+    The report on ``bench/results`` goes into ``bench/``, and its claims about many ranks into ``docs/parallel.md``. The
+    report on any other folder goes into that folder.
+    """
     rows = read(folder)
-    path = (folder.parent if folder.name == "results" else folder) / "REPORT.md"
-    drawn = plot(rows, folder / "plots")
-    path.write_text(report(rows, [str(p.relative_to(path.parent)) for p in drawn]), encoding="utf-8")
-    if folder.name == "results":
-        RANKS.write_text(fill(RANKS.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    is_kept = folder.name == "results"
+    path = (folder.parent if is_kept else folder) / "REPORT.md"
+    plots = [str(file.relative_to(path.parent)) for file in plot(rows, folder / "plots")]
+    path.write_text(report(rows, plots), encoding="utf-8")
+    if is_kept:
+        PARALLEL_PAGE.write_text(fill_claims(PARALLEL_PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return path
 
 
-def fill(page: str, rows: Sequence[Row]) -> str:
-    """Return the text of a page with the claims about many ranks between its two marks, as the rows bear them out."""
-    head, rest = page.split(BEGIN)
-    lines = [_verdict(verdict)[:6] for verdict in judge(rows, ON_RANKS)]
-    filled = table(("ratio of medians", "must", "aim", "measured", "95%", "met"), lines)
-    return f"{head}{BEGIN}\n\n{filled}\n{END}{rest.split(END)[1]}"
+def fill_claims(page: str, rows: Sequence[Row]) -> str:
+    """Return the text of a page with the table of the claims about many ranks between its two marks."""
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    head = ("ratio of medians", "limit", "target", "measured", "95%", "result")
+    table = markdown_table(head, [_claim_cells(verdict)[: len(head)] for verdict in check_claims(rows, ON_RANKS)])
+    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 
-def report(rows: Sequence[Row], drawn: Sequence[str] = ()) -> str:
-    """Return the text: machines, claims, then every question with its times, its other figures and what is missing."""
-    parts = [INTRODUCTION, "## Machines\n", _machines(rows), "## Claims\n", _claims(judge(rows))]
+def report(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
+    """Return the text of the report: machines, claims, and for each question its times and other figures."""
+    parts = [INTRODUCTION, "## Machines\n", _machines(rows), "## Claims\n", _claims(check_claims(rows))]
     parts += [_question(rows, question) for question in dict.fromkeys(row.question for row in rows)]
-    if drawn:
-        parts += ["## Plots\n", "\n".join(f"![{Path(name).stem}]({name})" for name in drawn), ""]
+    if plots:
+        parts += ["## Plots\n", "\n".join(f"![{Path(name).stem}]({name})" for name in plots), ""]
     return "\n".join(parts)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    shown = [" | ".join(line) for line in (head, ["---"] * len(head), *lines)]
-    return "".join(f"| {line} |\n" for line in shown)
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    joined = [" | ".join(line) for line in (head, ["---"] * len(head), *lines)]
+    return "".join(f"| {line} |\n" for line in joined)
 
 
-def number(value: float) -> str:
-    """Four digits, or nothing for what is not a number."""
+def format_number(value: float) -> str:
+    """Return a number with four digits, or an empty text for NaN."""
     if math.isnan(value):
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _machines(rows: Sequence[Row]) -> str:
-    cases_of_machine: dict[tuple[str, str, str], list[str]] = {}
+    cases_of: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        cases = cases_of_machine.setdefault((row.device, row.torch, row.commit), [])
+        cases = cases_of.setdefault((row.device, row.torch, row.commit), [])
         case = row.question.split()[0]
         if case not in cases:
             cases.append(case)
-    lines = [(*where, ", ".join(cases)) for where, cases in cases_of_machine.items()]
-    return table(("machine", "torch", "commit", "cases"), lines)
+    lines = [(*origin, ", ".join(cases)) for origin, cases in cases_of.items()]
+    return markdown_table(("machine", "torch", "commit", "cases"), lines)
 
 
 def _claims(verdicts: Sequence[Verdict]) -> str:
-    text = "Of all cases and peers the worst one counts. Less is better.\n\n"
-    head = ("claim", "must", "aim", "measured", "95%", "met", "worst of", "where")
-    tried = [f"- {v.claim.text}: {v.claim.tried}" for v in verdicts if v.word == "short" and v.claim.tried]
-    notes = "\nWhat was tried where it falls short, and what remains:\n\n" + "\n".join(tried) + "\n" if tried else ""
-    return text + table(head, [_verdict(verdict) for verdict in verdicts]) + notes
+    text = (
+        "Each claim has a limit and a target. The worst row of all cases and entrants decides, not a mean; less is "
+        "better.\n\n"
+    )
+    head = ("claim", "limit", "target", "measured", "95%", "result", "rows", "worst row")
+    text += markdown_table(head, [_claim_cells(verdict) for verdict in verdicts])
+    notes = [
+        f"- {verdict.claim.text}: {verdict.claim.notes}\n"
+        for verdict in verdicts
+        if verdict.result == "limit missed" and verdict.claim.notes
+    ]
+    if notes:
+        text += "\nWhere a limit is missed: why, and what was tried.\n\n" + "".join(notes)
+    return text
 
 
-def _verdict(verdict: Verdict) -> tuple[str, ...]:
+def _claim_cells(verdict: Verdict) -> tuple[str, ...]:
     claim, worst = verdict.claim, verdict.worst
-    bounds = f"{claim.must:g} {claim.unit}".strip(), f"{claim.aim:g} {claim.unit}".strip()
+    limit, target = (f"{bound:g} {claim.unit}".strip() for bound in (claim.limit, claim.target))
     if worst is None:
-        return claim.text, *bounds, "", "", verdict.word, "0", ""
-    where = f"{worst.question}: {worst.variant}, {worst.metric}; {worst.device}"
+        return claim.text, limit, target, "", "", verdict.result, "0", ""
     return (
         claim.text,
-        *bounds,
-        number(worst.median),
+        limit,
+        target,
+        format_number(worst.median),
         _interval(worst),
-        verdict.word,
+        verdict.result,
         str(verdict.count),
-        where,
+        f"{worst.question}: {worst.variant}, {worst.metric}; {worst.device}",
     )
 
 
 def _interval(row: Row) -> str:
-    return "" if math.isnan(row.low) else f"{number(row.low)} to {number(row.high)}"
+    return "" if math.isnan(row.low) else f"{format_number(row.low)} to {format_number(row.high)}"
 
 
 def _question(rows: Sequence[Row], question: str) -> str:
-    of_question = [row for row in rows if row.question == question]
-    ordered = times(of_question, question)
-    text = f"## {question}\n\n{of_question[0].device}, torch {of_question[0].torch}, commit {of_question[0].commit}\n\n"
-    if ordered:
-        lines = [(row.variant, *(number(v) for v in (row.p20, row.median, row.p80))) for row in ordered]
-        text += table(("us a step", "20%", "median", "80%"), lines) + "\n"
-    compared = [row for row in of_question if row.metric.startswith(RATIO) and row.variant.startswith("ft")]
-    text += _ratios(compared) if compared else ""
-    others = [row for row in of_question if row.metric not in (TIME, *NOTES) and row not in compared]
+    """Return the section of a question: step times, ratios, other metrics, and the entrants that were not measured."""
+    rows = [row for row in rows if row.question == question]
+    ratios = [row for row in rows if row.metric.startswith(RATIO) and row.variant.startswith("ft")]
+    others = [row for row in rows if row.metric not in (TIME, *WITHOUT_NUMBER) and row not in ratios]
+    text = f"## {question}\n\n{rows[0].device}, torch {rows[0].torch}, commit {rows[0].commit}\n\n"
+    if step_times := times(rows, question):
+        lines = [(row.variant, *(format_number(v) for v in (row.p20, row.median, row.p80))) for row in step_times]
+        text += markdown_table(("us a step", "20%", "median", "80%"), lines) + "\n"
+    if ratios:
+        text += _ratios(ratios)
     if others:
-        lines = [(r.variant, r.metric, f"{number(r.median)} {r.unit}".strip(), _interval(r), r.note) for r in others]
-        text += table(("variant", "metric", "median", "95%", "note"), lines) + "\n"
-    return text + "".join(f"* {row.variant}: {row.metric}. {row.note}\n" for row in of_question if row.metric in NOTES)
+        lines = [
+            (row.variant, row.metric, f"{format_number(row.median)} {row.unit}".strip(), _interval(row), row.note)
+            for row in others
+        ]
+        text += markdown_table(("variant", "metric", "median", "95%", "note"), lines) + "\n"
+    return text + "".join(
+        f"* {row.variant}: {row.metric}. {row.note}\n" for row in rows if row.metric in WITHOUT_NUMBER
+    )
 
 
 def _ratios(rows: Sequence[Row]) -> str:
-    """Each of ftrain's variants in a column, each of the others in a line."""
+    """Return a table with a column for each variant of ftrain and a line for each other entrant."""
     variants = list(dict.fromkeys(row.variant for row in rows))
-    cells = {(row.metric, row.variant): f"{number(row.median)} ({_interval(row)})" for row in rows}
-    metrics = dict.fromkeys(row.metric for row in rows)
-    lines = [(name.removeprefix(RATIO), *(cells.get((name, variant), "") for variant in variants)) for name in metrics]
-    return table((RATIO.strip(), *variants), lines) + "\n"
+    cells = {(row.metric, row.variant): f"{format_number(row.median)} ({_interval(row)})" for row in rows}
+    lines = []
+    for metric in dict.fromkeys(row.metric for row in rows):
+        lines.append((metric.removeprefix(RATIO), *(cells.get((metric, variant), "") for variant in variants)))
+    return markdown_table((RATIO.strip(), *variants), lines) + "\n"

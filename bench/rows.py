@@ -1,4 +1,4 @@
-"""A result is a row: question, variant, metric, unit, three quantiles, and where it was measured."""
+"""Rows, the results of the bench, and the CSV files that hold them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,37 @@ import torch
 
 from bench.stats import bootstrap, spread
 
-TIME, RATIO, ADDED, MEMORY, WITHIN, MISSING, FAILED, SKIPPED = (
-    "step time",
-    "ratio to ",
-    "added to ",
-    "peak memory",
-    "memory within a step",
-    "missing",
-    "failed",
-    "not run",
-)
+# Metrics; the name of an entrant follows a prefix.
+TIME = "step time"
+RATIO = "ratio to "
+ADDED = "added to "
+MEMORY = "peak memory"
+WITHIN = "memory within a step"
+# Metrics of rows without a number.
+MISSING = "missing"
+FAILED = "failed"
+SKIPPED = "not run"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of `bench/results/*.csv`; `low` and `high` bound the median with 95% where rounds were paired."""
+    """One line of `bench/results/*.csv`.
+
+    Args:
+        question: what was compared, such as ``C2 GPT 4x128``.
+        variant: the name of the entrant.
+        metric: what was measured.
+        unit: its unit; empty for a ratio.
+        p20: the 20th percentile.
+        median: the median.
+        p80: the 80th percentile.
+        low: lower end of the 95% confidence interval of the median, where it was computed.
+        high: its upper end.
+        device: the machine or accelerator.
+        torch: the version of torch.
+        commit: the commit of ftrain.
+        note: a remark, or the reason why there is no number.
+    """
 
     question: str
     variant: str
@@ -47,26 +63,33 @@ class Row:
 
 
 def measured(
-    question: str, variant: str, metric: str, unit: str, values: Sequence[float], *, sure: bool = False, note: str = ""
+    question: str,
+    variant: str,
+    metric: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    interval: bool = False,
+    note: str = "",
 ) -> Row:
-    """Sum up measurements in a row, with the interval of the median when `sure` asks for it."""
-    bounds = bootstrap(values)._asdict() if sure else {}
+    """Return the row of a list of measurements; with `interval`, also the confidence interval of their median."""
+    bounds = bootstrap(values)._asdict() if interval else {}
     return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds, note=note)
 
 
-def said(question: str, variant: str, metric: str, note: str) -> Row:
-    """A row without a number: missing, failed or not run, and why."""
+def unmeasured(question: str, variant: str, metric: str, note: str) -> Row:
+    """Return a row without a number; its metric is `MISSING`, `FAILED` or `SKIPPED`, and `note` says why."""
     return Row(question, variant, metric, "", note=" ".join(note.split())[:300])
 
 
-def placed(rows: Iterable[Row], device: str) -> list[Row]:
-    """Add to rows where they were measured: device, torch and commit."""
-    where = {"device": device, "torch": torch.__version__, "commit": commit()}
-    return [dataclasses.replace(row, **where) for row in rows]
+def with_origin(rows: Iterable[Row], device: str) -> list[Row]:
+    """Return the rows with the device, the version of torch and the commit."""
+    origin = {"device": device, "torch": torch.__version__, "commit": commit()}
+    return [dataclasses.replace(row, **origin) for row in rows]
 
 
 def commit() -> str:
-    """The commit of the checkout, with a plus when tracked files of the package or the bench differ from it."""
+    """Return the commit of this checkout, with a plus if files of `ftrain` or `bench` differ from it."""
     root = Path(__file__).parents[1]
 
     def git(*command: str) -> str:
@@ -83,7 +106,7 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Name the machine as precisely as a figure needs: processor and threads, or the accelerator."""
+    """Return the name of the processor and the number of threads, or the name of the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()} x{torch.get_num_threads()} threads"
@@ -94,17 +117,21 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    names = dict(reversed([part.strip() for part in line.split(":", 1)]) for line in text.splitlines() if ":" in line)
-    fields = {key: name for name, key in names.items()}
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields[key.strip()] = value.strip()
     name = fields.get("model name") or platform.machine()
-    # Virtual machines hide the name of the processor; family and model still tell the generation.
+    # Virtual machines often hide the name of the processor; family and model still identify its generation.
     return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """Write rows to a CSV file; those that it has of other questions, which only a full run asks, stay."""
-    asked = {row.question for row in rows}
-    rows = [*rows, *(row for row in (_read(path) if path.exists() else []) if row.question not in asked)]
+    """Write rows to a CSV file. Its rows of other questions stay, since only a full run measures some of them."""
+    replaced = {row.question for row in rows}
+    old_rows = _read(path) if path.exists() else []
+    rows = [*rows, *(row for row in old_rows if row.question not in replaced)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
@@ -113,7 +140,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
 
 def read(folder: Path) -> list[Row]:
-    """Read every CSV file of a folder back into rows, by name of the file."""
+    """Return the rows of all CSV files of a folder, sorted by file name."""
     return [row for path in sorted(folder.glob("*.csv")) for row in _read(path)]
 
 

@@ -1,13 +1,13 @@
-"""Ways to save a state and to load it again, each ending with all bytes read."""
+"""Formats in which a state is saved and loaded; all of them read every byte when they load."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,35 +15,26 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from ftrain import checkpoint
-from ftrain.checkpoint import files
 
 State = dict[str, Tensor]
 
 
-class Way(NamedTuple):
-    """How to save a state to a path that is not there, and how to get it back in memory of its own."""
+class Format(NamedTuple):
+    """Saves a state to a new path, and loads it into new memory; `load` also gets a state of the same shapes."""
 
     save: Callable[[State, Path], Any]
     load: Callable[[Path, State], Any]
 
 
 def _ours_unsynced(state: State, path: Path) -> None:
-    """What the protocol costs: the same without waiting for the disk."""
-    system, files.os = files.os, _Unsynced()  # type: ignore[attr-defined]
-    try:
+    """Save without waiting for the disk; the difference is the cost of `fsync`."""
+    with mock.patch("os.fsync", return_value=None):
         checkpoint.save(path, state)
-    finally:
-        files.os = system  # type: ignore[attr-defined]
-
-
-class _Unsynced:
-    def __getattr__(self, name: str) -> Any:
-        return (lambda descriptor: None) if name == "fsync" else getattr(os, name)
 
 
 def _distributed(state: State, path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That it is one process.
+        warnings.simplefilter("ignore")  # It warns that there is only one process.
         dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
@@ -56,26 +47,27 @@ def _from_distributed(path: Path, like: State) -> State:
 
 
 OURS, UNSYNCED = "checkpoint.save", "checkpoint.save, no fsync"
-WAYS = {
-    OURS: Way(lambda state, path: checkpoint.save(path, state), lambda path, like: checkpoint.load(path)),
-    UNSYNCED: Way(_ours_unsynced, lambda path, like: checkpoint.load(path)),
-    "safetensors": Way(
+FORMATS = {
+    OURS: Format(lambda state, path: checkpoint.save(path, state), lambda path, like: checkpoint.load(path)),
+    UNSYNCED: Format(_ours_unsynced, lambda path, like: checkpoint.load(path)),
+    "safetensors": Format(
         lambda state, path: save_file(state, path),
-        # What it gives is a map of the file, of which nothing has been read.
+        # It returns memory maps of the file; cloning reads them.
         lambda path, like: {name: leaf.clone() for name, leaf in load_file(path).items()},
     ),
-    "torch.save": Way(lambda state, path: torch.save(state, path), lambda path, like: torch.load(path)),
-    "DCP": Way(_distributed, _from_distributed),
+    "torch.save": Format(lambda state, path: torch.save(state, path), lambda path, like: torch.load(path)),
+    "DCP": Format(_distributed, _from_distributed),
 }
 
 
 def remove(path: Path) -> None:
-    """Remove what a way has saved."""
+    """Remove a saved state, which is a file or a folder."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def state_of(size: int) -> State:
-    """A state of about so many bytes, in tensors of the sizes that a transformer has."""
+def make_state(size: int) -> State:
+    """Return a state of about `size` bytes: parameters and two moments of a transformer with 24 layers."""
+    # float32, 12 * width**2 elements a layer, 24 layers, and three copies.
     width = max(16, int((size / (4 * 12 * 24 * 3)) ** 0.5))
     shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
     return {

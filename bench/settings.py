@@ -1,4 +1,4 @@
-"""How the bench runs: where, how long, and what it leaves out."""
+"""The settings of a run: the device, how long it may take, and which entrants it leaves out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bench.tasks import Task
 
 @dataclass
 class Settings:
-    """The options of a run.
+    """The settings of a run.
 
     Args:
-        device: where to train.
-        rounds: turns that each entrant takes; cases of long steps take a share of them.
-        seconds: about how long a turn lasts.
-        tiny: problems of no size, to see whether everything runs.
-        smoke: do everything once; trainers then race in one case only, since each start takes seconds.
-        compile_backend: of `torch.compile` and `ft.compiled`.
-        full: also what makes a run long: everyone in the slow cases, and graphs that take minutes to compile.
-        peers: whether other libraries race.
-        deadline: the clock's time after which no more entrant is started.
-        ceilings: measured TFLOP/s of matrix products by precision; empty until they are.
+        device: the device to train on.
+        rounds: number of turns of each entrant; cases of long steps use a fraction of it.
+        seconds: about how long a turn takes.
+        tiny: use tiny problems, to test that all entrants run.
+        smoke: run everything once. Trainers then run in one case only, since each needs seconds to start.
+        compile_backend: the backend of `torch.compile` and `ft.compiled`.
+        full: also run what takes long: all entrants in the slow cases, and graphs that compile for minutes.
+        peers: whether to time other libraries.
+        deadline: the value of `time.monotonic()` after which no more entrant is started.
+        ceilings: measured TFLOP/s of matrix products by precision; empty until they are measured.
     """
 
     device: str = "cpu"
@@ -41,22 +41,24 @@ class Settings:
     ceilings: dict[str, float] = field(default_factory=dict)
 
     def task(self, problem: str, precision: str = "fp32") -> Task:
-        """A problem on the device of this run."""
+        """Return the task of training a problem on the device of this run."""
         return Task(problem, precision, self.device, self.tiny, self.compile_backend)
 
-    def late(self) -> bool:
-        """Whether the time of the run is used up."""
+    def out_of_time(self) -> bool:
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
-    def share(self, part: float) -> int:
-        """A part of the rounds, and five at least where there are that many."""
-        return max(min(5, self.rounds), round(self.rounds * part))
+    def scaled_rounds(self, fraction: float) -> int:
+        """Return this fraction of the rounds, but at least five, or all if there are fewer."""
+        return max(min(5, self.rounds), round(self.rounds * fraction))
 
-    def some(self, entrants: Sequence[Any]) -> Sequence[Any]:
-        """All of them in a full run, else the first three, and in a smoke test two, where each costs a process."""
-        return entrants if self.full else entrants[: 2 if self.smoke else 3]
+    def limit(self, entrants: Sequence[Any]) -> Sequence[Any]:
+        """Return all entrants in a full run, else the first three (two in a smoke test), where each needs a process."""
+        if self.full:
+            return entrants
+        return entrants[:2] if self.smoke else entrants[:3]
 
     @property
-    def place(self) -> torch.device:
-        """The device as torch has it."""
+    def torch_device(self) -> torch.device:
+        """The device as a `torch.device`."""
         return torch.device(self.device)

@@ -1,4 +1,4 @@
-"""What a list of measurements says: quantiles, ratios of pairs, and how sure one can be of a median."""
+"""Statistics of measurements: quantiles, ratios and differences of pairs, and the confidence interval of a median."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Spread(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A range that holds the median 95 times out of 100."""
+    """The 95% confidence interval of a median."""
 
     low: float
     high: float
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return three quantiles.
+    """Return the 20th, 50th and 80th percentile.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(p20=1.4, median=2.0, p80=2.6)
@@ -35,31 +35,31 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(*samples.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist())
 
 
-def pairwise(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Divide measurements that were taken in the same round, so that a drift of the machine cancels.
+def paired_ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return the ratios of measurements of the same round, in which a slow phase of the machine cancels.
 
     Raises:
-        ValueError: when the rounds are not the same number.
+        ValueError: if the numbers of rounds differ.
 
-    >>> pairwise([1.0, 4.0], [2.0, 2.0])
+    >>> paired_ratios([1.0, 4.0], [2.0, 2.0])
     [0.5, 2.0]
     """
     return [a / b for a, b in zip(first, second, strict=True)]
 
 
-def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Subtract measurements that were taken in the same round.
+def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return the differences of measurements of the same round.
 
     Raises:
-        ValueError: when the rounds are not the same number.
+        ValueError: if the numbers of rounds differ.
     """
     return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the 95% percentile interval of the median (Efron 1979), by resampling the values with replacement.
+    """Return the 95% percentile interval of the median (Efron 1979), from resamples with replacement.
 
-    It knows of the noise between rounds only: what differs between two runs of the bench is not in it.
+    It covers the noise between the rounds of one run, not the differences between two runs.
 
     >>> bootstrap([1.0, 1.0, 1.0])
     Interval(low=1.0, high=1.0)

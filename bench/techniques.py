@@ -1,4 +1,4 @@
-"""What spends less memory, and `sam`, by hand with torch and as wrappers of a step; nobody clips."""
+"""Techniques that save memory, and `sam`: by hand with torch, and as wrappers of ftrain; all without clipping."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ftrain as ft
 from bench.loops import loop
-from bench.ours import stateful
+from bench.ours import make_run
 from bench.problems import criterion
 from bench.tasks import Run, Task
 
-PIECES = 4
+MICROBATCHES = 4
 BUDGET = 0.5
 RHO = 0.05
 aten = torch.ops.aten
+# The operations whose outputs `remat("dots")` keeps, as torch's selective checkpointing names them.
 PRODUCTS = (
     aten.mm.default,
     aten.addmm.default,
@@ -37,7 +38,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
     'remat("dots")': lambda folder: ft.remat("dots"),
     "remat(budget=0.3)": lambda folder: ft.remat(budget=0.3),
     "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
-    "accumulate(4)": lambda folder: ft.accumulate(PIECES),
+    "accumulate(4)": lambda folder: ft.accumulate(MICROBATCHES),
     "sam()": lambda folder: ft.sam(RHO),
     "update_in_backward()": lambda folder: ft.update_in_backward(),
     'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
@@ -48,12 +49,12 @@ OURS: Mapping[str, Callable[[str], Any]] = {
 
 
 def ours(task: Task) -> Run:
-    """The donated step with the wrappers of the option `wrappers`."""
-    return stateful(step_of(task), task)
+    """Prepare the step of `step_of`."""
+    return make_run(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:
-    """The step that `ours` runs."""
+    """Return the donated step with the wrappers of the option `wrappers`."""
     wrappers = [OURS[name](_folder().name) for name in task.option("wrappers", ())]
     step = ft.train_step(ft.from_module(task.model(), criterion), ft.optim.adamw(task.rate))
     return ft.compose(step, *wrappers, ft.donated())  # type: ignore[no-any-return]
@@ -61,17 +62,17 @@ def step_of(task: Task) -> ft.Step:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where files go, on the disk of this checkout: gone with the process."""
+    """Return a temporary folder on the disk of the working directory, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="bench-", dir=".")
 
 
-def kept(task: Task) -> Run:
-    """Forward, backward, fused step: everything is kept."""
+def keep_all(task: Task) -> Run:
+    """Prepare the loop that keeps all activations."""
     return loop(task, task.loss, clips=False)
 
 
 def checkpointed(task: Task) -> Run:
-    """`torch.utils.checkpoint` around each block, which keeps nothing of its inside, or products (`products`)."""
+    """Prepare the loop with `torch.utils.checkpoint` of each block; the option `products` keeps matrix products."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if task.option("products"):
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))
@@ -85,7 +86,7 @@ def checkpointed(task: Task) -> Run:
 
 
 def saved_on_cpu(task: Task) -> Run:
-    """`torch.autograd.graph.save_on_cpu` around the forward pass, with page-locked memory."""
+    """Prepare the loop with `torch.autograd.graph.save_on_cpu`, on a GPU with pinned memory."""
 
     def loss_of(model: Any, batch: Any) -> Tensor:
         with save_on_cpu(pin_memory=task.device != "cpu"):
@@ -95,7 +96,7 @@ def saved_on_cpu(task: Task) -> Run:
 
 
 def budgeted(task: Task) -> Run:
-    """`torch.compile` with half of the activations, as its partitioner counts them."""
+    """Prepare the loop with `torch.compile` and an `activation_memory_budget` of one half."""
     from torch._functorch import config
 
     def loss_of(model: Any, batch: Any) -> Tensor:
@@ -103,26 +104,25 @@ def budgeted(task: Task) -> Run:
 
     run = loop(task, torch.compile(loss_of, backend=task.backend), clips=False)
 
-    def running() -> Tensor:
-        # Read when it is compiled.
+    def run_with_budget() -> Tensor:
+        # The first call compiles, and reads this setting.
         with config.patch(activation_memory_budget=BUDGET):
             return run()
 
-    return running
+    return run_with_budget
 
 
 def accumulated(task: Task) -> Run:
-    """One microbatch after the other, each with its share of the loss."""
+    """Prepare a loop over microbatches that adds up their gradients."""
     model, batch = task.model(), task.batch()
-    pieces = [
-        dict(zip(batch, part, strict=True)) for part in zip(*(v.chunk(PIECES) for v in batch.values()), strict=True)
-    ]
+    chunks = {name: value.chunk(MICROBATCHES) for name, value in batch.items()}
+    microbatches = [{name: chunks[name][index] for name in batch} for index in range(MICROBATCHES)]
     optimizer = task.adamw(model.parameters(), fused=True)
 
     def run() -> Tensor:
         total = torch.zeros((), device=task.device)
-        for piece in pieces:
-            loss = task.loss(model, piece) / PIECES
+        for microbatch in microbatches:
+            loss = task.loss(model, microbatch) / MICROBATCHES
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         optimizer.step()
@@ -132,8 +132,11 @@ def accumulated(task: Task) -> Run:
     return run
 
 
-def two_passes(task: Task) -> Run:
-    """Sharpness-aware minimisation: a pass to move the parameters uphill, one for the gradient there, and back."""
+def sam(task: Task) -> Run:
+    """Prepare sharpness-aware minimisation by hand (Foret et al. 2021, arXiv:2010.01412).
+
+    A step moves the parameters along the gradient, computes the gradient there, moves back, and updates.
+    """
     model, batch = task.model(), task.batch()
     params = list(model.parameters())
     optimizer = task.adamw(params, fused=True)
@@ -157,10 +160,10 @@ def two_passes(task: Task) -> Run:
 
 
 def in_backward(task: Task) -> Run:
-    """An optimizer for each parameter, stepped by a hook when its gradient is there, as torch's tutorial has it."""
+    """Prepare an optimizer for each parameter, which a hook steps once the gradient is computed (torch's tutorial)."""
     model, batch = task.model(), task.batch()
     optimizers = _Optimizers({param: task.adamw([param], fused=True) for param in model.parameters()})
-    # A hook that held them would keep parameters alive that nobody else has, for no collector sees into hooks.
+    # A strong reference would make a cycle (parameter, hook, optimizer, parameter) that Python cannot collect.
     reference = weakref.ref(optimizers)
 
     def step(param: Tensor) -> None:
@@ -174,18 +177,18 @@ def in_backward(task: Task) -> Run:
     def run() -> Tensor:
         loss = task.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        # Held here.
+        # This use of `optimizers` keeps them alive as long as `run`; the hook has only a weak reference.
         return loss.detach() if optimizers else loss
 
     return run
 
 
 class _Optimizers(dict[Tensor, torch.optim.Optimizer]):
-    """An optimizer for each parameter; a dict that can be referred to weakly."""
+    """The optimizer of each parameter. A plain dict cannot be referenced weakly; a subclass can."""
 
 
 def mapped(task: Task) -> Run:
-    """The fused AdamW with moments that are memory-mapped files."""
+    """Prepare the loop with the fused AdamW, whose moments are memory-mapped files."""
 
     def moment(name: str, param: Tensor) -> Tensor:
         return torch.from_file(f"{_folder().name}/{name}", shared=True, size=param.numel()).view(param.shape)

@@ -1,4 +1,4 @@
-"""Optimizers alone, with gradients at hand: ftrain's updates, torch's, and those of the libraries that have them."""
+"""Optimizer updates alone, on given gradients: those of ftrain, of torch, and of libraries of optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.ours import compiling
+from bench.ours import compile_wrapper
 from bench.tasks import Task
 from bench.timing import LocalRacer
 from ftrain import optim, tree
@@ -18,75 +18,78 @@ from ftrain.types import Optimizer, PyTree
 
 RATE, DECAY = 1e-2, 0.1
 FADING, LARGE = -0.9, 1e3
-"""Gradients take the first factor from one compared step to the next, and the second before the timing.
+"""Factors of the gradients: `FADING` from each compared step to the next, `LARGE` once before the timing.
 
-Large ones keep parameters from coming to rest where decay balances them, with moments so small that they take long.
+With large gradients, parameters do not shrink until weight decay balances the update. There the moments would become
+denormal numbers, with which a CPU computes slowly.
 """
 
 
 @dataclass(frozen=True)
-class Kind:
-    """An optimizer, and who else has it.
+class OptimizerSpec:
+    """An optimizer of ftrain, and where torch or another library has the same one.
 
     Args:
-        ours: its name in `ftrain.optim`.
-        torchs: its name in `torch.optim`, if it is there.
-        options: what both are given beside a rate and a decay.
-        fused: whether torch has a kernel for it.
-        peer: ``module:class`` of the library that has it.
-        slow: the peer compiles for a minute.
-        matrices: takes nothing else.
-        blocks: stored in blocks of 256 elements; the peer does that with leaves of whole blocks alone, and keeps others
-            in float32.
-        tolerance: as a precision; looser where steps are signs, or rounded to few bits.
+        name: its name in `ftrain.optim`.
+        torch_name: its name in `torch.optim`, if torch has it.
+        options: the options of both, besides the learning rate and the weight decay.
+        fused: whether torch has a fused kernel for it.
+        peer: ``module:class`` in another library, if torch does not have it.
+        peer_is_slow: whether the other library compiles it for a minute.
+        matrices_only: whether it accepts only matrices.
+        blockwise: whether its state is stored in blocks of 256 elements. The other library does so only for leaves of
+            whole blocks, and keeps the state of other leaves in float32.
+        tolerance: the precision whose tolerance applies; looser if updates are signs or are rounded to few bits.
     """
 
-    ours: str
-    torchs: str = ""
+    name: str
+    torch_name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: bool = False
     peer: str = ""
-    slow: bool = False
-    matrices: bool = False
-    blocks: bool = False
+    peer_is_slow: bool = False
+    matrices_only: bool = False
+    blockwise: bool = False
     tolerance: str = "fp32"
 
     def make(self) -> Optimizer:
-        """Ours, decaying every parameter as the others do."""
-        optimizer: Optimizer = getattr(optim, self.ours)(
+        """Return the optimizer of ftrain, with weight decay of every parameter as in torch."""
+        optimizer: Optimizer = getattr(optim, self.name)(
             RATE, weight_decay=DECAY, decay_mask=lambda name, leaf: True, **self.options
         )
         return optimizer
 
-    def find(self) -> Any:
-        """The class of its peer, or of torch."""
-        module, name = self.peer.split(":") if self.peer else ("torch.optim", self.torchs)
+    def other_class(self) -> Any:
+        """Return the class of the other library or of torch."""
+        module, name = self.peer.split(":") if self.peer else ("torch.optim", self.torch_name)
         return getattr(importlib.import_module(module), name)
 
 
-KINDS = {
-    "sgd": Kind("sgd", "SGD", fused=True),
-    "sgd, momentum": Kind("sgd", "SGD", {"momentum": 0.9}, fused=True),
-    "adam": Kind("adam", "Adam", fused=True),
-    "adamw": Kind("adamw", "AdamW", fused=True),
-    "rmsprop": Kind("rmsprop", "RMSprop"),
-    "adagrad": Kind("adagrad", "Adagrad", fused=True),
-    "nadam": Kind("nadam", "NAdam"),
-    "radam": Kind("radam", "RAdam"),
-    "adafactor": Kind("adafactor", "Adafactor"),
-    "muon": Kind("muon", "Muon", matrices=True, tolerance="bf16"),
-    "lion": Kind("lion", peer="lion_pytorch:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
-    "lamb": Kind("lamb"),
-    "schedule_free_adamw": Kind("schedule_free_adamw", peer="schedulefree:AdamWScheduleFree"),
-    "adamw_8bit": Kind("adamw_8bit", peer="torchao.optim:AdamW8bit", slow=True, blocks=True, tolerance="bf16"),
+OPTIMIZERS = {
+    "sgd": OptimizerSpec("sgd", "SGD", fused=True),
+    "sgd, momentum": OptimizerSpec("sgd", "SGD", {"momentum": 0.9}, fused=True),
+    "adam": OptimizerSpec("adam", "Adam", fused=True),
+    "adamw": OptimizerSpec("adamw", "AdamW", fused=True),
+    "rmsprop": OptimizerSpec("rmsprop", "RMSprop"),
+    "adagrad": OptimizerSpec("adagrad", "Adagrad", fused=True),
+    "nadam": OptimizerSpec("nadam", "NAdam"),
+    "radam": OptimizerSpec("radam", "RAdam"),
+    "adafactor": OptimizerSpec("adafactor", "Adafactor"),
+    "muon": OptimizerSpec("muon", "Muon", matrices_only=True, tolerance="bf16"),
+    "lion": OptimizerSpec("lion", peer="lion_pytorch:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
+    "lamb": OptimizerSpec("lamb"),
+    "schedule_free_adamw": OptimizerSpec("schedule_free_adamw", peer="schedulefree:AdamWScheduleFree"),
+    "adamw_8bit": OptimizerSpec(
+        "adamw_8bit", peer="torchao.optim:AdamW8bit", peer_is_slow=True, blockwise=True, tolerance="bf16"
+    ),
 }
 
 
-class Updating(LocalRacer):
-    """A racer of which a step is an update. What it says of a step, where others tell a loss, is how far it has moved.
+class UpdateRacer(LocalRacer):
+    """A racer whose step is an update of the optimizer.
 
-    That is the distance from the start, in rates, and the part of it along a direction drawn at random: losses are slow
-    to tell a wrong update from a right one. The gradients change from step to step then, and stay while it is timed.
+    Instead of losses, it returns how far the parameters have moved: a loss would hardly change after a wrong update.
+    The gradients change between these first updates; they are constant while updates are timed.
     """
 
     def __init__(self, update: Callable[[], Any], leaves: list[Tensor], grads: list[Tensor], device: str) -> None:
@@ -95,15 +98,20 @@ class Updating(LocalRacer):
 
     @torch.no_grad()
     def losses(self, steps: int) -> list[float]:
+        """Make updates and return two numbers for each.
+
+        They are the distance from the start, divided by the learning rate, and the component of the unit vector of the
+        movement along a random direction.
+        """
         start, grads = [leaf.double() for leaf in self._leaves], [grad.clone() for grad in self._grads]
-        directions, progress = drawn(self._leaves, seed=2), []
+        directions, progress = random_like(self._leaves, seed=2), []
         for _ in range(steps):
             self._run()
             moved = [leaf - old for leaf, old in zip(self._leaves, start, strict=True)]
             length = sum(float(part.square().sum()) for part in moved) ** 0.5
             along = sum(float((part * direction).sum()) for part, direction in zip(moved, directions, strict=True))
             progress += [length / RATE, along / length]
-            # From a copy, for some write into their gradients.
+            # From a copy of the gradients, since some optimizers write into them.
             grads = [grad.flatten().roll(1).view_as(grad).mul(FADING) for grad in grads]
             for grad, value in zip(self._grads, grads, strict=True):
                 grad.copy_(value)
@@ -116,28 +124,29 @@ class Updating(LocalRacer):
         self._leaves, self._grads = [], []
 
 
-def drawn(leaves: list[Tensor], *, seed: int) -> list[Tensor]:
-    """Draw normal numbers like the leaves."""
+def random_like(leaves: list[Tensor], *, seed: int) -> list[Tensor]:
+    """Return normal random numbers with the shapes and devices of the leaves."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(leaf.shape, generator=draw).to(leaf.device) for leaf in leaves]
 
 
 def parameters(task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parameters of a task's model, all or the matrices alone, and gradients of about 1, by name."""
-    named = {name: leaf.detach() for name, leaf in task.model().named_parameters()}
-    if kind(task).matrices:
-        named = {name: leaf for name, leaf in named.items() if leaf.ndim == 2}
-    return named, dict(zip(named, drawn([*named.values()], seed=1), strict=True))
+    """Return the parameters of a task's model and random gradients, by name; for some optimizers only matrices."""
+    params = {name: leaf.detach() for name, leaf in task.model().named_parameters()}
+    if spec_of(task).matrices_only:
+        params = {name: leaf for name, leaf in params.items() if leaf.ndim == 2}
+    grads = random_like([*params.values()], seed=1)
+    return params, dict(zip(params, grads, strict=True))
 
 
-def kind(task: Task) -> Kind:
-    """The optimizer that the option `optimizer` names."""
-    return KINDS[task.option("optimizer", "adamw")]
+def spec_of(task: Task) -> OptimizerSpec:
+    """Return the optimizer that the option `optimizer` names."""
+    return OPTIMIZERS[task.option("optimizer", "adamw")]
 
 
-def ours(task: Task) -> Updating:
-    """`Optimizer.update` with the old state donated, as an eager step calls it."""
-    optimizer = kind(task).make()
+def ours(task: Task) -> UpdateRacer:
+    """Prepare `Optimizer.update` with the old state donated, as an eager step calls it."""
+    optimizer = spec_of(task).make()
     params, grads = parameters(task)
     leaves, state = [*params.values()], optimizer.init(params)
 
@@ -146,16 +155,19 @@ def ours(task: Task) -> Updating:
         with torch.no_grad():
             params, state = optimizer.update(grads, state, params, {"lr": RATE}, donate=True)
 
-    return Updating(update, leaves, [*grads.values()], task.device)
+    return UpdateRacer(update, leaves, [*grads.values()], task.device)
 
 
-def ours_compiled(task: Task) -> Updating:
-    """The same as one graph, with the rate as an input of each call, as a step that is split compiles it."""
-    optimizer = kind(task).make()
+def ours_compiled(task: Task) -> UpdateRacer:
+    """Prepare `Optimizer.update` as one graph, as `compiled(lowering="split")` compiles it.
+
+    The learning rate is an input of the graph.
+    """
+    optimizer = spec_of(task).make()
     params, grads = parameters(task)
     leaves, carry = [*params.values()], (params, optimizer.init(params))
 
-    @compiling(task, donate=True)  # type: ignore[untyped-decorator]
+    @compile_wrapper(task, donate=True)  # type: ignore[untyped-decorator]
     def function(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         return optimizer.update(inputs[0], carry[1], carry[0], {"lr": inputs[1]}), {}
 
@@ -163,46 +175,52 @@ def ours_compiled(task: Task) -> Updating:
         nonlocal carry
         carry, _ = function(carry, (grads, torch.tensor(RATE, dtype=torch.float64, device=task.device)))
 
-    return Updating(update, leaves, [*grads.values()], task.device)
+    return UpdateRacer(update, leaves, [*grads.values()], task.device)
 
 
-def theirs(task: Task) -> Updating:
-    """`step` of torch's optimizer: fused where torch has a kernel, else with the operations on many tensors.
+def torch_optimizer(task: Task) -> UpdateRacer:
+    """Prepare `step` of torch's optimizer: fused if torch has a fused kernel, else `foreach`.
 
-    As torch chooses with the option ``way="default"``; ``best`` compiles it, as torch's recipe does.
+    With the option ``implementation="default"``, torch chooses. With `best` the method is compiled, as in torch's
+    recipe.
     """
-    chosen = kind(task)
-    is_default = chosen.matrices or task.option("way") == "default"
-    way = {} if is_default else {"fused": True} if chosen.fused else {"foreach": True}
-    optimizer, leaves, grads = _theirs(task, **way)
+    spec = spec_of(task)
+    if spec.matrices_only or task.option("implementation") == "default":
+        implementation = {}
+    else:
+        implementation = {"fused": True} if spec.fused else {"foreach": True}
+    optimizer, leaves, grads = _other_optimizer(task, **implementation)
     step = torch.compile(optimizer.step, backend=task.backend) if task.best else optimizer.step
-    return Updating(step, leaves, grads, task.device)
+    return UpdateRacer(step, leaves, grads, task.device)
 
 
-def peers(task: Task) -> Updating:
-    """`step` of the library that has this optimizer."""
-    optimizer, leaves, grads = _theirs(task)
-    # Schedule-free ones refuse to step until they are told.
-    getattr(optimizer, "train", lambda: None)()
-    return Updating(optimizer.step, leaves, grads, task.device)
+def peer_optimizer(task: Task) -> UpdateRacer:
+    """Prepare `step` of the other library that has this optimizer."""
+    optimizer, leaves, grads = _other_optimizer(task)
+    # Optimizers of schedulefree refuse to step before `train()` is called; others have no such method.
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return UpdateRacer(optimizer.step, leaves, grads, task.device)
 
 
-def _theirs(task: Task, **way: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    chosen = kind(task)
+def _other_optimizer(task: Task, **implementation: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """Return the optimizer of torch or of another library, its parameters, and their gradients."""
+    spec = spec_of(task)
     params, grads = parameters(task)
     leaves = [torch.nn.Parameter(leaf) for leaf in params.values()]
     for leaf, grad in zip(leaves, grads.values(), strict=True):
         leaf.grad = grad
-    options = dict(chosen.options)
+    options = dict(spec.options)
     if "b1" in options:
         options["betas"] = options.pop("b1"), options.pop("b2")
-    return chosen.find()(leaves, lr=RATE, weight_decay=DECAY, **options, **way), leaves, [*grads.values()]
+    optimizer = spec.other_class()(leaves, lr=RATE, weight_decay=DECAY, **options, **implementation)
+    return optimizer, leaves, [*grads.values()]
 
 
 def state_bytes(task: Task) -> float:
-    """Return how many bytes of state an optimizer holds a parameter, after an update."""
-    optimizer = kind(task).make()
+    """Return the bytes of state per element of the parameters, after one update."""
+    optimizer = spec_of(task).make()
     params, grads = parameters(task)
     params, state = optimizer.update(grads, optimizer.init(params), params, {"lr": RATE}, donate=True)
-    held = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tree.leaves(state)}
-    return sum(held.values()) / sum(leaf.numel() for leaf in tree.leaves(params))
+    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tree.leaves(state)}
+    return sum(storages.values()) / sum(leaf.numel() for leaf in tree.leaves(params))

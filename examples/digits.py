@@ -24,7 +24,7 @@ BATCH = 64
 
 
 def convnet() -> nn.Module:
-    """Images ``(batch, 1, 8, 8)`` to logits ``(batch, 10)``."""
+    """Return a network that maps images ``(batch, 1, 8, 8)`` to logits ``(batch, 10)``."""
 
     def stage(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -42,7 +42,7 @@ def convnet() -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The 1,797 digits of scikit-learn, four fifths to train on and one fifth held out, each class in proportion."""
+    """Return the 1,797 digits of scikit-learn: four fifths to train on, one fifth held out, stratified by class."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16.0, labels, test_size=0.2, stratify=labels, random_state=0)
     train_x, test_x = (torch.as_tensor(array, dtype=torch.float32).reshape(-1, 1, 8, 8) for array in split[:2])
@@ -76,8 +76,8 @@ def main() -> None:
     state, _ = ft.fit(step, step.init(seed=0), loader, steps=steps)
     result = ft.evaluate(ft.eval_step(loss_fn), state, [test[:]])
     seconds = time.perf_counter() - start
-    made = int(state.step)  # Fewer after Ctrl-C.
-    print(f"\ntest accuracy {result['accuracy']:.2%} on {len(test)} held-out digits, {made} steps in {seconds:.0f} s")
+    done = int(state.step)  # Fewer than `steps` after Ctrl-C.
+    print(f"\ntest accuracy {result['accuracy']:.2%} on {len(test)} held-out digits, {done} steps in {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Fine-tune a language model of transformers with low-rank adapters, and load the adapters with peft.
 
-The base is a small Llama made from a config and trained here for a short time on the source code of Python's standard
-library. Adapters of a few percent of its size are then fine-tuned on English text: Python's own help pages. They are
-saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download; windows of text
-are drawn as `train_lm.py` draws them.
+The base is a small Llama, which is first trained for a short time on the source code of Python's standard library.
+Then adapters of a few percent of its size are fine-tuned on English text: Python's own help pages. They are saved in
+the format of peft. If peft is installed, it loads them, and its logits are compared. Needs no download; batches are
+drawn as in `train_lm.py`.
 
     python examples/finetune_lora.py            # some minutes on a laptop CPU
     python examples/finetune_lora.py --dora --rank 4
@@ -39,7 +39,7 @@ TARGETS = ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_
 
 
 def llama(width: int, layers: int, length: int) -> nn.Module:
-    """A Llama with fresh weights; attention heads of 32 features."""
+    """Return a Llama with random weights and attention heads of 32 features."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -61,17 +61,19 @@ def predict_bytes(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, 
 
 
 def source_code() -> Tensor:
-    """The modules of the standard library that are single files, one after the other, as uint8."""
+    """Return the top-level modules of the standard library, one file after the other, as uint8."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return as_tensor([path.read_bytes() for path in files])
 
 
 def help_pages() -> tuple[Tensor, Tensor]:
-    """The pages of Python's `help` about keywords and topics; one in ten is held out."""
-    pages: tuple[list[bytes], list[bytes]] = [], []
+    """Return the pages of Python's `help` about keywords and topics: those to train on, and one in ten held out."""
+    train: list[bytes] = []
+    held_out: list[bytes] = []
     for name, text in sorted(topics.items()):
-        pages[zlib.crc32(name.encode()) % 10 == 0].append(text.encode())
-    return as_tensor(pages[0]), as_tensor(pages[1])
+        is_held_out = zlib.crc32(name.encode()) % 10 == 0
+        (held_out if is_held_out else train).append(text.encode())
+    return as_tensor(train), as_tensor(held_out)
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -105,27 +107,27 @@ def report(name: str, text: str) -> None:
     print(f"{name:<10}{text}", flush=True)
 
 
-def size(tree: Any) -> int:
-    """Bytes of the tensors of a tree."""
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of the tensors of a tree."""
     return sum(leaf.nbytes for leaf in ft.tree.leaves(tree))
 
 
 def compare(base: ft.TrainState, state: ft.TrainState) -> None:
-    """Print the memory for training all parameters, and adapters only."""
+    """Print what training holds in memory: all parameters compared with adapters only."""
     print(f"\n{'':<28}{'all parameters':>16}{'adapters':>14}")
-    counts = [sum(leaf.numel() for leaf in ft.tree.leaves(each.params)) for each in (base, state)]
-    print(f"{'trained parameters':<28}{counts[0]:>16,}{counts[1]:>14,}   {counts[1] / counts[0]:.1%}")
-    for name, bytes_of in (
-        ("gradients, MB", lambda each: size(each.params)),
-        ("optimizer state, MB", lambda each: size(each.opt_state)),
+    full, adapters = (sum(leaf.numel() for leaf in ft.tree.leaves(params)) for params in (base.params, state.params))
+    print(f"{'trained parameters':<28}{full:>16,}{adapters:>14,}   {adapters / full:.1%}")
+    for name, full_tree, adapters_tree in (
+        ("gradients, MB", base.params, state.params),  # a gradient has the size of its parameter
+        ("optimizer state, MB", base.opt_state, state.opt_state),
     ):
-        full, small = bytes_of(base), bytes_of(state)
-        print(f"{name:<28}{full / 1e6:>16.2f}{small / 1e6:>14.2f}   {small / full:.1%}")
+        full, adapters = bytes_of(full_tree), bytes_of(adapters_tree)
+        print(f"{name:<28}{full / 1e6:>16.2f}{adapters / 1e6:>14.2f}   {adapters / full:.1%}")
     print(flush=True)
 
 
 def reload_with_peft(base: nn.Module, directory: Path, batch: Tensor, ours: Tensor) -> None:
-    """Load the adapters with peft and compare its logits with ours."""
+    """Load the adapters with peft, and print by how much its logits differ from `ours`."""
     if importlib.util.find_spec("peft") is None:
         report("peft", "is not installed; pip install peft, to see it load these adapters")
         return
@@ -150,7 +152,7 @@ def main() -> None:
     model = llama(o.width, o.layers, o.length)
     loss_fn = ft.from_module(model, predict_bytes)
     code, (prose, held_out) = source_code(), help_pages()
-    held = spread_windows(held_out, o.batch, o.length, batches=20)
+    held_out_batches = spread_windows(held_out, o.batch, o.length, batches=20)
     report("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
     report("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
 
@@ -159,7 +161,7 @@ def main() -> None:
     pretrain = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(schedule, b2=0.95, weight_decay=0.1)), ft.clip(1.0))
     base, _ = ft.fit(pretrain, pretrain.init(), RandomWindows(code, o.batch, o.length, seed=0), steps=o.base_steps)
     ft.to_module(model, base)
-    before = ft.evaluate(ft.eval_step(loss_fn), base, held)["bpb"]
+    before = ft.evaluate(ft.eval_step(loss_fn), base, held_out_batches)["bpb"]
 
     schedule = ft.schedules.warmup_cosine(5e-3, warmup=o.steps // 10, total=o.steps)
     step = ft.compose(
@@ -169,26 +171,29 @@ def main() -> None:
     )
     print(f"\n{step}\n", flush=True)
     state, _ = ft.fit(step, step.init(), RandomWindows(prose, o.batch, o.length, seed=0), steps=o.steps)
-    after = ft.evaluate(ft.eval_step(step.loss), state, held)["bpb"]
+    after = ft.evaluate(ft.eval_step(step.loss), state, held_out_batches)["bpb"]
     compare(base, state)
 
     merged = ft.adapters.merge(step, state)
     tuned = ft.to_module(copy.deepcopy(model), merged).eval()
     model.eval()
-    for name, each in (("the base", model), ("with adapters", tuned)):
-        text = sample(lambda tokens, llm=each: llm(input_ids=tokens).logits, "The ", o.sample, o.length, seed=0)
+    for name, language_model in (("the base", model), ("with adapters", tuned)):
+        text = sample(
+            lambda tokens, llm=language_model: llm(input_ids=tokens).logits, "The ", o.sample, o.length, seed=0
+        )
         print(f"--- {name} {'-' * (60 - len(name))}\n{text}\n", flush=True)
 
     directory = (o.out or Path(tempfile.mkdtemp())) / "adapter"
     ft.adapters.save(directory, step, state, task_type="CAUSAL_LM")
     with torch.no_grad():
-        ours = tuned(input_ids=held[0]["bytes"]).logits
-    whole = size(model.state_dict())
+        ours = tuned(input_ids=held_out_batches[0]["bytes"]).logits
+    base_bytes = bytes_of(model.state_dict())
     saved = sum(file.stat().st_size for file in directory.iterdir())
     report("result", f"{before:.3f} bits a byte of held-out help pages, with adapters {after:.3f}")
-    report("merged", f"{ft.evaluate(ft.eval_step(loss_fn), merged, held)['bpb']:.3f} bits a byte, without adapters")
-    report("saved", f"{directory}, {saved / 1e3:.0f} kB; the base has {whole / 1e3:,.0f}")
-    reload_with_peft(model, directory, held[0]["bytes"], ours)
+    bpb = ft.evaluate(ft.eval_step(loss_fn), merged, held_out_batches)["bpb"]
+    report("merged", f"{bpb:.3f} bits a byte, without adapters")
+    report("saved", f"{directory}, {saved / 1e3:.0f} kB; the base has {base_bytes / 1e3:,.0f}")
+    reload_with_peft(model, directory, held_out_batches[0]["bytes"], ours)
     report("time", f"{time.perf_counter() - start:.0f} s")
 
 

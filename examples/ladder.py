@@ -1,8 +1,8 @@
-"""What would make this step faster, or smaller: the techniques of the performance guides, measured on a small GPT.
+"""Find out what makes the step of a small GPT faster, or smaller in memory: the techniques of performance guides.
 
-Prints where its memory goes, the effect of each technique (alone, and on top of those that help), hints about
-its speed, and the fastest microbatch and rematerialisation within half of that memory. The model and the text are those
-of `train_lm.py`.
+Prints what its memory holds, the effect of each technique (alone, and added to those that help), hints about its
+speed, and the fastest microbatch and rematerialisation within half of that memory. Model and text are those of
+`train_lm.py`.
 
     python examples/ladder.py            # a few minutes on a laptop CPU, most of them to compile
     python examples/ladder.py --techniques "gradient checkpointing" donated() --rounds 5

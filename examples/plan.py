@@ -1,4 +1,4 @@
-"""Plan the training of large language models on GPUs that are not here: what fits, how, and how much is sent.
+"""Plan the training of large language models without GPUs: what fits, with which layout, and how much ranks send.
 
     python examples/plan.py
     python examples/plan.py --models 7B 70B --gpus 8 64 --memory 80GB --sequences 4 --length 2048
@@ -19,7 +19,7 @@ GPUS_OF_A_NODE = 8
 
 
 class Config(NamedTuple):
-    """The shape of a decoder like Llama 2 (Touvron et al. 2023, arXiv:2307.09288), with experts like Mixtral's."""
+    """The sizes of a decoder like Llama 2 (Touvron et al. 2023, arXiv:2307.09288), with experts as in Mixtral."""
 
     layers: int
     width: int
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 class Attention(nn.Module):
-    """Causal attention whose keys and values may have fewer heads than its queries, without positions."""
+    """Causal grouped-query attention: keys and values may have fewer heads than queries. It has no positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -49,8 +49,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of attention: (batch, length, width)."""
-        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )  # batch, heads, length, size
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -70,6 +73,7 @@ class Feed(nn.Module):
         if self.router is None:
             return self._experts(tokens[None])[0].view_as(x)
         weights, experts = self.router(tokens).softmax(-1).topk(2)
+        # Sorted by expert, so that each expert computes one block; slot i belongs to token i // 2.
         order = experts.flatten().argsort()
         outputs = self._experts(tokens[order // 2].unflatten(0, (len(self.gate), -1))).flatten(0, 1)
         outputs = outputs * weights.flatten()[order, None]
@@ -80,7 +84,7 @@ class Feed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then a feed-forward part, each on normalised inputs and added to them."""
+    """Attention, then a feed-forward part; each gets the normalised input, and its output is added to the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model that predicts each next token."""
+    """A language model without its head, which `loss_fn` applies."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,7 +147,7 @@ def plan(name: str, gpus: int, memory: str, sequences: int, length: int) -> str:
 
 
 def number_of_gpus(text: str) -> int:
-    """Parse a number of GPUs: a part of one node, or whole nodes."""
+    """Parse a number of GPUs. Raises an ArgumentTypeError unless they are at most one node, or whole nodes."""
     gpus = int(text)
     if gpus < 1 or (gpus > GPUS_OF_A_NODE and gpus % GPUS_OF_A_NODE):
         raise argparse.ArgumentTypeError(f"{text} GPUs are not whole nodes of {GPUS_OF_A_NODE}, nor part of one")

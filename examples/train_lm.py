@@ -85,7 +85,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on normalised ``x (batch, time, width)`` and added to it."""
+    """Attention, then a perceptron: each gets normalised ``x (batch, time, width)``, and its output is added to x."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix ``x (batch, time, width)`` over time."""
         q, k, v = rearrange(self.qkv(x), "b t (qkv heads d) -> qkv b heads t d", qkv=3, heads=self.heads).unbind()
-        q, k = (rotate(F.rms_norm(part, part.shape[-1:])) for part in (q, k))
+        q, k = (rotate(F.rms_norm(heads, heads.shape[-1:])) for heads in (q, k))
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.out(rearrange(x, "b heads t d -> b t (heads d)"))
         return mixed
@@ -157,20 +157,22 @@ def predict_bytes(model: Callable[[Tensor], Tensor], batch: dict[str, Tensor]) -
 
 
 def standard_library() -> tuple[list[bytes], list[bytes]]:
-    """Return the source files to train on and those held out: one in twenty, chosen by a hash of the name.
+    """Return the source files to train on, and one in twenty held out, chosen by a hash of the name.
 
-    Tests are left out, since not every interpreter comes with them.
+    Tests are excluded, since some interpreters are installed without them.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files: tuple[list[bytes], list[bytes]] = [], []
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    train: list[bytes] = []
+    held_out: list[bytes] = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if left_out.isdisjoint(name.parts):
-            files[zlib.crc32(name.as_posix().encode()) % 20 == 0].append(path.read_bytes())
-    if not all(files):
+        if excluded.isdisjoint(name.parts):
+            is_held_out = zlib.crc32(name.as_posix().encode()) % 20 == 0
+            (held_out if is_held_out else train).append(path.read_bytes())
+    if not train or not held_out:
         raise SystemExit(f"found no source files of the standard library under {root}")
-    return files
+    return train, held_out
 
 
 def as_tensor(files: list[bytes]) -> Tensor:
@@ -179,17 +181,17 @@ def as_tensor(files: list[bytes]) -> Tensor:
 
 
 class RandomWindows:
-    """Endless batches of windows of a text: batch k depends on the seed and on k only, so its position is k."""
+    """Endless batches of random windows of a text. Batch k depends only on the seed and on k, which is the position."""
 
     def __init__(self, text: Tensor, batch: int, length: int, seed: int) -> None:
-        self.windows = text.unfold(0, length + 1, 1)  # views, of which only those drawn are copied
+        self.windows = text.unfold(0, length + 1, 1)  # a view of all windows; only drawn windows are copied
         self.batch, self.key, self.k = batch, ft.random.key(seed), 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
-            drawn = ft.random.randint(ft.random.fold_in(self.key, self.k), (self.batch,), 0, len(self.windows))
+            indices = ft.random.randint(ft.random.fold_in(self.key, self.k), (self.batch,), 0, len(self.windows))
             self.k += 1
-            yield {"bytes": self.windows[drawn].long()}
+            yield {"bytes": self.windows[indices].long()}
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, for checkpoints."""
@@ -203,8 +205,8 @@ class RandomWindows:
 def spread_windows(text: Tensor, batch: int, length: int, batches: int) -> list[dict[str, Tensor]]:
     """Return at most `batches` batches of windows that do not overlap, spread evenly over a text."""
     windows = text.unfold(0, length + 1, length)
-    chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
-    return [{"bytes": part} for part in windows[chosen].long().split(batch)]
+    indices = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
+    return [{"bytes": rows} for rows in windows[indices].long().split(batch)]
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -243,11 +245,11 @@ def options() -> argparse.Namespace:
     add(
         "amp",
         "auto",
-        "dtype to compute in, bf16 where that is native with auto; weights stay float32",
+        "dtype to compute in; auto is bf16 if the device computes in it natively; weights stay float32",
         choices=["auto", "bf16", "fp16", "none"],
     )
     parser.add_argument(
-        "--remat", action="store_true", help="do not keep the activations of blocks, compute them again"
+        "--remat", action="store_true", help="compute the activations of blocks again instead of keeping them"
     )
     add("shard", 1, "ranks that divide the state; start them with torchrun")
     add("replicate", 1, "copies of the state, each divided over --shard ranks")
@@ -267,22 +269,23 @@ def options() -> argparse.Namespace:
 
 
 def pipeline(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh | None) -> ft.Step:
-    """Compose the training step; with a mesh, that of its ranks."""
+    """Return the training step with its wrappers; with a mesh, it is sharded over the ranks."""
 
-    def off(step: ft.Step) -> ft.Step:
+    def identity(step: ft.Step) -> ft.Step:
+        """Take the place of a wrapper that is switched off."""
         return step
 
     schedule = ft.schedules.warmup_cosine(o.lr, warmup=min(50, o.steps // 10), total=o.steps)
     optimizer = ft.optim.adamw(schedule, b2=0.99, weight_decay=o.decay)
     step: ft.Step = ft.compose(
         ft.train_step(ft.from_module(model, predict_bytes), optimizer),
-        ft.remat(blocks=[Block]) if o.remat else off,
-        ft.with_amp(o.amp) if o.amp != "none" else off,
+        ft.remat(blocks=[Block]) if o.remat else identity,
+        ft.with_amp(o.amp) if o.amp != "none" else identity,
         ft.accumulate(o.accumulate),
         ft.clip(o.clip),
         ft.ema(o.ema),
-        ft.sharded(mesh, o.level) if mesh else off,
-        ft.compiled() if not o.no_compile else off,
+        ft.sharded(mesh, o.level) if mesh else identity,
+        ft.compiled() if not o.no_compile else identity,
     )
     return step
 
@@ -302,7 +305,7 @@ def sample(
     tokens, key = torch.tensor(list(prompt.encode()), device=device), ft.random.key(seed)
     for k in range(count):
         logits = model(tokens[None, -length:])[0, -1]
-        # A draw from the probabilities: the index of the smallest exponential time divided by its probability.
+        # The index of the smallest time / probability, with exponential times, is distributed as the probabilities.
         times = ft.random.exponential(ft.random.fold_in(key, k), logits.shape).to(device)
         tokens = torch.cat([tokens, (logits / temperature - times.log()).argmax(keepdim=True)])
     text = bytes(tokens.tolist()).decode(errors="replace")
@@ -316,7 +319,7 @@ def main() -> None:
     o = options()
     # First, because it chooses the device of this rank.
     mesh = ft.parallel.mesh(replicate=o.replicate, shard=o.shard) if o.shard * o.replicate > 1 else None
-    prints = mesh is None or mesh.get_rank() == 0
+    is_first_rank = mesh is None or mesh.get_rank() == 0
     torch.manual_seed(o.seed)
     model = GPT(width=o.width, layers=o.layers, heads=o.heads).to(o.device)
     step = pipeline(model, o, mesh)
@@ -325,11 +328,11 @@ def main() -> None:
     train, held_out = as_tensor(train_files), as_tensor(held_out_files)
     o.out.mkdir(parents=True, exist_ok=True)
     metrics, checkpoints = o.out / "metrics.jsonl", ft.Checkpoints(o.out / "checkpoints", every=o.save_every, keep=2)
-    if prints and not checkpoints.steps():
+    if is_first_rank and not checkpoints.steps():
         metrics.unlink(missing_ok=True)
 
     def report(name: str, text: str) -> None:
-        if prints:
+        if is_first_rank:
             print(f"{name:<9}{text}", flush=True)
 
     report("text", f"{len(train_files)} files, {len(train) / 1e6:.1f} MB of Python's standard library")
@@ -340,7 +343,7 @@ def main() -> None:
         report("resumed", f"after step {saved[-1]}, from {checkpoints.directory}")
     state = step.init(seed=o.seed)
     # Printed after init, so that it shows the dtype that with_amp("auto") takes on this device.
-    if prints:
+    if is_first_rank:
         print(f"\n{step}\n", flush=True)
 
     eval_step = ft.eval_step(step.loss)
@@ -363,7 +366,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
 
     averaged = ft.parallel.whole(ft.averaged(state))  # Gathers the shards of each weight.
-    if not prints:
+    if not is_first_rank:
         return
     save_file({name: weight.contiguous() for name, weight in averaged.params.items()}, o.out / "model.safetensors")
     text = sample(ft.to_module(model, averaged), o.prompt, o.sample, o.length, o.seed, device=o.device)

@@ -1,4 +1,4 @@
-"""The bench: its statistics, its refusal to time different maths, its report, and that its cases still run."""
+"""The bench: its statistics, its comparison of losses, its claims and report, and that its cases run."""
 
 import csv
 import dataclasses
@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import claims, field, rows, same, stats, updates
+from bench import claims, loss_check, registry, rows, stats, updates
 from bench.__main__ import main
 from bench.cases import c9, c11
-from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
 from bench.race import race
+from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.report import report, write_report
 from bench.settings import Settings
-from bench.tasks import Entrant, MissingError, Task, absent
+from bench.tasks import Entrant, MissingError, Task, is_missing
 from bench.timing import interleaved
 from tests.exhaustive import exhaustive
 
@@ -32,16 +32,17 @@ SETTINGS = Settings(rounds=1, seconds=0.0, tiny=True, compile_backend="eager")
 
 
 def wrong(task: Task):
-    """An entrant whose maths is not that of the others."""
+    """Make an entrant whose losses are 1% too large."""
     run = HAND_EAGER.load()(task)
     return lambda: run() * 1.01
 
 
 def without_decay(task: Task):
-    """AdamW of torch that does not decay."""
-    update = updates.theirs(task)
-    update._run.__self__.param_groups[0]["weight_decay"] = 0.0
-    return update
+    """Make torch's AdamW without weight decay."""
+    racer = updates.torch_optimizer(task)
+    optimizer = racer._run.__self__
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    return racer
 
 
 def broken(task: Task):
@@ -57,17 +58,17 @@ def without_its_library(task: Task):
 
 def test_pairwise_ratios_cancel_a_drift_of_the_machine():
     drift = [1.0, 2.0, 5.0]
-    assert stats.pairwise([3 * d for d in drift], [2 * d for d in drift]) == pytest.approx([1.5] * 3)
+    assert stats.paired_ratios([3 * d for d in drift], [2 * d for d in drift]) == pytest.approx([1.5] * 3)
     with pytest.raises(ValueError, match="zip"):
-        stats.pairwise([1.0], [1.0, 2.0])
+        stats.paired_ratios([1.0], [1.0, 2.0])
 
 
 def test_the_bootstrap_interval_holds_the_median_and_narrows_with_more_rounds():
     normal = torch.distributions.Normal(2.0, 0.5)
     torch.manual_seed(0)
-    few, many = normal.sample((10,)).tolist(), normal.sample((1000,)).tolist()
-    assert stats.bootstrap(few) == stats.bootstrap(few)
-    narrow, wide = stats.bootstrap(many), stats.bootstrap(few)
+    main_entrants, many = normal.sample((10,)).tolist(), normal.sample((1000,)).tolist()
+    assert stats.bootstrap(main_entrants) == stats.bootstrap(main_entrants)
+    narrow, wide = stats.bootstrap(many), stats.bootstrap(main_entrants)
     assert narrow.low < stats.spread(many).median < narrow.high
     # The standard error of a median of n normal numbers is 1.2533 s / sqrt(n).
     assert narrow.high - narrow.low == pytest.approx(2 * 1.96 * 1.2533 * 0.5 / math.sqrt(1000), rel=0.2)
@@ -81,7 +82,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says():
     assert 180 <= covered <= 200
 
 
-def test_turns_have_an_order_of_their_own_and_are_counted_by_step():
+def test_each_round_draws_an_order_of_turns_and_times_are_per_step():
     order = []
 
     class Fake:
@@ -97,99 +98,100 @@ def test_turns_have_an_order_of_their_own_and_are_counted_by_step():
     assert times == {name: pytest.approx([1.0 + index] * 300) for index, name in enumerate("abc")}
     rounds = ["".join(order[first : first + 3]) for first in range(0, 900, 3)]
     assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}
-    # Behind himself, once in nine rounds: as often as each other one.
-    behind = Counter(first for first, second in pairwise(order) if first == second)
-    assert all(20 <= behind[name] <= 50 for name in "abc")
+    # Last in one round and first in the next: one round in nine for each racer, 33 of 300.
+    twice_in_a_row = Counter(first for first, second in pairwise(order) if first == second)
+    assert all(20 <= twice_in_a_row[name] <= 50 for name in "abc")
 
 
 def test_the_examples_of_the_statistics_hold():
     assert doctest.testmod(stats).failed == 0
 
 
-# Maths
+# Comparison of losses
 
 
-def test_losses_within_the_tolerance_pass_and_others_do_not():
+def test_losses_must_agree_within_the_tolerance_of_the_precision():
     losses = {"a": [2.0, 1.0], "b": [2.0001, 1.0]}
-    assert same.require_same(losses, "fp32") == pytest.approx(5e-5)
-    with pytest.raises(same.MathsError, match=r"c computes 2\.1, 1 where a computes 2, 1"):
-        same.require_same({**losses, "c": [2.1, 1.0]}, "bf16")
-    for other in ([2.0], [2.0, math.nan]):
-        with pytest.raises(same.MathsError):
-            same.require_same({"a": [2.0, 1.0], "b": other}, "fp32")
-    with pytest.raises(same.MathsError):
-        same.require_same({"a": [], "b": []}, "fp32")
+    assert loss_check.require_same_losses(losses, "fp32") == pytest.approx(5e-5)
+    with pytest.raises(loss_check.LossMismatchError, match=r"c computes 2\.1, 1 where a computes 2, 1"):
+        loss_check.require_same_losses({**losses, "c": [2.1, 1.0]}, "bf16")
+    for losses_of_b in ([2.0], [2.0, math.nan]):
+        with pytest.raises(loss_check.LossMismatchError):
+            loss_check.require_same_losses({"a": [2.0, 1.0], "b": losses_of_b}, "fp32")
+    with pytest.raises(loss_check.LossMismatchError):
+        loss_check.require_same_losses({"a": [], "b": []}, "fp32")
 
 
-def raced(*entrants, problem="mlp"):
+def race_rows(*entrants, problem="mlp"):
+    """Race entrants for one step a turn, and return the rows."""
     return race("C1 test", SETTINGS.task(problem), entrants, SETTINGS, steps=1)
 
 
-def test_a_case_whose_maths_differs_fails_and_is_not_timed():
-    measurements = raced(HAND_EAGER, OURS_EAGER, Entrant("wrong", "hand eager", f"{__name__}:wrong"))
-    failed = [row for row in measurements if row.metric == rows.FAILED]
+def test_entrants_whose_losses_differ_are_not_timed():
+    result = race_rows(HAND_EAGER, OURS_EAGER, Entrant("wrong", "hand eager", f"{__name__}:wrong"))
+    failed = [row for row in result if row.metric == rows.FAILED]
     assert [row.variant for row in failed] == ["all"]
     assert "wrong computes" in failed[0].note
-    assert not [row for row in measurements if row.metric == rows.TIME]
+    assert not [row for row in result if row.metric == rows.TIME]
 
 
 def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
-    others = [
-        Entrant(name, "trainer", f"{__name__}:{name}", in_own_process=apart)
-        for name, apart in (("broken", False), ("without_its_library", False))
-    ]
-    measurements = raced(HAND_EAGER, *others)
-    said = {
-        row.variant: (row.metric, row.note) for row in measurements if row.variant in {"broken", "without_its_library"}
-    }
-    assert said == {
+    names = ("broken", "without_its_library")
+    result = race_rows(HAND_EAGER, *(Entrant(name, "trainer", f"{__name__}:{name}") for name in names))
+    unmeasured = {row.variant: row for row in result if row.variant in names}
+    assert {name: (row.metric, row.note) for name, row in unmeasured.items()} == {
         "broken": (rows.FAILED, "ValueError: does not run"),
         "without_its_library": (rows.MISSING, "No module named 'optional'"),
     }
-    assert all(math.isnan(row.median) for row in measurements if row.metric in {rows.MISSING, rows.FAILED})
+    assert all(math.isnan(row.median) for row in unmeasured.values())
 
 
-def test_who_runs_in_ranks_has_no_row_of_the_memory_of_this_process():
+def test_ranks_have_no_row_of_the_gpu_memory_of_this_process():
     ready = SimpleNamespace(losses=lambda steps: [1.0] * steps, turn=lambda steps: 1e-6 * steps, close=lambda: None)
     on_gpu = dataclasses.replace(SETTINGS, device="cuda")
-    measurements = race("G6 test", SETTINGS.task("mlp"), [HAND_EAGER], on_gpu, steps=1, make=lambda *_: ready)
-    metrics = {row.metric for row in measurements if row.variant == HAND_EAGER.name}
+    result = race("G6 test", SETTINGS.task("mlp"), [HAND_EAGER], on_gpu, steps=1, make=lambda *_: ready)
+    metrics = {row.metric for row in result if row.variant == HAND_EAGER.name}
     assert rows.TIME in metrics
     assert rows.MEMORY not in metrics
 
 
 def test_only_optional_libraries_can_be_missing():
-    assert absent(MissingError("no GPU"))
-    assert absent(ModuleNotFoundError("", name="jax.numpy"))
-    assert not absent(ModuleNotFoundError("", name="ftrain.gone"))
-    assert not absent(ImportError("cannot import name", name="jax"))
+    assert is_missing(MissingError("no GPU"))
+    assert is_missing(ModuleNotFoundError("", name="jax.numpy"))
+    assert not is_missing(ModuleNotFoundError("", name="ftrain.gone"))
+    assert not is_missing(ImportError("cannot import name", name="jax"))
 
 
-@pytest.mark.parametrize("other", ["without_decay", None])
-def test_an_update_of_other_maths_fails_and_one_of_the_same_does_not(other):
-    entrants = [field.OURS_UPDATE, Entrant(other, "torch", f"{__name__}:{other}") if other else field.TORCH]
-    measurements = race("C8 test", SETTINGS.task("update 148"), entrants, SETTINGS, steps=1)
-    assert bool([row for row in measurements if row.metric == rows.TIME]) == (other is None)
-    assert [row.variant for row in measurements if row.metric == rows.FAILED] == (["all"] if other else [])
+def test_a_correct_update_is_timed():
+    result = race("C8 test", SETTINGS.task("update 148"), [registry.OURS_UPDATE, registry.TORCH], SETTINGS, steps=1)
+    assert {row.variant for row in result if row.metric == rows.TIME} == {"ftrain update, eager", registry.TORCH.name}
+    assert not [row for row in result if row.metric == rows.FAILED]
 
 
-def test_an_optimizer_holds_as_many_bytes_as_its_moments():
+def test_an_update_without_weight_decay_is_found_out_and_not_timed():
+    entrants = [registry.OURS_UPDATE, Entrant("without_decay", "torch", f"{__name__}:without_decay")]
+    result = race("C8 test", SETTINGS.task("update 148"), entrants, SETTINGS, steps=1)
+    assert not [row for row in result if row.metric == rows.TIME]
+    assert [row.variant for row in result if row.metric == rows.FAILED] == ["all"]
+
+
+def test_the_state_of_an_optimizer_has_the_size_of_its_moments():
     task = SETTINGS.task("update 148")
     count = sum(leaf.numel() for leaf in task.model().parameters())
-    held = {name: updates.state_bytes(task.with_options(optimizer=name)) for name in ("sgd", "sgd, momentum", "adamw")}
-    # AdamW also counts.
-    assert held == {"sgd": 0.0, "sgd, momentum": 4.0, "adamw": pytest.approx(8 + 4 / count)}
+    sizes = {name: updates.state_bytes(task.with_options(optimizer=name)) for name in ("sgd", "sgd, momentum", "adamw")}
+    # AdamW has two moments of 4 bytes, and one counter of 4 bytes for all parameters.
+    assert sizes == {"sgd": 0.0, "sgd, momentum": 4.0, "adamw": pytest.approx(8 + 4 / count)}
 
 
 @pytest.mark.parametrize("problem", ["null", "gpt2 b1", *exhaustive(["leaves 10", "mlp", "gpt384", "bert", "llama"])])
 def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
-    measurements = raced(HAND_EAGER, OURS_EAGER, problem=problem)
-    times = [row.variant for row in measurements if row.metric == rows.TIME]
+    result = race_rows(HAND_EAGER, OURS_EAGER, problem=problem)
+    times = [row.variant for row in result if row.metric == rows.TIME]
     assert times == ["loop, eager", "ftrain, eager"]
-    assert [r.metric for r in measurements if r.metric.startswith(rows.RATIO)] == ["ratio to loop, eager"]
+    assert [r.metric for r in result if r.metric.startswith(rows.RATIO)] == ["ratio to loop, eager"]
 
 
-def test_flops_are_six_a_weight_and_token_and_attention():
+def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
     problem = PROBLEMS["gpt2 b4"]
     with torch.device("meta"):
         model = problem.model(problem.full)
@@ -202,62 +204,63 @@ def test_flops_are_six_a_weight_and_token_and_attention():
 
 
 def ratio(question, variant, other, median):
+    """Return a row of the ratio of a variant to another one."""
     return rows.Row(question, variant, f"{rows.RATIO}{other}", "", median, median, median, median, median, "here")
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):
     written = [
-        rows.measured("C1 test", "a", rows.TIME, "us", [1.0, 2.0, 3.0], sure=True),
-        rows.said("C1 test", "b", rows.MISSING, "no\n  such   thing"),
+        rows.measured("C1 test", "a", rows.TIME, "us", [1.0, 2.0, 3.0], interval=True),
+        rows.unmeasured("C1 test", "b", rows.MISSING, "no\n  such   thing"),
     ]
     rows.write(written, tmp_path / "C1.csv")
     read = rows.read(tmp_path)
     assert read[0] == written[0]
-    assert dataclasses.replace(read[1], p20=0.0, median=0.0, p80=0.0, low=0.0, high=0.0) == dataclasses.replace(
-        written[1], p20=0.0, median=0.0, p80=0.0, low=0.0, high=0.0
-    )
+    # NaN differs from itself, so it is replaced before the rows are compared.
+    no_nan = {"p20": 0.0, "median": 0.0, "p80": 0.0, "low": 0.0, "high": 0.0}
+    assert dataclasses.replace(read[1], **no_nan) == dataclasses.replace(written[1], **no_nan)
     assert math.isnan(read[1].median)
     assert read[1].note == "no such thing"
 
 
-def test_a_quick_run_replaces_what_it_asks_and_keeps_what_only_a_full_one_asked(tmp_path):
-    quick, full = (rows.measured(name, "a", rows.TIME, "us", [1.0], sure=True) for name in ("C1 test", "C1 long"))
+def test_a_run_replaces_the_rows_of_its_questions_and_keeps_those_of_others(tmp_path):
+    quick, full = (rows.measured(name, "a", rows.TIME, "us", [1.0], interval=True) for name in ("C1 test", "C1 long"))
     rows.write([quick, full, dataclasses.replace(quick, variant="gone")], tmp_path / "C1.csv")
     again = dataclasses.replace(quick, median=2.0)
     rows.write([again], tmp_path / "C1.csv")
     assert rows.read(tmp_path) == [again, full]
 
 
-def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
-    measurements = [
+def test_the_worst_row_decides_a_claim_and_rows_without_a_number_do_not_count():
+    given = [
         ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 0.90),
         ratio("C2 GPT", OURS_COMPILED.name, JAX[1].name, 1.02),
         ratio("C10 other", OURS_COMPILED.name, JAX[1].name, 9.0),
-        rows.said("C3 GPT", OURS_COMPILED.name, f"{rows.RATIO}{JAX[0].name}", "missing"),
+        rows.unmeasured("C3 GPT", OURS_COMPILED.name, f"{rows.RATIO}{JAX[0].name}", "missing"),
     ]
-    verdicts = {verdict.claim.text: verdict for verdict in claims.judge(measurements)}
+    verdicts = {verdict.claim.text: verdict for verdict in claims.check_claims(given)}
     jax = verdicts["compiled step / JAX jit"]
-    assert (jax.worst.median, jax.count, jax.word) == (1.02, 2, "must")
-    others = {verdict.word for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
+    assert (jax.worst.median, jax.count, jax.result) == (1.02, 2, "limit met")
+    others = {verdict.result for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
     assert others == {"not measured"}
 
 
-@pytest.mark.parametrize(("median", "word"), [(0.90, "aim"), (0.97, "must"), (0.98, "short")])
-def test_a_claim_is_met_up_to_its_bound(median, word):
+@pytest.mark.parametrize(("median", "result"), [(0.90, "target met"), (0.97, "limit met"), (0.98, "limit missed")])
+def test_a_claim_is_met_up_to_its_limit_and_target(median, result):
     best = next(entrant for entrant in TRAINERS if entrant.best)
-    measurements = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
+    given = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
     text = "compiled step / trainers at their best"
-    assert next(v.word for v in claims.judge(measurements) if v.claim.text == text) == word
+    assert next(v.result for v in claims.check_claims(given) if v.claim.text == text) == result
 
 
-def test_the_report_shows_machines_claims_figures_and_what_is_missing():
-    measurements = [
+def test_the_report_shows_machines_claims_figures_and_missing_entrants():
+    given = [
         ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 1.5),
         dataclasses.replace(rows.measured("C1 MLP", "loop, eager", rows.TIME, "us", [1234.0]), device="here"),
-        rows.said("C1 MLP", "Fabric, best", rows.MISSING, "No module named 'lightning'"),
+        rows.unmeasured("C1 MLP", "Fabric, best", rows.MISSING, "No module named 'lightning'"),
     ]
-    text = report(measurements, ["plots/c1-mlp.svg"])
-    assert "| compiled step / JAX jit | 1.05 | 0.95 | 1.5 | 1.5 to 1.5 | short | 1 |" in text
+    text = report(given, ["plots/c1-mlp.svg"])
+    assert "| compiled step / JAX jit | 1.05 | 0.95 | 1.5 | 1.5 to 1.5 | limit missed | 1 |" in text
     assert "| loop, eager | 1,234 | 1,234 | 1,234 |" in text
     assert "* Fabric, best: missing. No module named 'lightning'" in text
     assert "| here |" in text
@@ -271,59 +274,58 @@ def test_a_report_of_no_rows_is_a_report(tmp_path):
 # The cases
 
 
-def smoke(folder, *cases):
+def smoke_options(folder, *cases):
     return ["--smoke", "--no-peers", "--out", str(folder), "--case", *cases]
 
 
 def bench(folder, *cases):
-    """Run the bench as its reader would, on one thread, and return its rows by question and variant."""
+    """Run the bench as a user does, in a process with one thread, and return its rows as dicts."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "bench", *smoke(folder, *cases)]
+    command = [sys.executable, "-m", "bench", *smoke_options(folder, *cases)]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     return read(folder)
 
 
 def read(folder):
-    measurements = []
+    """Return the lines of all CSV files of a folder as dicts."""
+    result = []
     for file in sorted(folder.glob("*.csv")):
         with file.open(encoding="utf-8") as lines:
-            measurements += list(csv.DictReader(lines))
-    return measurements
+            result += list(csv.DictReader(lines))
+    return result
 
 
 def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
-    assert main(smoke(tmp_path, "C1")) == 0
-    measurements = read(tmp_path)
-    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
+    assert main(smoke_options(tmp_path, "C1")) == 0
+    result = read(tmp_path)
+    timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name} <= timed
-    assert not [row for row in measurements if row["metric"] == rows.FAILED]
+    assert not [row for row in result if row["metric"] == rows.FAILED]
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
-    measurements = bench(tmp_path, "C11")
-    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
-    missing = {row["variant"] for row in measurements if row["metric"] == rows.MISSING}
+    result = bench(tmp_path, "C11")
+    timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
+    missing = {row["variant"] for row in result if row["metric"] == rows.MISSING}
     entrants = {*c11.PEERS, *map(c11.ours, (0, 1, 3)), c11.COMPILED}
-    assert {entrant.name for entrant in entrants if not entrant.needs} <= timed
+    assert {entrant.name for entrant in entrants if not entrant.required_libraries} <= timed
     assert {entrant.name for entrant in entrants} <= timed | missing
-    assert not [row for row in measurements if row["metric"] == rows.FAILED]
+    assert not [row for row in result if row["metric"] == rows.FAILED]
 
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
-    measurements = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13")
-    timed = {row["variant"] for row in measurements if row["metric"] == rows.TIME}
+    result = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13")
+    timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
-    assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKED} <= timed
+    assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKE_QUESTIONS} <= timed
     assert {c9.SAM[2].name, c9.SAM[3].name, c9.ONE_PASS.name} <= timed
-    assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
-    assert not [row for row in measurements if row["metric"] == rows.FAILED]
-    assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in measurements)
-    assert {row["variant"] for row in measurements if row["metric"] == rows.MEMORY} >= {
-        "remat()"
-    } or sys.platform != "linux"
+    assert {registry.TORCH.name, registry.TORCH_COMPILED.name, registry.OURS_UPDATE_COMPILED.name} <= timed
+    assert not [row for row in result if row["metric"] == rows.FAILED]
+    assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in result)
+    assert {row["variant"] for row in result if row["metric"] == rows.MEMORY} >= {"remat()"} or sys.platform != "linux"
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")

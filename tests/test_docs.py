@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ftrain as ft
-from bench.report import RANKS, fill
+from bench.report import PARALLEL_PAGE, fill_claims
 from bench.rows import TIME, WITHIN, read
 from tests import pages
 from tests.test_architecture import STAIRCASE
@@ -73,8 +73,8 @@ def test_every_public_function_is_on_a_page(module):
 
 
 def test_ratios_on_ranks_are_those_of_the_bench():
-    page = RANKS.read_text(encoding="utf-8")
-    assert fill(page, ROWS) == page
+    page = PARALLEL_PAGE.read_text(encoding="utf-8")
+    assert fill_claims(page, ROWS) == page
 
 
 def test_times_of_the_optimizers_are_those_of_the_bench():

@@ -1,1 +1,1 @@
-"""The questions to a CPU, one a file; each has `run(settings)`, which returns rows."""
+"""The cases for a CPU, one per file; each has a function `run(settings)` that returns rows."""

@@ -1,41 +1,47 @@
-"""The cost of a step when there is nothing to compute, and what each parameter adds."""
+"""The overhead of a step: its time when there is nothing to compute, and the time that each parameter adds."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from bench import field
+from bench import registry
 from bench.compiling import compile_rows
 from bench.race import race
-from bench.rows import SKIPPED, TIME, Row, said
+from bench.rows import SKIPPED, TIME, Row, unmeasured
 from bench.settings import Settings
 from bench.tasks import Entrant
 
 NULL = "C0 null model"
 COUNTS = (10, 100, 1_000, 10_000)
-SWEPT = (field.HAND_EAGER, field.HAND_COMPILED, field.OURS_EAGER, field.OURS_COMPILED)
-COMPILED = {field.HAND_COMPILED.name, field.OURS_COMPILED.name}
+SWEPT = (registry.HAND_EAGER, registry.HAND_COMPILED, registry.OURS_EAGER, registry.OURS_COMPILED)
+COMPILED = {registry.HAND_COMPILED.name, registry.OURS_COMPILED.name}
 MOST_COMPILED = {False: 100, True: 1_000}
-"""In a quick and in a full run; more would compile for many minutes."""
-PATIENCE = 600.0
+"""The largest number of leaves that is compiled in a quick and in a full run; more would compile for many minutes."""
+TIMEOUT = 600.0
+"""Seconds that a compilation of many leaves may take."""
 MOST_CALLED = 1_000
+"""The largest number of leaves for which calls alone are timed."""
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race on the null model, then sweep the number of leaves."""
-    entrants = (*field.everyone(settings, smoke=False), field.OURS_KEEPING, field.HAND_OWN_PROCESS)
-    rows = race(NULL, settings.task("null"), entrants, settings, part=0.7)
+    """Time the null model, then models with more and more leaves."""
+    entrants = (
+        *registry.all_entrants(settings, trainers_in_smoke=False),
+        registry.OURS_KEEPING,
+        registry.HAND_OWN_PROCESS,
+    )
+    rows = race(NULL, settings.task("null"), entrants, settings, fraction=0.7)
     if settings.full or settings.smoke:
-        rows += compile_rows(NULL, field.OURS_COMPILED, settings.task("null"))
+        rows += compile_rows(NULL, registry.OURS_COMPILED, settings.task("null"))
     swept = {count: _sweep(count, settings) for count in COUNTS}
-    called = {count: _calls(count, settings) for count in COUNTS if count <= MOST_CALLED}
-    rows += [row for rows_of_count in (*swept.values(), *called.values()) for row in rows_of_count]
-    return rows + _slopes(swept, SWEPT) + _slopes(called, (field.OURS_CALLS,))
+    calls = {count: _race_calls(count, settings) for count in COUNTS if count <= MOST_CALLED}
+    rows += [row for rows_of_count in (*swept.values(), *calls.values()) for row in rows_of_count]
+    return rows + _slopes(swept, SWEPT) + _slopes(calls, (registry.OURS_CALLS,))
 
 
 def title(count: int) -> str:
-    """The name of the question about so many leaves."""
+    """Return the name of the question about this number of leaves."""
     return f"C0 {count:,} leaves"
 
 
@@ -44,24 +50,24 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
     most = COUNTS[-1] if settings.tiny else MOST_COMPILED[settings.full]
     for entrant in SWEPT:
         if entrant.name in COMPILED and count > most:
-            left_out.append(said(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes minutes"))
+            left_out.append(unmeasured(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes minutes"))
         elif entrant.name in COMPILED and count > MOST_COMPILED[False] and not settings.tiny:
-            # In a process of its own, so that one that compiles for too long can be given up.
-            entrants.append(dataclasses.replace(entrant, in_own_process=True, patience=PATIENCE))
+            # In a process of its own, which can be ended if it compiles for too long.
+            entrants.append(dataclasses.replace(entrant, own_process=True, timeout=TIMEOUT))
         else:
             entrants.append(entrant)
     part = 0.4 if count <= 100 else 0.2
-    return race(question, settings.task(f"leaves {count}"), entrants, settings, part=part) + left_out
+    return race(question, settings.task(f"leaves {count}"), entrants, settings, fraction=part) + left_out
 
 
-def _calls(count: int, settings: Settings) -> list[Row]:
-    """Time the calls of a compiled step alone; the work is left out, so the losses are those of one step."""
+def _race_calls(count: int, settings: Settings) -> list[Row]:
+    """Time the calls of a compiled step without its computation, which runs only once; so one loss is compared."""
     question, task = f"{title(count)}, calls alone", settings.task(f"leaves {count}")
-    return race(question, task, [field.OURS_CALLS], settings, part=0.5, checked=1)
+    return race(question, task, [registry.OURS_CALLS], settings, fraction=0.5, compared=1)
 
 
 def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Row]:
-    """What a leaf adds, from the fewest leaves to the most that an entrant was timed with."""
+    """Return the rows of the time per leaf: the slope between the smallest and the largest number of leaves timed."""
     rows = []
     for entrant in entrants:
         times = {
@@ -73,7 +79,7 @@ def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Ro
         if len(times) > 1:
             fewest, most = min(times), max(times)
             slope = (times[most] - times[fewest]) / (most - fewest)
-            work = "without" if entrant is field.OURS_CALLS else "with"
+            work = "without" if entrant is registry.OURS_CALLS else "with"
             note = f"from {fewest:,} to {most:,} leaves, {work} the work on them"
             rows.append(Row("C0 leaves", entrant.name, "added a leaf", "us", slope, slope, slope, note=note))
     return rows

@@ -1,8 +1,8 @@
-"""The loader beside torch's `DataLoader` on a memory map of tokens: the time of a batch, shuffled and collated.
+"""The loader compared with torch's `DataLoader`: the time of a shuffled and collated batch of memory-mapped tokens.
 
-Each reads the same small samples: in this process, one batch after another or with a small step of training between two
-batches, which takes the place of the reader's code and data in the caches of the CPU; and by two workers. First the
-samples of a whole pass are compared.
+Both read the same small samples: in this process without anything between batches, in this process with a matrix
+product between batches (which, as a training step would, evicts the loader's code and data from the CPU's caches), and
+with two workers. Before, the samples of a whole pass are compared.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ftrain as ft
-from bench.rows import FAILED, RATIO, TIME, Row, measured, said
+from bench.rows import FAILED, RATIO, TIME, Row, measured, unmeasured
 from bench.settings import Settings
-from bench.stats import pairwise
+from bench.stats import paired_ratios
 from bench.timing import LocalRacer, interleaved
 
 LENGTH, BATCH = 128, 32
 WIDTH = 1024
-TORCHS, OURS, SAID, FILE = "DataLoader", "ftrain loader", "ftrain loader, draws = False", "ftrain loader, TokenFile"
+TORCH, OURS, NO_DRAWS, TOKEN_FILE = (
+    "DataLoader",
+    "ftrain loader",
+    "ftrain loader, draws = False",
+    "ftrain loader, TokenFile",
+)
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Windows of a file of tokens, as one writes it by hand."""
+    """A dataset by hand: windows of a file of tokens."""
 
     def __init__(self, path: Path, draws: bool | None = None) -> None:
         self._tokens = np.load(path, mmap_mode="r")
@@ -46,7 +51,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race the loaders in this process, and with workers."""
+    """Time the loaders in this process, without and with steps between batches, and with workers."""
     count = 4 * BATCH if settings.tiny else 512 * BATCH
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.npy"
@@ -56,7 +61,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 class BetweenSteps:
-    """A racer that reads a batch after each step of a small model; only the reading is timed."""
+    """A racer that computes a matrix product before it reads each batch; only the reading is timed."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read
@@ -77,30 +82,30 @@ def _race(path: Path, workers: int, stepping: bool, settings: Settings) -> list[
     print(question, flush=True)
     options: dict[str, Any] = {"num_workers": workers}
     loaders = {
-        TORCHS: DataLoader(
+        TORCH: DataLoader(
             Tokens(path), BATCH, shuffle=True, drop_last=True, persistent_workers=workers > 0, num_workers=workers
         ),
         OURS: ft.data.loader(Tokens(path), BATCH, **options),
-        SAID: ft.data.loader(Tokens(path, draws=False), BATCH, **options),
-        FILE: ft.data.loader(ft.data.TokenFile(path, LENGTH), BATCH, **options),
+        NO_DRAWS: ft.data.loader(Tokens(path, draws=False), BATCH, **options),
+        TOKEN_FILE: ft.data.loader(ft.data.TokenFile(path, LENGTH), BATCH, **options),
     }
     passes = {name: _samples(loader) for name, loader in loaders.items()}
-    different = [name for name, samples in passes.items() if not torch.equal(samples, passes[TORCHS])]
+    different = [name for name, samples in passes.items() if not torch.equal(samples, passes[TORCH])]
     if different:
-        return [said(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
-    # Each turn goes on where the last one of the same loader stopped: workers are not started anew.
+        return [unmeasured(question, name, FAILED, f"other samples than {TORCH}") for name in different]
+    # Each turn continues where the last turn of the same loader ended, so that no turn starts workers.
     reads = {name: _endless(loader).__next__ for name, loader in loaders.items()}
     racers = {name: BetweenSteps(read) if stepping else LocalRacer(read, "cpu") for name, read in reads.items()}
     times = interleaved(racers, rounds=settings.rounds, seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
-    ratios = {name: pairwise(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}
+    ratios = {name: paired_ratios(times[name], times[TORCH]) for name in (OURS, NO_DRAWS, TOKEN_FILE)}
     return rows + [
-        measured(question, name, f"{RATIO}{TORCHS}", "", values, sure=True) for name, values in ratios.items()
+        measured(question, name, f"{RATIO}{TORCH}", "", values, interval=True) for name, values in ratios.items()
     ]
 
 
 def _samples(loader: Any) -> torch.Tensor:
-    """All samples of a pass, sorted: they come in other orders."""
+    """Return all samples of a pass, sorted, because each loader has an order of its own."""
     rows = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in loader])
     return torch.unique(rows, dim=0)
 

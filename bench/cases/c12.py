@@ -1,4 +1,4 @@
-"""An evaluation beside a loop by hand, eager and compiled, where calls dominate and where products do."""
+"""An evaluation compared with a loop by hand, eager and compiled, for models dominated by calls and by products."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ PROBLEMS = {"mlp": "MLP 4x128, batch 64", "gpt128": "GPT 4x128", "gpt384": "GPT 
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race evaluations of eight batches."""
+    """Time evaluations of eight batches."""
     rows = []
     for problem, name in PROBLEMS.items():
         task = settings.task(problem)
-        rows += race(f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, part=0.4)
+        rows += race(
+            f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, fraction=0.4
+        )
     return rows

@@ -1,4 +1,4 @@
-"""The loss head of a language model alone, in time and memory."""
+"""The loss head of a language model alone: time and peak memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MEASURED = sorted(ENTRANTS, key=lambda entrant: (entrant.best, entrant.name == "
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race the heads, then measure their memory."""
+    """Time the loss heads, then measure their memory."""
     task = settings.task("head")
-    # A step of the chunked one of torch takes seconds.
+    # A step of torch's chunked function takes seconds.
     entrants = [entrant for entrant in ENTRANTS if settings.full or entrant is not CHUNKED]
-    # Nothing is updated, so that the first loss is that of every step.
-    rows = race(QUESTION, task, entrants, settings, part=0.15, checked=1)
-    return rows + memory_rows(QUESTION, task, settings.some(MEASURED), settings)
+    # Nothing is updated, so all losses are the same.
+    rows = race(QUESTION, task, entrants, settings, fraction=0.15, compared=1)
+    return rows + memory_rows(QUESTION, task, settings.limit(MEASURED), settings)

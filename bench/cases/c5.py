@@ -1,4 +1,4 @@
-"""What each wrapper adds to a plain step: in microseconds to one without work, as a ratio to one with."""
+"""What each wrapper costs: microseconds added to a step without work, and the ratio to a step with work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALONE = (
     "donated()",
     "compiled()",
 )
-# Where bfloat16 is emulated, little else would be seen of a stack.
+# "auto" and not "bf16": a CPU that emulates bfloat16 would spend most of the time of the stack on that.
 STACK = ('with_amp("auto")', "remat()", "accumulate(2)", "clip(1.0)", "ema(0.99)", "skip_nonfinite()")
 KEEPING_ALL = Entrant("no remat", "ours", "bench.ours:eager")
 REMATS = {
@@ -35,10 +35,10 @@ REMATS = {
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race wrappers alone and stacked, on both models; then kinds of remat, in time and memory."""
-    # The null model holds no blocks to compute twice, and its batch of one cannot be cut.
-    null = _wrappers(NULL, settings, "null", part=0.7, left_out={"remat()", "accumulate(2)"})
-    gpt = _wrappers(GPT, settings, "gpt128", part=0.3, left_out=set())
+    """Time wrappers alone and stacked, on both models; then time variants of remat and measure their memory."""
+    # The null model has no blocks for remat, and its batch of one example cannot be divided.
+    null = _wrappers(NULL, settings, "null", fraction=0.7, left_out={"remat()", "accumulate(2)"})
+    gpt = _wrappers(GPT, settings, "gpt128", fraction=0.3, left_out=set())
     return null + gpt + _remat(settings)
 
 
@@ -52,8 +52,8 @@ def _wrappers(question: str, settings: Settings, problem: str, *, part: float, l
         settings.task(problem),
         [PLAIN, *wrapped],
         settings,
-        part=part,
-        checked=1,  # Wrappers that change the update change the losses after the first one.
+        fraction=part,
+        compared=1,  # Some wrappers change the update, and so the later losses.
         tolerance="bf16",
         added=[(entrant, PLAIN) for entrant in wrapped],
     )
@@ -66,7 +66,7 @@ def _remat(settings: Settings) -> list[Row]:
             options = {"blocks": options["blocks"][:1]}
         entrants.append(Entrant(name, "ours", "bench.ours:rematerialised", options=tuple(options.items())))
     task = settings.task("gpt128")
-    rows = race(REMAT, task, entrants, settings, part=0.4)
+    rows = race(REMAT, task, entrants, settings, fraction=0.4)
     return rows + memory_rows(REMAT, task, entrants[:2] if settings.smoke else entrants, settings)
 
 

@@ -1,4 +1,4 @@
-"""What `ft.fit` adds to a loop over the same step, on 2,000 steps of the null model."""
+"""The time that `ft.fit` adds to a loop over the same step, for 2,000 steps of the null model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ FITS = {
     "eager": Entrant("fit, eager", "ours", "bench.fitting:fit", options=EAGER),
     "compiled": Entrant("fit, compiled", "ours", "bench.fitting:fit"),
 }
-SHOWN = Entrant("fit, compiled, with progress", "ours", "bench.fitting:fit", options=(("progress", True),))
+WITH_PROGRESS = Entrant("fit, compiled, with progress", "ours", "bench.fitting:fit", options=(("progress", True),))
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race calls of fit against loops of as many steps."""
+    """Time calls of `ft.fit`, and loops of as many steps."""
     return race(
         QUESTION,
         settings.task("null"),
-        [HAND, *LOOPS.values(), *FITS.values(), SHOWN],
+        [HAND, *LOOPS.values(), *FITS.values(), WITH_PROGRESS],
         settings,
-        part=0.4,
+        fraction=0.4,
         steps=20 if settings.tiny else STEPS,
-        added=[*((FITS[way], LOOPS[way]) for way in FITS), (SHOWN, LOOPS["compiled"])],
+        added=[*((FITS[mode], LOOPS[mode]) for mode in FITS), (WITH_PROGRESS, LOOPS["compiled"])],
     )

@@ -1,6 +1,6 @@
-"""Saving and loading 1 GB, what an asynchronous save holds up, and what a synchronous one takes in memory.
+"""Checkpoints of 1 GB: the time to save and to load, the memory of a save, and how long an asynchronous save blocks.
 
-And what a save of a run takes of which 1 GB is frozen.
+Also the time to save a run of which 1 GB is frozen.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from bench.memory import most_within
+from bench.memory import peak_increase
 from bench.rows import RATIO, TIME, Row, measured
-from bench.saving import OURS, UNSYNCED, WAYS, State, remove, state_of
+from bench.saving import FORMATS, OURS, UNSYNCED, State, make_state, remove
 from bench.settings import Settings
-from bench.stats import pairwise
+from bench.stats import paired_ratios
 from ftrain.checkpoint import Checkpoints
 from ftrain.types import TrainState
 
@@ -28,9 +28,9 @@ ROUNDS = 5
 
 
 def run(settings: Settings) -> list[Row]:
-    """Take turns in saving and loading; then time the call of an asynchronous save."""
+    """Time saving and loading in turns, then an asynchronous save, then the saves of a fine-tuning run."""
     print(SAVE, flush=True)
-    state = state_of(10**6 if settings.tiny else 10**9)
+    state = make_state(10**6 if settings.tiny else 10**9)
     size = sum(leaf.nbytes for leaf in state.values())
     rounds = 1 if settings.smoke else ROUNDS
     with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as scratch:
@@ -39,21 +39,22 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
-    saves: dict[str, list[float]] = {name: [] for name in WAYS}
-    loads: dict[str, list[float]] = {name: [] for name in WAYS}
+    saves: dict[str, list[float]] = {name: [] for name in FORMATS}
+    loads: dict[str, list[float]] = {name: [] for name in FORMATS}
     for turn in range(rounds + 1):
-        for name, way in WAYS.items():
+        for name, file_format in FORMATS.items():
             path = folder / "saved"
-            took = timed(partial(way.save, state, path)), timed(partial(way.load, path, state))
+            save_seconds = timed(partial(file_format.save, state, path))
+            load_seconds = timed(partial(file_format.load, path, state))
             remove(path)
-            # The first one finds cold caches and imports.
+            # The first turn is not counted: it fills caches and imports modules.
             if turn:
-                saves[name].append(took[0])
-                loads[name].append(took[1])
+                saves[name].append(save_seconds)
+                loads[name].append(load_seconds)
     del loads[UNSYNCED]
     rows = _rows(SAVE, saves, size) + _rows(LOAD, loads, size)
-    most = most_within(lambda: WAYS[OURS].save(state, folder / "saved"))
-    return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [most / 1e6])]
+    nbytes = peak_increase(lambda: FORMATS[OURS].save(state, folder / "saved"))
+    return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [nbytes / 1e6])]
 
 
 def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
@@ -62,7 +63,9 @@ def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
         rows.append(measured(question, name, TIME, "us", [1e6 * value for value in values]))
         rows.append(measured(question, name, "throughput", "MB/s", [size / 1e6 / value for value in values]))
         if name != OURS:
-            rows.append(measured(question, OURS, f"{RATIO}{name}", "", pairwise(times[OURS], values), sure=True))
+            rows.append(
+                measured(question, OURS, f"{RATIO}{name}", "", paired_ratios(times[OURS], values), interval=True)
+            )
     return rows
 
 
@@ -71,21 +74,21 @@ def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
     with Checkpoints(folder / "run", every=1, keep=1) as checkpoints:
         for step in range(rounds + 1):
             copied.append(timed(lambda: {name: leaf.clone() for name, leaf in state.items()}))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             checkpoints.save(step, {"state": state})
-            blocked.append(time.perf_counter() - begun)
+            blocked.append(time.perf_counter() - start)
             checkpoints.wait()
-            whole.append(time.perf_counter() - begun)
+            whole.append(time.perf_counter() - start)
     durations = {"the call": blocked, "until it is on the disk and verified": whole, "a copy by clone()": copied}
     rows = [
         measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in durations.items()
     ]
-    ratio = pairwise(blocked[1:], copied[1:])
-    return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, sure=True)]
+    ratio = paired_ratios(blocked[1:], copied[1:])
+    return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, interval=True)]
 
 
 def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
-    """Save a run whose base is frozen again and again, beside the files that hold what is trained alone."""
+    """Time the later saves of a run whose base is frozen, and `torch.save` of the trained part and of all."""
     trained = {name: torch.randn(8, leaf.shape[-1]) for name, leaf in frozen.items()}
     moments = {name: [torch.zeros_like(leaf), torch.zeros_like(leaf)] for name, leaf in trained.items()}
     state = TrainState(torch.tensor(1), trained, frozen, {}, moments, {}, torch.tensor([0, 0]))
@@ -102,7 +105,7 @@ def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
     return [
         *rows,
         *(
-            measured(TUNED, LATER, f"{RATIO}{name}", "", pairwise(times[LATER], times[name]), sure=True)
+            measured(TUNED, LATER, f"{RATIO}{name}", "", paired_ratios(times[LATER], times[name]), interval=True)
             for name in (ALONE, WHOLE)
         ),
     ]
@@ -110,6 +113,6 @@ def _fine_tuned(frozen: State, folder: Path, rounds: int) -> list[Row]:
 
 def timed(function: Callable[[], object]) -> float:
     """Return the seconds that a call takes."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     function()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start

@@ -1,15 +1,17 @@
-"""Techniques that spend less memory, each beside the same by hand with torch: its time, and the most that is held.
+"""Techniques that save memory, each compared with the same technique by hand with torch, in time and peak memory.
 
-Everything is eager and donated, on a GPT of twelve blocks; AdamW, nothing is clipped. Rematerialisation and
-accumulation run on a model most of whose memory are activations, the updates on one most of whose memory are
-parameters. By hand that is `torch.utils.checkpoint` around each block, a loop over microbatches, an optimizer for each
-parameter in a hook, and moments that are memory-mapped files. `remat(budget=0.3)` is beside the loop that keeps
-everything, and the one that keeps nothing; in a full run `remat(budget=0.5)` also compiled, whole and
-split, beside `torch.compile` with `activation_memory_budget`, which takes minutes. `sam` spends no less; it is here
-beside a loop with two passes, and beside a step with one, of which it should take no more than two.
+All steps are eager and donated, with AdamW and without clipping, on a GPT of twelve blocks. Most of the memory of the
+model ``deep`` is activations; it is used for rematerialisation and accumulation. Most of the memory of the model
+``wide`` is parameters; it is used for the updates. By hand: `torch.utils.checkpoint` of each block, a loop over
+microbatches, an optimizer for each parameter in a hook, and moments in memory-mapped files.
 
-What is held counts the pages of files that are in memory; the system may take these back. On a GPU (``--case C9
---device cuda``) activations go to the host, beside `save_on_cpu`; a CPU is its own host.
+`remat(budget=0.3)` is compared with the loop that keeps all activations and with the one that checkpoints each block.
+In a full run, `remat(budget=0.5)` is also compiled, whole and split, and compared with `torch.compile` with an
+`activation_memory_budget`, which takes minutes. `sam` saves no memory. It is compared with a loop with two passes, and
+with a step without `sam`, which should take half of the time.
+
+Peak memory includes pages of files that are in memory; the system can drop these. With ``--case C9 --device cuda``,
+activations are offloaded to the host and compared with `save_on_cpu`; on a CPU there is nowhere to offload them to.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from bench.settings import Settings
 from bench.tasks import Entrant, Task
 
 HAND = "bench.techniques:"
-KEEPING_ALL = Entrant("loop that keeps all", "hand eager", f"{HAND}kept")
+KEEPING_ALL = Entrant("loop that keeps all", "hand eager", f"{HAND}keep_all")
 FULL = "C9 remat, GPT 12x128"
 
 
@@ -71,58 +73,63 @@ COMPILED = (
 SAM = (
     "C9 sam, GPT 12x128",
     "deep",
-    Entrant("loop, two passes", "hand eager", f"{HAND}two_passes"),
+    Entrant("loop, two passes", "hand eager", f"{HAND}sam"),
     _ours("sam()"),
 )
-ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", checked=False)
+ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", compares_losses=False)
 SPLIT = _ours("remat(budget=0.5)", "split")
-SMOKED = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
-"""Where there is something to see that other cases do not show."""
+SMOKE_QUESTIONS = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
+"""The questions of a smoke test: those whose code no other case runs."""
 SAVED = "activations, of those that are kept without"
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race each technique with the same by hand, and measure the memory of both."""
+    """Time each technique and the same by hand, and measure the memory of both."""
     questions = [*((name, *pair) for name, pair in PAIRS.items()), SAM]
     if settings.device != "cpu":
         questions.append(ON_DEVICE)
     if settings.full:
         questions.append(COMPILED)
     if settings.smoke:
-        questions = [question for question in questions if question[0] in SMOKED]
+        questions = [question for question in questions if question[0] in SMOKE_QUESTIONS]
     rows = []
     for name, problem, hand, ours in questions:
-        # What rematerialisation saves and costs is to be seen, too.
+        # Entrants that show what a technique saves or costs compared with a step without it.
         others = {FULL: [BUDGETED, KEEPING_ALL], COMPILED[0]: [SPLIT], SAM[0]: [ONE_PASS]}.get(name, [])
         rows += _race(name, settings.task(problem), [hand, ours, *others], settings)
-    return rows + _left(settings.task("deep"))
+    return rows + _kept_activations(settings.task("deep"))
 
 
-def _left(task: Task) -> list[Row]:
-    """What rematerialisation leaves of the activations."""
-    every = _activations(task, KEEPING_ALL)
-    return [measured(FULL, ours.name, SAVED, "", [_activations(task, ours) / every]) for ours in (REMAT, BUDGETED)]
+def _kept_activations(task: Task) -> list[Row]:
+    """Return the rows of the activations that rematerialisation keeps, as a fraction of all."""
+    all_activations = _activations(task, KEEPING_ALL)
+    return [
+        measured(FULL, ours.name, SAVED, "", [_activations(task, ours) / all_activations]) for ours in (REMAT, BUDGETED)
+    ]
 
 
 def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings) -> list[Row]:
-    rows = race(question, task, entrants, settings, part=0.6)
+    rows = race(question, task, entrants, settings, fraction=0.6)
     if settings.device != "cpu":
         return rows
-    # Each costs a process.
+    # A smoke test leaves memory out: it would start a process for each entrant.
     rows += [] if settings.smoke else memory_rows(question, task, entrants, settings)
-    return rows + _saved(question, rows)
+    return rows + _memory_ratios(question, rows)
 
 
-def _saved(question: str, rows: list[Row]) -> list[Row]:
-    """What is held within a step, of what is held by the loop that keeps everything."""
-    held = {row.variant: row.median for row in rows if row.metric == WITHIN}
-    every, names = held.get(KEEPING_ALL.name), [ours.name for ours in (REMAT, BUDGETED) if ours.name in held]
+def _memory_ratios(question: str, rows: list[Row]) -> list[Row]:
+    """Return the rows of the memory within a step, divided by that of the loop that keeps all activations."""
+    memory = {row.variant: row.median for row in rows if row.metric == WITHIN}
+    memory_of_all = memory.get(KEEPING_ALL.name)
+    if not memory_of_all:
+        return []
     metric = f"{WITHIN}, {RATIO}{KEEPING_ALL.name}"
-    return [measured(question, name, metric, "", [held[name] / every]) for name in names] if every else []
+    names = [ours.name for ours in (REMAT, BUDGETED) if ours.name in memory]
+    return [measured(question, name, metric, "", [memory[name] / memory_of_all]) for name in names]
 
 
 def _activations(task: Task, entrant: Entrant) -> int:
-    """Bytes of activations, as `ftrain.anatomy` predicts them."""
+    """Return the bytes of activations, as `ftrain.anatomy` predicts them."""
     step = techniques.step_of(entrant.task(task))
     state = step.init(device=task.device)
     size: int = ft.anatomy(step, state, task.batch(), measure=False).most.get("activations", 0)

@@ -1,1 +1,1 @@
-"""The questions to a GPU, one a file; tiny, they run on a CPU as well, to see that they run."""
+"""The cases for a GPU, one per file; with ``--gpu-set --tiny`` they run on a CPU as well, as a test."""

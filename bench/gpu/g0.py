@@ -1,4 +1,4 @@
-"""The speed of products of matrices, which is the ceiling that the flops of models are held to."""
+"""The speed of matrix products, which is the ceiling in the model FLOPs utilisation of later cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS = 10
 
 
 def run(settings: Settings) -> list[Row]:
-    """Measure, and keep the medians for the cases that follow."""
+    """Measure matrix products, and keep the medians in the settings for later cases."""
     size = 64 if settings.tiny else 8192
     rows = []
     for precision in DTYPES:
@@ -27,18 +27,18 @@ def run(settings: Settings) -> list[Row]:
 
 
 def ensure(settings: Settings) -> None:
-    """Measure the ceiling if no case has done so."""
+    """Measure the ceilings, unless an earlier case has done so."""
     if not settings.ceilings:
         run(settings)
 
 
 def _rates(settings: Settings, precision: str, size: int) -> list[float]:
-    # Random numbers, since zeros draw less power and run faster than any training would.
+    # Random numbers: products of zeros draw less power, so that a GPU runs them faster than those of a training.
     a, b = (torch.randn(size, size, device=settings.device, dtype=DTYPES[precision]) for _ in range(2))
-    wait = torch.cuda.synchronize if settings.place.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if settings.torch_device.type == "cuda" else lambda: None
     rates = []
     with float32_matmul_precision("high" if precision == "tf32" else "highest"):
-        for _ in range(settings.share(0.3) + 1):
+        for _ in range(settings.scaled_rounds(0.3) + 1):
             wait()
             start = time.perf_counter()
             for _ in range(CALLS):

@@ -1,10 +1,10 @@
-"""A Llama of 1.2 billion parameters on 4,096 tokens with 128,256 classes, where memory decides."""
+"""A Llama of 1.2 billion parameters on 4,096 tokens with 128,256 classes, which is limited by memory."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from bench import field
+from bench import registry
 from bench.gpu import g0
 from bench.gpu.g3 import HEAD
 from bench.race import race
@@ -15,14 +15,14 @@ QUESTION = "G5 Llama 1.2B, 1 x 4,096 tokens, bf16"
 LEAN = dataclasses.replace(
     HEAD, name="ftrain, compiled, loss head, remat()", options=(*HEAD.options, ("wrappers", ("remat()",)))
 )
-# A state takes 20 GB, so few race at a time.
-GROUPS = ((field.HAND_BEST, field.OURS_COMPILED, HEAD), (field.HAND_EAGER, field.OURS_EAGER), (LEAN,))
+# Each state takes 20 GB, so that only a few fit at once.
+GROUPS = ((registry.HAND_BEST, registry.OURS_COMPILED, HEAD), (registry.HAND_EAGER, registry.OURS_EAGER), (LEAN,))
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race in groups, in bf16."""
+    """Time the entrants in groups, in bf16."""
     g0.ensure(settings)
     rows = []
     for group in GROUPS:
-        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, part=0.2)
+        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, fraction=0.2)
     return rows

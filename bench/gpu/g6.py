@@ -1,4 +1,4 @@
-"""One rank that NCCL connects with nobody: what data parallelism costs before anything travels."""
+"""One rank with NCCL: the cost of data parallelism without any communication."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from bench.settings import Settings
 
 
 def run(settings: Settings) -> list[Row]:
-    """Race the levels against no mesh, DDP and FSDP2."""
+    """Time the levels, no mesh, and what torch and Accelerate have for many ranks."""
     return c11.race_on(1, "G6 GPT, one rank", (c11.NO_MESH, *c11.PEERS, *map(c11.ours, (0, 1, 3))), settings)

@@ -1,5 +1,5 @@
-"""Other libraries, each at its default and at its best; imported only when they race, and reported when missing.
+"""Other libraries, each with its default options and with its best; imported only when they are timed.
 
-Default is what the library does when it is asked for no more than the task needs: the step limit, clipping to norm 1,
-the precision, no checkpoints. Best is with its options turned for speed: compiled, fused, and silent.
+"Default" sets only what the task needs: the number of steps, clipping to norm 1, the precision, no checkpoints. "Best"
+also sets the options that make it faster: compilation, the fused optimizer, no logging.
 """

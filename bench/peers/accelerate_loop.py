@@ -1,6 +1,7 @@
-"""Accelerate: the loop of its documentation. Best adds the fused optimizer, and model and loss compiled.
+"""Accelerate: the loop of its documentation.
 
-The option `fused` adds the fused optimizer alone.
+With `best`, the optimizer is fused and model and loss are compiled; with the option `fused`, only the optimizer is
+fused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from bench.tasks import MAX_NORM, Run, Task
 
 
 def make(task: Task) -> Run:
-    """Set up by `prepare`; then autocast, `backward`, `clip_grad_norm_`, step."""
+    """Prepare the loop: autocast, `backward`, `clip_grad_norm_`, step."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    # A process holds one precision at a time, and an earlier case may have left another.
+    # The precision is global in a process; an earlier case may have set another.
     AcceleratorState._reset_state(reset_partial_state=True)
     precision = "bf16" if task.precision == "bf16" else "no"
     accelerator = Accelerator(mixed_precision=precision, cpu=task.device == "cpu")
@@ -27,7 +28,7 @@ def make(task: Task) -> Run:
     fused = {"fused": True} if task.option("fused", task.best) else {}
     model, optimizer = accelerator.prepare(module, task.adamw(module.parameters(), **fused))
 
-    # Dynamo counts recompiles of a function of this file apart from those of other entrants.
+    # A function of its own: Dynamo limits the number of recompiles per function.
     def loss_of(model: Any) -> Tensor:
         return criterion(model, batch)
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric: the loop of its documentation. Best adds the fused optimizer, and model and loss compiled."""
+"""Lightning Fabric: the loop of its documentation; with `best`, a fused optimizer, and model and loss compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.tasks import MAX_NORM, Run, Task
 
 
 def make(task: Task) -> Run:
-    """`setup`, `backward`, `clip_gradients`, step."""
+    """Prepare the loop: `setup`, then `backward`, `clip_gradients`, step."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(
@@ -24,7 +24,7 @@ def make(task: Task) -> Run:
     optimizer = task.adamw(module.parameters(), **({"fused": True} if task.best else {}))
     model, optimizer = fabric.setup(module, optimizer)
 
-    # Dynamo counts recompiles of a function of this file apart from those of other entrants.
+    # A function of its own: Dynamo limits the number of recompiles per function.
     def loss_of(model: Any) -> Tensor:
         return criterion(model, batch)
 

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, on batches that are ready: what is timed is its loop and not its collator."""
+"""The Trainer of transformers, on a batch that is already collated, so that only its loop is timed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bench.problems import criterion
 from bench.tasks import MAX_NORM, Task
 
 FOREVER = 10_000_000
-"""Steps of the run that is never finished; its linear schedule stays where it began."""
+"""Number of steps of a run that never ends: so many that the linear schedule keeps the learning rate constant."""
 
 
 class WithLoss(nn.Module):
-    """A model that computes its own loss, as the Trainer wants it."""
+    """A model that computes its own loss, as the Trainer requires."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class WithLoss(nn.Module):
         return {"loss": criterion(self.model, {"x": x, "y": y})}
 
 
-class Ready(torch.utils.data.IterableDataset):
-    """Batches that are given one by one."""
+class GateDataset(torch.utils.data.IterableDataset):
+    """The batches of a gate as a dataset."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -71,4 +71,4 @@ def drive(task: Task, gate: Gate) -> None:
         bf16=task.precision == "bf16",
         **best,
     )
-    Recording(model=WithLoss(task.model()), args=arguments, train_dataset=Ready(gate)).train()
+    Recording(model=WithLoss(task.model()), args=arguments, train_dataset=GateDataset(gate)).train()

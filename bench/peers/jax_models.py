@@ -1,4 +1,4 @@
-"""The same models in JAX, on the parameters of the torch models by the same names."""
+"""The models of `bench.models` in JAX; parameters have the names that they have in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Params = Mapping[str, Any]
 
 
 def sequential(params: Params, x: Any, *, dtype: Any, heads: int) -> Any:
-    """Linear maps, with tanh after each when they are more than one."""
+    """Return the output of `bench.models.mlp` or, with one linear map and no tanh, of `bench.models.null`."""
     names = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
     for name in names:
         x = _linear(params, name, x, dtype)
@@ -22,8 +22,8 @@ def sequential(params: Params, x: Any, *, dtype: Any, heads: int) -> Any:
 
 
 def gpt(params: Params, x: Any, *, dtype: Any, heads: int) -> Any:
-    """`bench.models.GPT`, with products in `dtype` where autocast would have them."""
-    h = params["tokens.weight"][x] + params["places.weight"][: x.shape[1]]
+    """Return the logits of `bench.models.GPT`, with matrix products in `dtype` where autocast computes in it."""
+    h = params["tokens.weight"][x] + params["positions.weight"][: x.shape[1]]
     layers = 1 + max(int(name.split(".")[1]) for name in params if name.startswith("blocks."))
     for layer in range(layers):
         h = _block(params, f"blocks.{layer}", h, dtype, heads)
@@ -32,12 +32,12 @@ def gpt(params: Params, x: Any, *, dtype: Any, heads: int) -> Any:
 
 
 def loss(forward: Callable[..., Any], params: Params, batch: Params, **options: Any) -> Any:
-    """Squared error of numbers, cross-entropy of tokens, as `bench.problems.criterion`."""
+    """Return the mean squared error of numbers or the mean cross-entropy of tokens, as `bench.problems.criterion`."""
     out = forward(params, batch["x"], **options).astype(jnp.float32)
     if jnp.issubdtype(batch["y"].dtype, jnp.floating):
         return jnp.mean((out - batch["y"]) ** 2)
-    chosen = jnp.take_along_axis(out, batch["y"][..., None], -1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(out, -1) - chosen)
+    target_logits = jnp.take_along_axis(out, batch["y"][..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(out, -1) - target_logits)
 
 
 def _block(params: Params, name: str, x: Any, dtype: Any, heads: int) -> Any:

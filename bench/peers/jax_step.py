@@ -1,4 +1,4 @@
-"""JAX with optax: one jitted step from the same weights; at its best it donates the parameters and moments."""
+"""JAX with optax: one jitted step, from the same weights; with `best` it donates parameters and moments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.tasks import MAX_NORM, MissingError, Task
 
 
 def drive(task: Task, gate: Gate) -> None:
-    """Run the step as often as the gate lets it, and wait for the last one when a turn ends."""
+    """Train until the gate closes."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -34,8 +34,8 @@ def drive(task: Task, gate: Gate) -> None:
 
     jitted = jax.jit(step, donate_argnums=(0, 1) if task.best else ())
     moments, loss = optimizer.init(params), None
-    # Dispatch does not wait for the result, so the end of a turn must.
-    gate.wait_with(lambda: jax.block_until_ready((params, moments)))
+    # JAX computes asynchronously, so the end of a turn must wait for the last step.
+    gate.synchronize_with(lambda: jax.block_until_ready((params, moments)))
     for _ in gate:
         params, moments, loss = jitted(params, moments, batch)
         gate.record(loss)

@@ -1,4 +1,4 @@
-"""The Trainer of Lightning. Best is its `barebones` mode, made to measure its overhead, with the loss compiled."""
+"""The Trainer of Lightning; with `best`, its `barebones` mode (made to measure its overhead) and a compiled loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.gate import Gate
-from bench.peers.hf_trainer import Ready
+from bench.peers.hf_trainer import GateDataset
 from bench.problems import criterion
 from bench.tasks import MAX_NORM, Task
 
@@ -43,4 +43,4 @@ def drive(task: Task, gate: Gate) -> None:
         gradient_clip_val=MAX_NORM,
         **options,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Ready(gate), batch_size=None))
+    trainer.fit(Module(), torch.utils.data.DataLoader(GateDataset(gate), batch_size=None))

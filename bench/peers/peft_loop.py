@@ -1,4 +1,4 @@
-"""A model with the adapters of peft in a loop by hand, which clips; at its best with `torch.compile(loss)`."""
+"""A loop by hand that trains adapters of peft, with clipping; with `best`, the loss is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.tasks import MAX_NORM, Run, Task
 
 
 def make(task: Task) -> Run:
-    """Train with adapters that begin with the numbers of ours, with the fused AdamW."""
+    """Prepare the loop with the fused AdamW. The adapters start with the same values as those of ftrain."""
     import peft
 
     model, batch, step = task.model(), task.batch(), ours.adapted_step(task)

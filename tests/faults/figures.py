@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.rows import machine, measured, placed, read, write
+from bench.rows import machine, measured, read, with_origin, write
 
 FULL = os.environ.get("FTRAIN_FAULTS") == "full"
 QUESTION = "faults"
@@ -39,7 +39,9 @@ def record(variant, *, note="", file=None, unit="count", **figures):
     # The tests may run in several processes, which write to the same file.
     with locked(file.parent):
         before = [row for row in read(file.parent) if row.question == QUESTION]
-        rows = {(row.variant, row.metric): row for row in [*before, *placed(new_rows, machine(torch.device("cpu")))]}
+        rows = {
+            (row.variant, row.metric): row for row in [*before, *with_origin(new_rows, machine(torch.device("cpu")))]
+        }
         write([rows[key] for key in sorted(rows)], file)
 
 

@@ -1,4 +1,4 @@
-"""Who races: the loops by hand, ftrain, and the peers, by the names that rows and claims use."""
+"""The entrants: loops by hand, ftrain and other libraries, by the names that rows and claims use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HAND_COMPILED = Entrant("loop, torch.compile(model)", "hand compile", "bench.loo
 HAND_BEST = Entrant("loop, torch.compile(loss)", "hand compile", "bench.loops:compiled", best=True)
 HAND_UPDATE = Entrant("loop, torch.compile(loss, update)", "hand compile", "bench.loops:compiled_update", best=True)
 HAND_MEDIUM = Entrant("loop, torch.compile(model), matmuls at medium", "control", "bench.loops:medium")
-HAND_OWN_PROCESS = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", in_own_process=True)
+HAND_OWN_PROCESS = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", own_process=True)
 HAND_GRAPH = Entrant("loop, CUDA graph", "hand graph", "bench.loops:graphed")
 HAND_GRAPH_BEST = Entrant("loop, CUDA graph of torch.compile(loss)", "hand graph", "bench.loops:graphed", best=True)
 
@@ -19,7 +19,7 @@ OURS_COMPILED = Entrant("ftrain, compiled", "ours", "bench.ours:compiled")
 OURS_KEEPING = Entrant("ftrain, compiled, not donated", "ours", "bench.ours:compiled", options=(("donate", False),))
 OURS_GRAPHED = Entrant("ftrain, compiled, graphs", "ours", "bench.ours:compiled", options=(("graphs", True),))
 OURS_COMBO = Entrant("ftrain, compiled, combo kernels", "ours", "bench.ours:compiled", options=(("combo", True),))
-OURS_CALLS = Entrant("ftrain, compiled, calls alone", "ours", "bench.ours:called")
+OURS_CALLS = Entrant("ftrain, compiled, calls alone", "ours", "bench.ours:calls_only")
 OURS_UNGRAPHED = Entrant("ftrain, compiled, no graphs", "ours", "bench.ours:compiled", options=(("graphs", False),))
 
 _TRAINERS = {
@@ -34,18 +34,18 @@ TRAINERS = tuple(
         "trainer",
         code,
         best=best,
-        in_own_process=owns,
+        own_process=owns,
         owns_loop=owns,
-        needs=needs,
+        required_libraries=required_libraries,
     )
-    for name, (code, owns, needs) in _TRAINERS.items()
+    for name, (code, owns, required_libraries) in _TRAINERS.items()
     for best in (False, True)
 )
 ACCELERATE_FUSED = Entrant(
     "Accelerate, fused",
     "trainer",
     "bench.peers.accelerate_loop:make",
-    needs=("accelerate",),
+    required_libraries=("accelerate",),
     options=(("fused", True),),
 )
 JAX = tuple(
@@ -54,56 +54,64 @@ JAX = tuple(
         "jax",
         "bench.peers.jax_step:drive",
         best=best,
-        in_own_process=True,
+        own_process=True,
         owns_loop=True,
-        needs=("jax", "optax"),
+        required_libraries=("jax", "optax"),
     )
     for name, best in (("JAX jit", False), ("JAX jit, donated", True))
 )
 
-TORCH = Entrant("torch.optim, fused or foreach", "torch", "bench.updates:theirs")
-TORCH_DEFAULT = Entrant("torch.optim, default", "torch", "bench.updates:theirs", options=(("way", "default"),))
-TORCH_COMPILED = Entrant(
-    "torch.compile(step)", "torch compile", "bench.updates:theirs", best=True, options=(("way", "default"),)
+TORCH = Entrant("torch.optim, fused or foreach", "torch", "bench.updates:torch_optimizer")
+TORCH_DEFAULT = Entrant(
+    "torch.optim, default", "torch", "bench.updates:torch_optimizer", options=(("implementation", "default"),)
 )
-ADAMW = Entrant("torch.optim.AdamW, fused", "torch", "bench.updates:theirs", options=(("optimizer", "adamw"),))
+TORCH_COMPILED = Entrant(
+    "torch.compile(step)",
+    "torch compile",
+    "bench.updates:torch_optimizer",
+    best=True,
+    options=(("implementation", "default"),),
+)
+ADAMW = Entrant("torch.optim.AdamW, fused", "torch", "bench.updates:torch_optimizer", options=(("optimizer", "adamw"),))
 OURS_UPDATE = Entrant("ftrain update, eager", "ours", "bench.updates:ours")
 OURS_UPDATE_COMPILED = Entrant("ftrain update, compiled", "ours", "bench.updates:ours_compiled")
 OPTIMIZERS = {
-    module: Entrant(name, "peer", "bench.updates:peers", needs=(module,))
+    module: Entrant(name, "peer", "bench.updates:peer_optimizer", required_libraries=(module,))
     for module, name in (("lion_pytorch", "lion-pytorch"), ("schedulefree", "schedulefree"), ("torchao", "torchao"))
 }
-"""Libraries of optimizers, by their modules."""
+"""Libraries with optimizers that torch does not have, by the names of their modules."""
 
-PEFT = Entrant("peft, eager", "peer", "bench.peers.peft_loop:make", needs=("peft",))
-PEFT_COMPILED = Entrant("peft, torch.compile(loss)", "peer", "bench.peers.peft_loop:make", best=True, needs=("peft",))
+PEFT = Entrant("peft, eager", "peer", "bench.peers.peft_loop:make", required_libraries=("peft",))
+PEFT_COMPILED = Entrant(
+    "peft, torch.compile(loss)", "peer", "bench.peers.peft_loop:make", best=True, required_libraries=("peft",)
+)
 
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
-PEERS = {each.name for each in (*TRAINERS, ACCELERATE_FUSED, *JAX, *OPTIMIZERS.values(), PEFT, PEFT_COMPILED)}
+PEERS = {entrant.name for entrant in (*TRAINERS, ACCELERATE_FUSED, *JAX, *OPTIMIZERS.values(), PEFT, PEFT_COMPILED)}
 
 
-def few(settings: Settings) -> tuple[Entrant, ...]:
-    """Those to whom the claims look first, for cases whose steps are long; everyone in a full run."""
+def main_entrants(settings: Settings) -> tuple[Entrant, ...]:
+    """Return the entrants for cases of long steps: the most important ones, or all in a full run."""
     if settings.full:
-        return everyone(settings)
+        return all_entrants(settings)
     best = {"HF Trainer, best", "JAX jit, donated"} if settings.peers and not settings.smoke else set()
-    peers = (e for e in TRAINERS + JAX if e.name in best)
-    return (HAND_EAGER, HAND_COMPILED, *by_onednn(settings), OURS_EAGER, OURS_COMPILED, *peers)
+    peers = (entrant for entrant in TRAINERS + JAX if entrant.name in best)
+    return (HAND_EAGER, HAND_COMPILED, *onednn_loop(settings), OURS_EAGER, OURS_COMPILED, *peers)
 
 
-def by_onednn(settings: Settings) -> tuple[Entrant, ...]:
-    """The loop whose matrix products oneDNN computes on a CPU, by a setting of torch that few know."""
+def onednn_loop(settings: Settings) -> tuple[Entrant, ...]:
+    """Return the loop whose matrix products oneDNN computes (`bench.loops.medium`), on a CPU only."""
     return (HAND_MEDIUM,) if settings.device == "cpu" else ()
 
 
-def everyone(settings: Settings, *, smoke: bool = True) -> tuple[Entrant, ...]:
-    """All entrants that make sense on the device; the first one is who the maths of others is held to.
+def all_entrants(settings: Settings, *, trainers_in_smoke: bool = True) -> tuple[Entrant, ...]:
+    """Return all entrants that run on the device; the first one is the reference for the losses.
 
-    A case with `smoke=False` leaves out the trainers in a smoke test.
+    With `trainers_in_smoke=False`, a smoke test leaves out the trainers.
     """
     graphs = (HAND_GRAPH, HAND_GRAPH_BEST) if settings.device != "cpu" else ()
     jax = JAX if settings.device == "cpu" else ()
-    trainers = TRAINERS if smoke or not settings.smoke else ()
+    trainers = TRAINERS if trainers_in_smoke or not settings.smoke else ()
     peers = (*trainers, *jax) if settings.peers else ()
     return (*HAND, *graphs, *OURS, *peers)
