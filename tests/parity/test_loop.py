@@ -347,7 +347,7 @@ def test_ema_equals_the_closed_form_and_averaged_model(decay, way):
 
 @pytest.mark.parametrize("way", ["donated", "compiled"])
 def test_training_on_from_the_average(way):
-    """`ft.averaged(state)` has the same tensors as parameters and averages, which a donated step must not update twice."""
+    """In `ft.averaged(state)` parameters and averages are the same tensors: a donated step must update them once."""
     model, batches = seeded(make_mlp), make_batches("mlp", steps=4)
     plain = ft.ema(0.9)(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)))
     donating = ft.donated(plain) if way == "donated" else ft.compiled(backend="eager", donate=True)(plain)
