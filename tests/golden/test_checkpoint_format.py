@@ -1,6 +1,6 @@
-"""Checkpoints of each version of the format, which every later version must load, to the bit.
+"""Golden checkpoints: every version of ftrain must load those of all earlier formats, with the same bits.
 
-Written once by `python tests/golden/test_checkpoint_format.py`, and never again.
+`python tests/golden/test_checkpoint_format.py` writes those that are missing, once for each version of the format.
 """
 
 import json
@@ -14,15 +14,16 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.types import Mean, TrainState
 
-HERE = Path(__file__).parent / "checkpoints"
+GOLDEN = Path(__file__).parent / "checkpoints"
 
 
 def numbers(dtype, count=4):
-    """Bits that no arithmetic rounds: 0, 1, 2, ... as bytes."""
+    """Return a tensor of the bytes 0, 1, 2, ..., so that the test compares bits and not rounded numbers."""
     return torch.arange(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
 
 
-def version_1():
+def golden_tree():
+    """Return the tree that the checkpoints hold, with leaves of many dtypes, all containers and plain values."""
     weight = numbers(torch.float32, 6).view(2, 3)
     return {
         "state": TrainState(
@@ -46,13 +47,12 @@ def version_1():
 
 
 # Version 2 names the classes of ftrain without their module.
-VERSIONS = {"1": version_1, "2": version_1}
 TAGS = {"1": ["ftrain.types.TrainState", "ftrain.types.Mean"], "2": ["TrainState", "Mean"]}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", TAGS)
 def test_a_checkpoint_of_this_version_is_loaded(version):
-    path, expected = HERE / version, VERSIONS[version]()
+    path, expected = GOLDEN / version, golden_tree()
     actual = checkpoint.load(path)
     assert_same(actual, expected)
     assert_same(checkpoint.load(path, like=expected), expected)
@@ -63,25 +63,26 @@ def test_a_checkpoint_of_this_version_is_loaded(version):
 
 
 def test_the_newest_version_is_written_as_its_golden_checkpoint(tmp_path):
-    """Every byte but those of the environment, and of the digest over all."""
-    write(tmp_path / "written", VERSIONS["2"]())
-    golden = HERE / "2"
+    """All bytes are equal, except the description of the environment and the digest that depends on it."""
+    write(tmp_path / "written")
+    golden = GOLDEN / "2"
     for file in golden.rglob("*.*"):
         written = tmp_path / "written" / file.relative_to(golden)
         if file.name == "MANIFEST.json":
             expected, actual = json.loads(file.read_text()), json.loads(written.read_text())
             assert expected.keys() == actual.keys()
-            differ = {name for name in expected if expected[name] != actual[name]}
-            assert differ <= {"environment", "digest"}
+            different = {name for name in expected if expected[name] != actual[name]}
+            assert different <= {"environment", "digest"}
         else:
             assert written.read_bytes() == file.read_bytes()
 
 
-def write(path, tree):
-    checkpoint.save(path, tree, step=1200, run="golden", texts={"params/config.json": "{}"})
+def write(path):
+    checkpoint.save(path, golden_tree(), step=1200, run="golden", texts={"params/config.json": "{}"})
 
 
 def assert_same(actual, expected):
+    """Assert that two trees have the same types, order of keys, strides and bits."""
     assert type(actual) is type(expected)
     if isinstance(expected, dict):
         assert list(actual) == list(expected)
@@ -100,9 +101,9 @@ def assert_same(actual, expected):
         assert actual == expected
 
 
-# A run, whose history version 1 had in each checkpoint
+# A run of `fit`: version 1 stored its history in each checkpoint
 
-RUN = Path(__file__).parent / "fitted" / "1"
+GOLDEN_RUN = Path(__file__).parent / "fitted" / "1"
 LOSSES = [
     1.0,
     1.0294380187988281,
@@ -120,19 +121,20 @@ def squares(params, batch):
 
 @pytest.mark.filterwarnings("ignore:fit. continues from:UserWarning")
 def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
+    """The checkpoint is of step 7: the history of the resumed run has those 7 steps and its own."""
     directory = tmp_path / "run"
-    shutil.copytree(RUN, directory)
+    shutil.copytree(GOLDEN_RUN, directory)
     data = [{"x": torch.ones(4, 3) * number} for number in range(1, 6)]
     step = ft.compose(ft.train_step(squares, ft.optim.sgd(0.125)), ft.clip(1.0))
 
-    def go_on(steps):
+    def resume(steps):
         checkpoints = ft.Checkpoints(directory, every=4, keep=1)
         return ft.fit(
             step, step.init({"w": torch.zeros(3)}, seed=1), data, steps=steps, checkpoints=checkpoints, progress=False
         )
 
     for steps in (9, 10):
-        history = go_on(steps).history
+        history = resume(steps).history
         assert history["loss"][:7] == LOSSES
         assert [(record["step"], record["norm"]) for record in history if "norm" in record] == [
             (3, 0.04490649327635765),
@@ -143,6 +145,6 @@ def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
 
 
 if __name__ == "__main__":
-    for name, make in VERSIONS.items():
-        if not (HERE / name).exists():
-            write(HERE / name, make())
+    for version in TAGS:
+        if not (GOLDEN / version).exists():
+            write(GOLDEN / version)

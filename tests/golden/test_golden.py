@@ -1,4 +1,4 @@
-"""Loss curves that must not move. `python tests/golden/test_golden.py` rewrites them, for a change that is meant.
+"""Loss curves that must not change. After an intended change, `python tests/golden/test_golden.py` writes them anew.
 
 Data and initial parameters come from `ftrain.random`, so no curve depends on torch's generators.
 """
@@ -16,12 +16,12 @@ from ftrain.types import Mean
 STEPS = 10
 ROWS, INPUTS, HIDDEN, CLASSES = 8, 5, 12, 4
 CURVES = Path(__file__).with_name("curves.json")
-# Platforms differ in the last bits of exp, tanh and sums, and ten steps carry that on.
+# Platforms differ in the last bits of exp, tanh and sums, and ten steps add up the differences.
 RELATIVE = 1e-12
 
 
 def uniform(key, *shape):
-    """Multiples of 2**-53 in [-1/2, 1/2): exact on every device."""
+    """Return float64 multiples of 2**-53 in [-1/2, 1/2), which are exact on every device."""
     return random.uniform(key, shape, dtype=torch.float64) - 0.5
 
 
@@ -34,7 +34,7 @@ def make_params():
 
 
 def make_batches():
-    """Labels that a linear teacher gives, some of them padding, unevenly over the rows."""
+    """Return batches of inputs and the labels of a linear teacher, about 30% of them replaced by padding (-100)."""
     batches, teacher = [], uniform(random.key(3), INPUTS, CLASSES)
     for step in range(STEPS):
         first, second = random.split(random.fold_in(random.key(2), step))
@@ -44,8 +44,8 @@ def make_batches():
     return batches
 
 
-def logits(params, x, drop):
-    hidden = drop(torch.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"]))
+def logits(params, x, dropout):
+    hidden = dropout(torch.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"]))
     return hidden @ params["head"]["w"] + params["head"]["b"]
 
 
@@ -53,29 +53,26 @@ def loss(params, batch):
     return ft.losses.cross_entropy(logits(params, batch["x"], lambda hidden: hidden), batch["y"])
 
 
-def dropped(params, batch, rng):
+def dropout_loss(params, batch, rng):
     return ft.losses.cross_entropy(
         logits(params, batch["x"], lambda hidden: random.dropout(rng, hidden, 0.25)), batch["y"], label_smoothing=0.1
     )
 
 
-def tracked(params, batch, buffers):
-    """A running mean as a buffer, which the loss also reads."""
-    total = loss(params, batch)
-    seen = 0.9 * buffers["mean"] + 0.1 * batch["x"].mean()
-    return (
-        Mean(total.total + total.weight * seen * params["head"]["b"].square().sum(), total.weight),
-        {},
-        {"mean": seen},
-    )
+def buffer_loss(params, batch, buffers):
+    """Return a loss that reads a running mean of its inputs, and the new value of that buffer."""
+    mean_loss = loss(params, batch)
+    running_mean = 0.9 * buffers["mean"] + 0.1 * batch["x"].mean()
+    penalty = mean_loss.weight * running_mean * params["head"]["b"].square().sum()
+    return Mean(mean_loss.total + penalty, mean_loss.weight), {}, {"mean": running_mean}
 
 
 def pipelines():
-    """Name -> (step, arguments of its `init`)."""
+    """Return name -> (step, arguments of its `init`)."""
     optim, schedules = ft.optim, ft.schedules
     cosine = schedules.warmup_cosine(0.1, warmup=3, total=STEPS)
-    mean = {"buffers": {"mean": torch.zeros((), dtype=torch.float64)}}
-    split = {"hidden": optim.sgd(0.5, momentum=0.8), "head": optim.adamw(cosine, weight_decay=0.2)}
+    initial_buffers = {"buffers": {"mean": torch.zeros((), dtype=torch.float64)}}
+    by_layer = {"hidden": optim.sgd(0.5, momentum=0.8), "head": optim.adamw(cosine, weight_decay=0.2)}
     return {
         "sgd": (ft.train_step(loss, optim.sgd(0.5)), {}),
         "nesterov": (ft.train_step(loss, optim.sgd(0.2, momentum=0.9, nesterov=True, weight_decay=0.01)), {}),
@@ -84,10 +81,10 @@ def pipelines():
             ft.compose(ft.train_step(loss, optim.adamw(0.05)), ft.accumulate(4), ft.ema(0.9), ft.skip_nonfinite()),
             {},
         ),
-        "dropout-accumulate": (ft.accumulate(2)(ft.train_step(dropped, optim.adamw(0.05))), {"seed": 5}),
-        "buffers-clip-value": (ft.clip(value=0.01)(ft.train_step(tracked, optim.sgd(0.5))), mean),
+        "dropout-accumulate": (ft.accumulate(2)(ft.train_step(dropout_loss, optim.adamw(0.05))), {"seed": 5}),
+        "buffers-clip-value": (ft.clip(value=0.01)(ft.train_step(buffer_loss, optim.sgd(0.5))), initial_buffers),
         "partition": (
-            ft.train_step(loss, optim.partition(split, lambda name, leaf: name.split(".")[0])),
+            ft.train_step(loss, optim.partition(by_layer, lambda name, leaf: name.split(".")[0])),
             {},
         ),
         "frozen": (ft.train_step(loss, optim.sgd(0.5), trainable=["head.*"]), {}),
@@ -99,7 +96,7 @@ WAYS = {"eager": (), "donated": (ft.donated(),), "compiled": (ft.compiled(backen
 
 
 def curve(name, way="eager"):
-    """The losses, and what else shows where a run has come to, as exact numbers."""
+    """Train a pipeline, and return the losses and norms of all steps as hexadecimal floats, which are exact."""
     step, arguments = pipelines()[name]
     step = ft.compose(step, *WAYS[way])
     state = step.init(make_params(), **arguments)
@@ -129,21 +126,21 @@ def test_every_pipeline_has_a_curve():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_curve(name, way):
-    actual, wanted = curve(name, way), stored()[name]
-    assert sorted(actual) == sorted(wanted)
-    for column, values in wanted.items():
+def test_a_pipeline_has_its_stored_curve(name, way):
+    actual, expected = curve(name, way), stored()[name]
+    assert sorted(actual) == sorted(expected)
+    for column, values in expected.items():
         assert len(values) == STEPS
         assert numbers(actual[column]) == pytest.approx(numbers(values), rel=RELATIVE, abs=0), column
 
 
-def test_curves_differ():
-    """A pipeline whose curve is another one's shows nothing."""
+def test_no_two_curves_are_equal():
+    """Equal curves would mean that an option of a pipeline had no effect."""
     losses = [tuple(columns["loss"]) for columns in stored().values()]
     assert len(set(losses)) == len(losses)
 
 
-def test_training_trains():
+def test_the_loss_falls_in_every_curve():
     for columns in stored().values():
         losses = numbers(columns["loss"])
         assert sum(losses[-3:]) < sum(losses[:3])

@@ -1,4 +1,4 @@
-"""Pretends that the CPU is less than it is."""
+"""The fixture that replaces the record of the CPU by that of a device with fewer abilities."""
 
 import dataclasses
 
@@ -6,15 +6,19 @@ import pytest
 
 import ftrain as ft
 
-LESS = {"unfused": {"fused_optimizers": False}, "unread": {"fused_optimizers": False, "immediate": False}}
+MISSING = {"unfused": {"fused_optimizers": False}, "unread": {"fused_optimizers": False, "immediate": False}}
 
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes of the record of the CPU one without fused kernels, and one whose values are not to be read."""
+    """Return a function that registers, for a path of an update, a CPU without the abilities in `MISSING`.
+
+    `unfused` has no fused kernels; `unread` in addition has values that must not be read during the step.
+    For every other path the CPU is as it is.
+    """
 
     def apply(path):
-        backend = dataclasses.replace(ft.backends.get("cpu"), **LESS.get(path, {}))
+        backend = dataclasses.replace(ft.backends.get("cpu"), **MISSING.get(path, {}))
         monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
 
     return apply

@@ -1,4 +1,4 @@
-"""Fifty steps beside the loop that people write by hand: model, optimizer, backward, in float64 where it can be."""
+"""Fifty steps equal those of a torch training loop written by hand, in float64 where the feature allows it."""
 
 import copy
 import dataclasses
@@ -19,8 +19,8 @@ STEPS = 50
 F64 = torch.float64
 # The absolute part is for parameters that cross zero: a few units in the last place of numbers about 1.
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
-# Where a sum is taken in another order, the difference of the first step is carried through all of them.
-CARRIED = {"rtol": 1e-12, "atol": 1e-13}
+# Where sums are taken in another order: the rounding difference of the first step grows in the next_step ones.
+REORDERED = {"rtol": 1e-12, "atol": 1e-13}
 
 CLASSES = 3
 WAYS = {
@@ -31,11 +31,11 @@ WAYS = {
 
 
 class Conv(nn.Module):
-    """A tiny convolutional net with running statistics."""
+    """A small convolutional net with the running statistics of BatchNorm."""
 
     def __init__(self):
         super().__init__()
-        # No bias before the norm: its gradient would be rounding alone, which AdamW turns into steps.
+        # No bias before the norm: its gradient is 0 but for rounding errors, which AdamW would scale to full steps.
         self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
         self.second, self.head = nn.Conv2d(4, 4, 3, stride=2), nn.Linear(16, CLASSES)
 
@@ -48,13 +48,14 @@ def make_mlp():
 
 
 def seeded(make, dtype=F64):
+    """Return the module that `make` builds, with the same initial parameters in every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make().to(dtype)
 
 
-def make_batches(kind, size=8, steps=STEPS, dtype=F64):
-    shape = (size, 6) if kind == "mlp" else (size, 1, 6, 6)
+def make_batches(model_name, size=8, steps=STEPS, dtype=F64):
+    shape = (size, 6) if model_name == "mlp" else (size, 1, 6, 6)
     draw = torch.Generator().manual_seed(1)
     return [
         {
@@ -66,7 +67,7 @@ def make_batches(kind, size=8, steps=STEPS, dtype=F64):
 
 
 MODELS = {"mlp": make_mlp, "conv": Conv}
-models = pytest.mark.parametrize("kind", MODELS)
+models = pytest.mark.parametrize("model_name", MODELS)
 
 
 def criterion(model, batch):
@@ -74,7 +75,7 @@ def criterion(model, batch):
 
 
 def by_hand(model, batches, *, clip=None, make=None, after=None):
-    """The loop that everybody writes; returns the model and its losses."""
+    """Train a copy of the model with the usual torch loop, and return the copy and its losses."""
     model = copy.deepcopy(model).train()
     optimizer = (make or adamw)(model.parameters())
     losses = []
@@ -96,6 +97,7 @@ def adamw(params):
 
 
 def run(step, state, batches):
+    """Make one step with each batch, and return the last state and the losses."""
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -103,49 +105,48 @@ def run(step, state, batches):
     return state, losses
 
 
-def check(model, state, tolerance=TIGHT):
-    """Parameters and buffers of a state against those of a module."""
+def assert_same_model(model, state, tolerance=TIGHT):
+    """Assert that the state has the parameters and buffers of the module."""
     torch.testing.assert_close(state.params, {n: p.detach() for n, p in model.named_parameters()}, **tolerance)
     torch.testing.assert_close(state.buffers, dict(model.named_buffers()), **tolerance)
 
 
-# A donated and a compiled step are held to the eager one by the laws; here once each beside the loop.
+# The tests of the laws compare donated and compiled steps with eager ones; here each is compared with the loop once.
 @pytest.mark.parametrize(
-    ("kind", "way"), [("mlp", "eager"), ("conv", "eager"), ("mlp", "donated"), ("conv", "compiled")]
+    ("model_name", "way"), [("mlp", "eager"), ("conv", "eager"), ("mlp", "donated"), ("conv", "compiled")]
 )
-def test_plain(kind, way):
-    model, batches = seeded(MODELS[kind]), make_batches(kind)
+def test_a_step_equals_the_loop_by_hand(model_name, way):
+    model, batches = seeded(MODELS[model_name]), make_batches(model_name)
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), *WAYS[way]())
     before = copy.deepcopy(model.state_dict())
     state, losses = run(step, step.init(), batches)
-    theirs, wanted = by_hand(model, batches)
-    torch.testing.assert_close(losses, wanted, **TIGHT)
-    check(theirs, state)
+    theirs, expected = by_hand(model, batches)
+    torch.testing.assert_close(losses, expected, **TIGHT)
+    assert_same_model(theirs, state)
     assert int(state.step) == STEPS
-    assert wanted[-1] != wanted[0]
-    # The module was a skeleton: nothing of it has moved.
+    assert expected[-1] != expected[0]
+    # The parameters of the step are in its state, so those of the module are unchanged.
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @models
-def test_sgd_with_param_groups(kind):
-    """Weight decay on matrices only, as a group of torch's and as a mask of ours."""
-    model, batches = seeded(MODELS[kind]), make_batches(kind)
+def test_sgd_with_param_groups(model_name):
+    """Weight decay on matrices only: a parameter group in torch, a decay mask in ftrain."""
+    model, batches = seeded(MODELS[model_name]), make_batches(model_name)
 
     def grouped(params):
-        groups = {True: [], False: []}
-        for param in params:
-            groups[param.ndim >= 2].append(param)
-        return torch.optim.SGD(
-            [{"params": groups[True], "weight_decay": 0.05}, {"params": groups[False]}], lr=0.05, momentum=0.9
-        )
+        params = list(params)
+        matrices = [param for param in params if param.ndim >= 2]
+        others = [param for param in params if param.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
     optimizer = ft.optim.sgd(0.05, momentum=0.9, weight_decay=0.05, decay_mask=lambda name, leaf: leaf.ndim >= 2)
     step = ft.train_step(ft.from_module(model, criterion), optimizer)
     state, losses = run(step, step.init(), batches)
-    theirs, wanted = by_hand(model, batches, make=grouped)
-    torch.testing.assert_close(losses, wanted, **TIGHT)
-    check(theirs, state)
+    theirs, expected = by_hand(model, batches, make=grouped)
+    torch.testing.assert_close(losses, expected, **TIGHT)
+    assert_same_model(theirs, state)
 
 
 CLIPS = {
@@ -156,7 +157,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "way"),
+    ("model_name", "limit", "way"),
     [
         ("mlp", "norm", "eager"),
         ("mlp", "none", "eager"),
@@ -165,25 +166,25 @@ CLIPS = {
         ("mlp", "value", "compiled"),
     ],
 )
-def test_clip(kind, limit, way):
+def test_clip_equals_torchs_clipping(model_name, limit, way):
     ours, theirs = CLIPS[limit]
-    model, batches = seeded(MODELS[kind]), make_batches(kind)
+    model, batches = seeded(MODELS[model_name]), make_batches(model_name)
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ours(), *WAYS[way]())
     state, norms = step.init(), []
     for batch in batches:
         state, metrics = step(state, batch)
         norms.append(float(metrics["grad_norm"]))
-    wanted = []
+    expected = []
 
     def clip(params):
         params = list(params)
-        wanted.append(float(nn.utils.get_total_norm([param.grad for param in params])))
+        expected.append(float(nn.utils.get_total_norm([param.grad for param in params])))
         theirs(params)
 
-    hand, _ = by_hand(model, batches, clip=clip)
-    check(hand, state)
-    assert norms == pytest.approx(wanted, rel=1e-12)
-    # Otherwise this would not have tried both what is clipped and what is not.
+    reference, _ = by_hand(model, batches, clip=clip)
+    assert_same_model(reference, state)
+    assert norms == pytest.approx(expected, rel=1e-12)
+    # Some gradients are longer than the limit of 0.5 and some shorter, so both cases are tested.
     assert limit == "value" or min(norms) < 0.5 < max(norms)
 
 
@@ -194,21 +195,22 @@ def test_clip_is_bitwise_torchs_in_float32(limit):
     step = ours()(ft.train_step(ft.from_module(model, criterion), ft.optim.sgd(0.1)))
     state, _ = run(step, step.init(), batches)
 
-    def clip(model_params):
-        # The last bit of the norm depends on the order of its addends: that of a state is the order of names.
-        params = list(model_params)
-        theirs([params[index] for index in sorted(range(len(params)), key=names.__getitem__)])
-
+    # The last bit of the norm depends on the order of its addends, and the leaves of a state are sorted by name.
     names = [name for name, _ in model.named_parameters()]
-    hand, _ = by_hand(model, batches, clip=clip, make=lambda params: torch.optim.SGD(params, lr=0.1, fused=True))
-    check(hand, state, {"rtol": 0, "atol": 0})
+
+    def clip(params):
+        by_name = dict(zip(names, params, strict=True))
+        theirs([by_name[name] for name in sorted(names)])
+
+    reference, _ = by_hand(model, batches, clip=clip, make=lambda params: torch.optim.SGD(params, lr=0.1, fused=True))
+    assert_same_model(reference, state, {"rtol": 0, "atol": 0})
 
 
 # Accumulation
 
 
 def make_tokens(steps=STEPS, rows=8, length=5):
-    """Batches whose rows hold from no to `length` labels that count: unevenly, and in some pieces none."""
+    """Return batches whose rows have 0 to `length` labels that count, so that some microbatches have none."""
     draw = torch.Generator().manual_seed(2)
     batches = []
     for _ in range(steps):
@@ -225,20 +227,20 @@ def token_criterion(model, batch):
     return ft.losses.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def counted_criterion(model, batch):
-    """The same loss, whose weight is a count, as `mask.sum()` gives it."""
+def int_weight_criterion(model, batch):
+    """Return the loss of `token_criterion` with an integer weight, as `mask.sum()` gives it."""
     total = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
     return Mean(total, (batch["y"] != -100).sum())
 
 
-def single_criterion(model, batch):
-    """The same loss, whose weight is narrower than its total."""
+def float32_weight_criterion(model, batch):
+    """Return the loss of `token_criterion` with a float32 weight and a float64 total."""
     mean = token_criterion(model, batch)
     return Mean(mean.total, mean.weight.float())
 
 
 def weighted_by_hand(model, batches):
-    """What accumulation must come to: the sum of losses over the number of tokens in the whole batch."""
+    """Train a copy of the model with the mean loss per token of the whole batch, and return the copy and its losses."""
     model = copy.deepcopy(model).train()
     optimizer = adamw(model.parameters())
     losses = []
@@ -252,19 +254,18 @@ def weighted_by_hand(model, batches):
     return model, losses
 
 
-CRITERIA = {"weight": token_criterion, "count": counted_criterion}
-NARROW = {**CRITERIA, "narrow": single_criterion}
+CRITERIA = {"weight": token_criterion, "count": int_weight_criterion, "narrow": float32_weight_criterion}
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", CRITERIA)
 def test_weighted_loss_without_accumulation(name):
-    """The weight of a `Mean` may be of any dtype: the gradient is exact in that of the loss."""
+    """The weight of a `Mean` may have any dtype; the gradient is as tolerance as the dtype of the loss."""
     model, batches = seeded(make_mlp), make_tokens()
-    step = ft.train_step(ft.from_module(model, NARROW[name]), ft.optim.adamw(1e-2))
+    step = ft.train_step(ft.from_module(model, CRITERIA[name]), ft.optim.adamw(1e-2))
     state, losses = run(step, step.init(), batches)
-    hand, wanted = weighted_by_hand(model, batches)
-    torch.testing.assert_close(losses, wanted, **CARRIED)
-    check(hand, state, CARRIED)
+    reference, expected = weighted_by_hand(model, batches)
+    torch.testing.assert_close(losses, expected, **REORDERED)
+    assert_same_model(reference, state, REORDERED)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +278,9 @@ def test_accumulation_of_uneven_weights(name, pieces, way):
     step = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.accumulate(pieces), *WAYS[way]())
     state, losses = run(step, step.init(), batches)
 
-    hand, wanted = weighted_by_hand(model, batches)
-    torch.testing.assert_close(losses, wanted, **CARRIED)
-    check(hand, state, CARRIED)
+    reference, expected = weighted_by_hand(model, batches)
+    torch.testing.assert_close(losses, expected, **REORDERED)
+    assert_same_model(reference, state, REORDERED)
 
 
 def test_accumulation_then_clip_clips_the_whole_gradient():
@@ -287,29 +288,29 @@ def test_accumulation_then_clip_clips_the_whole_gradient():
     base = ft.train_step(ft.from_module(model, token_criterion), ft.optim.adamw(1e-2))
     step, full = ft.compose(base, ft.accumulate(4), ft.clip(0.3)), ft.clip(0.3)(base)
     state, _ = run(step, step.init(), batches)
-    wanted, _ = run(full, full.init(), batches)
-    torch.testing.assert_close(state.params, wanted.params, **CARRIED)
+    expected, _ = run(full, full.init(), batches)
+    torch.testing.assert_close(state.params, expected.params, **REORDERED)
 
 
-def test_accumulation_hands_statistics_from_piece_to_piece():
-    """With BatchNorm every piece is normalised by itself, as in the loop by hand."""
+def test_accumulation_passes_statistics_from_microbatch_to_microbatch():
+    """BatchNorm normalises each microbatch by itself, as in the loop by hand."""
     model, batches = seeded(Conv), make_batches("conv")
     step = ft.accumulate(2)(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)))
     state, losses = run(step, step.init(), batches)
 
-    hand = copy.deepcopy(model).train()
-    optimizer = adamw(hand.parameters())
-    wanted = []
+    reference = copy.deepcopy(model).train()
+    optimizer = adamw(reference.parameters())
+    expected = []
     for batch in batches:
         optimizer.zero_grad()
-        parts = [
-            criterion(hand, {"x": x, "y": y}) for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True)
-        ]
-        (sum(parts) / 2).backward()
+        microbatches = zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True)
+        microbatch_losses = [criterion(reference, {"x": x, "y": y}) for x, y in microbatches]
+        mean = sum(microbatch_losses) / 2
+        mean.backward()
         optimizer.step()
-        wanted.append(sum(parts).detach() / 2)
-    torch.testing.assert_close(losses, wanted, **CARRIED)
-    check(hand, state, CARRIED)
+        expected.append(mean.detach())
+    torch.testing.assert_close(losses, expected, **REORDERED)
+    assert_same_model(reference, state, REORDERED)
     assert int(state.buffers["norm.num_batches_tracked"]) == 2 * STEPS
 
 
@@ -317,48 +318,54 @@ def test_accumulation_hands_statistics_from_piece_to_piece():
 
 
 @pytest.mark.parametrize(("decay", "way"), [(0.0, "eager"), (0.9, "donated"), (0.999, "compiled")])
-def test_ema(decay, way):
+def test_ema_equals_the_closed_form_and_averaged_model(decay, way):
     """Equals the closed form d^n p_0 + (1 - d) sum_k d^(n - k) p_k, and torch's `AveragedModel`."""
     model, batches = seeded(make_mlp), make_batches("mlp")
     step = ft.compose(
         ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ft.ema(decay), *WAYS[way]()
     )
     state = step.init()
-    path = [tree.clone(state.params)]
+    params_by_step = [tree.clone(state.params)]
     for batch in batches:
         state, _ = step(state, batch)
-        path.append(tree.clone(state.params))
-    shares = [decay**STEPS] + [(1 - decay) * decay ** (STEPS - k) for k in range(1, STEPS + 1)]
-    assert sum(shares) == pytest.approx(1.0)
-    closed = {name: sum(share * p[name] for share, p in zip(shares, path, strict=True)) for name in path[0]}
+        params_by_step.append(tree.clone(state.params))
+    weights = [decay**STEPS] + [(1 - decay) * decay ** (STEPS - k) for k in range(1, STEPS + 1)]
+    assert sum(weights) == pytest.approx(1.0)
+    closed = {
+        name: sum(weight * p[name] for weight, p in zip(weights, params_by_step, strict=True))
+        for name in params_by_step[0]
+    }
     average = ft.averaged(state).params
-    torch.testing.assert_close(average, closed, **CARRIED)
+    torch.testing.assert_close(average, closed, **REORDERED)
 
     swa = torch.optim.swa_utils
     theirs = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(decay))
     theirs.update_parameters(model)
     by_hand(model, batches, after=theirs.update_parameters)
-    torch.testing.assert_close(average, {n: p.detach() for n, p in theirs.module.named_parameters()}, **CARRIED)
+    torch.testing.assert_close(average, {n: p.detach() for n, p in theirs.module.named_parameters()}, **REORDERED)
 
 
 @pytest.mark.parametrize("way", ["donated", "compiled"])
 def test_training_on_from_the_average(way):
-    """A state whose parameters are its averages, too, must not be written twice when it is donated."""
+    """In `ft.averaged(state)` parameters and averages are the same tensors: a donated step must update them once."""
     model, batches = seeded(make_mlp), make_batches("mlp", steps=4)
     plain = ft.ema(0.9)(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)))
     donating = ft.donated(plain) if way == "donated" else ft.compiled(backend="eager", donate=True)(plain)
-    begun, _ = run(plain, plain.init(), batches[:2])
-    wanted, _ = run(plain, ft.averaged(begun), batches[2:])
-    actual, _ = run(donating, ft.averaged(tree.clone(begun)), batches[2:])
-    torch.testing.assert_close(actual.params, wanted.params, **TIGHT)
-    torch.testing.assert_close(actual.slots, wanted.slots, **TIGHT)
+    trained, _ = run(plain, plain.init(), batches[:2])
+    expected, _ = run(plain, ft.averaged(trained), batches[2:])
+    actual, _ = run(donating, ft.averaged(tree.clone(trained)), batches[2:])
+    torch.testing.assert_close(actual.params, expected.params, **TIGHT)
+    torch.testing.assert_close(actual.slots, expected.slots, **TIGHT)
 
 
 # Mixed precision
 
 
 def autocast_by_hand(model, batches, dtype, *, make, scaler=None):
-    """Returns the model, its losses, and after every step the scale, its growth tracker and the parameters."""
+    """Train a copy of the model under autocast, and return the copy, its losses and a trace of the scaler.
+
+    The trace has (scale, growth tracker, parameters) after each step, and is empty without a scaler.
+    """
     model = copy.deepcopy(model).train()
     optimizer = make(model.parameters())
     losses, trace = [], []
@@ -399,47 +406,47 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("family", OPTIMIZERS)
 @models
-def test_bf16_is_bitwise_the_autocast_loop(kind, family):
+def test_bf16_is_bitwise_the_autocast_loop(model_name, family):
     ours, make = OPTIMIZERS[family]
-    model, batches = seeded(MODELS[kind], torch.float32), make_batches(kind, dtype=torch.float32)
+    model, batches = seeded(MODELS[model_name], torch.float32), make_batches(model_name, dtype=torch.float32)
     step = ft.with_amp("bf16")(ft.train_step(ft.from_module(model, criterion), ours()))
     state, losses = run(step, step.init(), batches)
-    hand, wanted, _ = autocast_by_hand(model, batches, torch.bfloat16, make=make)
-    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
-    assert all(torch.equal(state.params[name], param.detach()) for name, param in hand.named_parameters())
-    assert all(torch.equal(state.buffers[name], buffer) for name, buffer in hand.named_buffers())
+    reference, expected, _ = autocast_by_hand(model, batches, torch.bfloat16, make=make)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert all(torch.equal(state.params[name], param.detach()) for name, param in reference.named_parameters())
+    assert all(torch.equal(state.buffers[name], buffer) for name, buffer in reference.named_buffers())
     assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(state.opt_state))
-    # It did compute in bfloat16.
-    _, single = by_hand(model, batches, make=make)
-    assert not torch.equal(single[0], wanted[0])
+    # The computation was in bfloat16: in float32 the first loss is another one.
+    _, float32_losses = by_hand(model, batches, make=make)
+    assert not torch.equal(float32_losses[0], expected[0])
 
 
 GROWTH_INTERVAL = 7
 
 
 def overflowing(batches, at):
-    """Inputs that float16 cannot hold, in some of the batches."""
+    """Return the batches, with inputs that overflow in float16 at the indices `at`."""
     return [dict(batch, x=batch["x"] * 1e6) if k in at else batch for k, batch in enumerate(batches)]
 
 
 @pytest.mark.parametrize("family", OPTIMIZERS)
 @models
-def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
-    """Scale, growth tracker, skipped steps and parameters, with overflows in a row and by themselves."""
+def test_fp16_scales_as_grad_scaler_does(model_name, family, monkeypatch):
+    """Scale, growth tracker, skipped steps and parameters are the same, after single overflows and several in a row."""
     monkeypatch.setattr(amp, "GROWTH_INTERVAL", GROWTH_INTERVAL)
     ours, make = OPTIMIZERS[family]
     # Torch's fused SGD takes the infinities of a step that is to be skipped into its momentum.
     make = sgd if family == "sgd" else make
-    exact = {"rtol": 1e-5, "atol": 1e-6} if family == "sgd" else {"rtol": 0, "atol": 0}
-    model = seeded(MODELS[kind], torch.float32)
-    batches = overflowing(make_batches(kind, dtype=torch.float32), at=(0, 5, 20, 21, 22, 40))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if family == "sgd" else {"rtol": 0, "atol": 0}
+    model = seeded(MODELS[model_name], torch.float32)
+    batches = overflowing(make_batches(model_name, dtype=torch.float32), at=(0, 5, 20, 21, 22, 40))
     scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL)
     assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (
         amp.INITIAL_SCALE,
         amp.GROWTH,
         1 / amp.GROWTH,
     )
-    _, wanted, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
+    _, expected, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
 
     step = ft.with_amp("fp16")(ft.train_step(ft.from_module(model, criterion), ours()))
     state = step.init()
@@ -451,14 +458,14 @@ def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
         slot = state.slots["with_amp"]
         scales.append(scale)
         assert (float(slot["scale"]), int(slot["good"])) == (scale, tracker), f"step {k}"
-        torch.testing.assert_close(metrics["loss"], wanted[k].float(), **exact, equal_nan=True)
-        torch.testing.assert_close(state.params, params, **exact)
+        torch.testing.assert_close(metrics["loss"], expected[k].float(), **tolerance, equal_nan=True)
+        torch.testing.assert_close(state.params, params, **tolerance)
         if metrics["skipped"]:
             skipped.append(k)
             for part in ("params", "opt_state", "buffers"):
                 old, new = tree.leaves(getattr(before, part)), tree.leaves(getattr(state, part))
                 assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True)), f"step {k}: {part}"
-    # Both ways of the scale were tried, and the injected overflows were among the skipped steps.
+    # The injected overflows were skipped, and the scale also grew in between.
     assert {0, 5, 20, 21, 22, 40} <= set(skipped)
     assert len(skipped) < STEPS / 2
     assert any(a < b for a, b in itertools.pairwise(scales))
@@ -467,8 +474,8 @@ def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
         assert float(state.opt_state["count"]) == STEPS - len(skipped)
 
 
-def test_fp16_scale_is_bounded_as_grad_scalers(monkeypatch):
-    """A loss of small gradients may double the scale for ever; it stays finite, or every later step is lost."""
+def test_fp16_scale_is_bounded_as_that_of_grad_scaler(monkeypatch):
+    """With small gradients the scale doubles again and again; at infinity every next_step step would be skipped."""
     monkeypatch.setattr(amp, "GROWTH_INTERVAL", 1)
     step = ft.with_amp("fp16")(ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)))
     state = step.init({"w": torch.ones(2)})
@@ -478,7 +485,7 @@ def test_fp16_scale_is_bounded_as_grad_scalers(monkeypatch):
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
-    scales, wanted = [], []
+    scales, expected = [], []
     for _ in range(4):
         state, _ = step(state, torch.full((2,), 0.001))
         scales.append(float(state.slots["with_amp"]["scale"]))
@@ -486,13 +493,13 @@ def test_fp16_scale_is_bounded_as_grad_scalers(monkeypatch):
         scaler.scale((weight * 0.001).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        wanted.append(scaler.get_scale())
-    assert wanted == [2.0**127] * 4
-    assert scales == wanted
+        expected.append(scaler.get_scale())
+    assert expected == [2.0**127] * 4
+    assert scales == expected
     torch.testing.assert_close(state.params["w"], weight.detach())
 
 
-def test_constants_are_grad_scalers():
+def test_constants_are_those_of_grad_scaler():
     scaler = torch.amp.GradScaler("cpu")
     assert scaler.get_growth_interval() == amp.GROWTH_INTERVAL
     assert scaler.get_scale() == amp.INITIAL_SCALE
@@ -529,17 +536,17 @@ def test_dropout_depends_on_the_seed_alone(name, way):
     step = ft.compose(step, *WAYS[way]())
     batches = make_batches("mlp", steps=10)
 
-    def losses(seed, noise):
+    def losses(seed, torch_seed):
         with torch.random.fork_rng():
-            torch.manual_seed(noise)
+            torch.manual_seed(torch_seed)
             before = torch.get_rng_state()
             _, actual = run(step, step.init(params, seed=seed), batches)
             assert torch.equal(before, torch.get_rng_state())
         return [float(loss) for loss in actual]
 
-    first = losses(seed=0, noise=1)
-    assert first == losses(seed=0, noise=2)
-    assert all(a != b for a, b in zip(first, losses(seed=1, noise=1), strict=True))
+    first = losses(seed=0, torch_seed=1)
+    assert first == losses(seed=0, torch_seed=2)
+    assert all(a != b for a, b in zip(first, losses(seed=1, torch_seed=1), strict=True))
 
 
 def test_dropout_differs_from_step_to_step():
@@ -548,27 +555,27 @@ def test_dropout_differs_from_step_to_step():
     state = step.init()
     new, first = step(state, batch)
     _, again = step(state, batch)
-    _, later = step(dataclasses.replace(state, step=new.step), batch)
+    _, next_step = step(dataclasses.replace(state, step=new.step), batch)
     assert torch.equal(first["loss"], again["loss"])
-    assert not torch.equal(first["loss"], later["loss"])
+    assert not torch.equal(first["loss"], next_step["loss"])
 
 
 def test_stock_dropout_by_hand():
-    """The loop by hand draws the same masks when it seeds torch from the key of the step."""
+    """A loop by hand that seeds torch from the key of each step draws the same dropout masks."""
     model, batches = seeded(make_dropout), make_batches("mlp")
     step = ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2))
     state, losses = run(step, step.init(seed=4), batches)
 
-    hand = copy.deepcopy(model).train()
-    optimizer = adamw(hand.parameters())
-    wanted = []
+    reference = copy.deepcopy(model).train()
+    optimizer = adamw(reference.parameters())
+    expected = []
     with torch.random.fork_rng():
         for k, batch in enumerate(batches):
             torch.manual_seed(random.seed_of(random.key_data(random.fold_in(random.key(4), k))))
             optimizer.zero_grad()
-            loss = criterion(hand, batch)
+            loss = criterion(reference, batch)
             loss.backward()
             optimizer.step()
-            wanted.append(loss.detach())
-    torch.testing.assert_close(losses, wanted, **TIGHT)
-    check(hand, state)
+            expected.append(loss.detach())
+    torch.testing.assert_close(losses, expected, **TIGHT)
+    assert_same_model(reference, state)

@@ -1,5 +1,6 @@
-"""Moments and parameters in few bits: beside formulas written out, and torchao; and their own laws."""
+"""Optimizers with moments or parameters in 16 or 8 bits equal formulas written out and torchao, and keep their laws."""
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def randn(shape, seed, dtype=F32):
 
 
 def run(optimizer, params, path="eager", steps=4, size=1.0, seed=0):
-    """Updates with gradients and keys that depend on the step alone."""
+    """Make `steps` updates with gradients and keys that depend on the step alone; return parameters and state."""
     params, state = tree.clone(params), optimizer.init(params)
     for step in range(steps):
         grads = {
@@ -46,7 +47,7 @@ def assert_same(actual, expected):
         assert torch.equal(a, b)
 
 
-# Constants beside 16 bits
+# Constants of updates in 16 bits
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -58,7 +59,7 @@ def assert_same(actual, expected):
     ],
 )
 def test_decay_rates_are_not_rounded_to_16_bits(ours, torchs, dtype):
-    """0.99 would be 0.988 in bfloat16, and 100 steps of momentum 85."""
+    """In bfloat16 0.99 would be 0.988, and momentum would add up 85 gradients in place of 100."""
     start = {"matrix": randn((40, 50), 0, dtype), "scalar": randn((), 1, dtype)}
     params, _ = run(ours(), start, steps=10)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in start.items()}
@@ -90,17 +91,17 @@ def test_clipping_scales_16_bits_by_the_factor_itself():
 # Rounding at random
 
 
-@pytest.mark.parametrize("place", [0, 1, 7, (1 << 32) - 3, 3 << 33])
-def test_noise_is_the_same_however_it_is_drawn(place):
+@pytest.mark.parametrize("offset", [0, 1, 7, (1 << 32) - 3, 3 << 33])
+def test_noise_is_the_same_however_it_is_drawn(offset):
     key, size = random.fold_in(random.key(3), 1), 1001
-    drawn = noise(key, place, size, eager=True)
+    drawn = noise(key, offset, size, eager=True)
     assert drawn.dtype == torch.int32
     assert drawn.shape == (size,)
-    assert torch.equal(drawn, noise(key, place, size, eager=False))
-    captured = capture(lambda key: [noise(key, place, size, eager=False)], [key], lambda: None)
+    assert torch.equal(drawn, noise(key, offset, size, eager=False))
+    captured = capture(lambda key: [noise(key, offset, size, eager=False)], [key], lambda: None)
     assert torch.equal(drawn, captured(key)[0])
-    # Of its place alone, whatever is drawn with it.
-    assert torch.equal(drawn[100:], noise(key, place + 100, size - 100, eager=True))
+    # The noise of an element depends on its offset alone, not on where the drawn range starts.
+    assert torch.equal(drawn[100:], noise(key, offset + 100, size - 100, eager=True))
 
 
 def test_noise_is_uniform_and_independent():
@@ -109,18 +110,18 @@ def test_noise_is_uniform_and_independent():
     drawn = torch.stack([noise(key, 0, size, eager=True) for key in keys])
     assert (int(drawn.min()), int(drawn.max())) == (0, 65535)
     cells = torch.stack([row.bincount(minlength=1 << 16).view(256, 256).sum(1) for row in drawn]).double()
-    chi = ((cells - size / 256).square() / (size / 256)).sum(1)
-    assert (chi - 255).abs().max() < 4 * math.sqrt(2 * 255)
+    chi_squared = ((cells - size / 256).square() / (size / 256)).sum(1)
+    assert (chi_squared - 255).abs().max() < 4 * math.sqrt(2 * 255)
     signs = ((drawn.unsqueeze(-1) >> torch.arange(16)) & 1).double() - 0.5
-    # Each bit by itself, beside its neighbours in the word, in the next elements, and in other keys.
+    # Each bit is fair, and uncorrelated with other bits of the word, of the next elements and of other keys.
     assert signs.mean(1).abs().max() < 4.5 * 0.5 / math.sqrt(size)
     for shift in (1, 2, 3, 64, 256):
-        for other in (signs, signs.flip(-1), signs.roll(1, 0)):
-            assert (signs[:, shift:] * other[:, :-shift]).mean(1).abs().max() < 4.5 * 0.25 / math.sqrt(size - shift)
+        for partner in (signs, signs.flip(-1), signs.roll(1, 0)):
+            assert (signs[:, shift:] * partner[:, :-shift]).mean(1).abs().max() < 4.5 * 0.25 / math.sqrt(size - shift)
     assert (signs * signs.roll(1, 0)).mean(1).abs().max() < 4.5 * 0.25 / math.sqrt(size)
 
 
-def test_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
     value = torch.tensor([1.0 + 2**-9, -3.3, 1e-30, 1e-42, 1.0, 0.0, -0.0, 3.38e38])
     below = (value.view(torch.int32) & -0x10000).view(F32)
     above = ((value.view(torch.int32) & -0x10000) + 0x10000).view(F32)
@@ -129,12 +130,10 @@ def test_rounding_goes_to_a_neighbour_and_is_right_in_the_mean():
     actual = rounded(value.repeat(draws), bits).view(draws, -1)
     assert torch.equal(actual.to(BF16).to(F32), actual)
     exact = value == value.to(BF16).to(F32)
-    assert torch.equal(
-        torch.where(exact, actual == value, (actual == below) | (actual == above)).all(0), torch.ones(8).bool()
-    )
+    assert torch.where(exact, actual == value, (actual == below) | (actual == above)).all()
     share = (actual == above).double().mean(0)
-    wanted = torch.where(exact, 0.0, (value.double() - below.double()) / (above.double() - below.double()))
-    assert ((share - wanted).abs() <= 4.5 * (wanted * (1 - wanted) / draws).sqrt()).all()
+    expected_share = torch.where(exact, 0.0, (value.double() - below.double()) / (above.double() - below.double()))
+    assert ((share - expected_share).abs() <= 4.5 * (expected_share * (1 - expected_share) / draws).sqrt()).all()
 
 
 def test_rounding_keeps_nan_and_infinity():
@@ -146,42 +145,43 @@ def test_rounding_keeps_nan_and_infinity():
         assert actual[5:].tolist() == [math.inf, -math.inf]
 
 
-def test_bits_are_other_ones_for_each_step_leaf_and_tree():
-    """Of 100 equal parameters with equal gradients, in two leaves, hardly two go the same way."""
+def test_noise_differs_between_steps_leaves_and_trees():
+    """Equal parameters with equal gradients are rounded in different directions."""
     params = {"a": torch.ones(4096, dtype=BF16), "b": torch.ones(4096, dtype=BF16)}
     optimizer = optim.adamw(1.0, stochastic_rounding=True)
-    actual = []
+    params_down, mu_up, nu_up = [], [], []
     for step in range(3):
-        # The step in float32 is 2^-9, half of the distance to the next bfloat16 below 1.
+        # The update is 2^-9 in float32, half of the distance from 1 to the next bfloat16 below.
         hyper = {"lr": 2.0**-9, "rng": random.fold_in(random.key(0), step)}
-        moved, state = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, hyper)
-        actual += [moved["a"] < 1, moved["b"] < 1, state["mu"]["a"].float() > 0.1, state["nu"]["b"].float() > 0.001]
-    for one in range(len(actual)):
-        for other in range(one):
-            if one % 4 < 2 and other % 4 < 2:
-                assert 0.4 < float((actual[one] == actual[other]).double().mean()) < 0.6
-            elif one % 4 == other % 4:
-                assert not torch.equal(actual[one], actual[other])
+        new_params, state = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, hyper)
+        params_down += [new_params["a"] < 1, new_params["b"] < 1]
+        mu_up.append(state["mu"]["a"].float() > 0.1)
+        nu_up.append(state["nu"]["b"].float() > 0.001)
+    for first, second in itertools.combinations(params_down, 2):
+        assert 0.4 < float((first == second).double().mean()) < 0.6
+    for moment_up in (mu_up, nu_up):
+        for first, second in itertools.combinations(moment_up, 2):
+            assert not torch.equal(first, second)
 
 
-def test_a_small_rate_is_not_lost():
-    """Steps of a thirtieth of the distance between two values of bfloat16, a hundred times."""
+def test_stochastic_rounding_keeps_updates_smaller_than_half_a_unit():
+    """A hundred updates, each a thirtieth of the distance between two values of bfloat16."""
     params = {"w": torch.full((10_000,), 1.0, dtype=BF16)}
-    far = {}
+    total_update = {}
     for stochastic in (False, True):
         optimizer = optim.adamw(1.0, state_dtype="fp32", stochastic_rounding=stochastic)
-        moved, state = params, optimizer.init(params)
+        new_params, state = params, optimizer.init(params)
         for step in range(100):
             hyper = {"lr": 2.0**-8 / 30, "rng": random.fold_in(random.key(0), step)}
-            moved, state = optimizer.update({"w": torch.ones_like(params["w"])}, state, moved, hyper)
-        far[stochastic] = 1.0 - float(moved["w"].double().mean())
-    assert far[False] == 0.0
-    assert far[True] == pytest.approx(100 * 2.0**-8 / 30, rel=0.02)
+            new_params, state = optimizer.update({"w": torch.ones_like(params["w"])}, state, new_params, hyper)
+        total_update[stochastic] = 1.0 - float(new_params["w"].double().mean())
+    assert total_update[False] == 0.0
+    assert total_update[True] == pytest.approx(100 * 2.0**-8 / 30, rel=0.02)
 
 
-def test_the_second_moment_decays():
-    """By 0.1 % a step, where values of bfloat16 are 0.4 to 0.8 % apart: to the nearest it would stay for ever."""
-    left = {}
+def test_stochastic_rounding_lets_the_second_moment_decay():
+    """It decays by 0.1% a step; values of bfloat16 are 0.4 to 0.8% apart, so rounding to nearest keeps it constant."""
+    remaining = {}
     for stochastic, steps in ((False, 2), (True, 300)):
         optimizer = optim.adamw(0.0, state_dtype="bf16", stochastic_rounding=stochastic)
         params = {"w": torch.zeros(2048)}
@@ -190,16 +190,19 @@ def test_the_second_moment_decays():
         for step in range(steps):
             hyper = {"lr": 0.0, "rng": random.fold_in(random.key(0), step)}
             params, state = optimizer.update(tree.map(torch.zeros_like, params), state, params, hyper, donate=True)
-        left[stochastic] = float(state["nu"]["w"].double().mean())
-    assert left[False] == 1.0
-    assert left[True] == pytest.approx(0.999**300, rel=0.01)
+        remaining[stochastic] = float(state["nu"]["w"].double().mean())
+    assert remaining[False] == 1.0
+    assert remaining[True] == pytest.approx(0.999**300, rel=0.01)
 
 
 # Formulas written out
 
 
 def adamw_reference(p, g, m, v, t, *, store, decay=0.0):
-    """Loshchilov and Hutter 2019, in float64, with the moments stored after each step."""
+    """Return parameter and moments after step `t` of AdamW (Loshchilov and Hutter 2019), computed in float64.
+
+    `store(name, value)` rounds each of them to the dtype in which it is stored.
+    """
     p, g, m, v = (x.double() for x in (p, g, m, v))
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
     p = p - 0.01 * decay * p - 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
@@ -207,7 +210,7 @@ def adamw_reference(p, g, m, v, t, *, store, decay=0.0):
 
 
 def assert_rounded(actual, expected, share=0.01):
-    """That values in bfloat16 or codes are the same, but for a few that were rounded to the other side."""
+    """Assert that bfloat16 values or codes are equal, but for a share that was rounded in the other direction."""
     assert actual.dtype == expected.dtype
     assert int((actual != expected).sum()) <= share * actual.numel()
     if actual.dtype == BF16:
@@ -218,7 +221,7 @@ def assert_rounded(actual, expected, share=0.01):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, pretend):
-    """One step at a time from the same state, so that a flip of one rounding does not spread."""
+    """Each step starts from our own state, so that a difference of one rounding does not grow."""
     pretend(path)
     optimizer = optim.adamw(0.01, weight_decay=0.1, state_dtype="bf16", stochastic_rounding=stochastic)
     params = {"w": randn((50, 60), 0, dtype)}
@@ -231,8 +234,8 @@ def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, pretend):
                 return value.float()
             if not stochastic:
                 return value.float().to(BF16)
-            place = {"p": 0, "mu": 3000, "nu": 6000}[name]
-            bits = noise(key, place, 3000, eager=False).view(50, 60)
+            offset = {"p": 0, "mu": 3000, "nu": 6000}[name]
+            bits = noise(key, offset, 3000, eager=False).view(50, 60)
             return ((value.float().view(torch.int32) + bits) >> 16).to(torch.int16).view(BF16)
 
         p, m, v = adamw_reference(
@@ -251,14 +254,14 @@ def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, pretend):
 def test_float32_moments_of_bfloat16_parameters_are_those_of_float32():
     params = {"w": randn((40, 50), 0, BF16)}
     optimizer = optim.adamw(0.01, state_dtype="fp32")
-    moved, state = run(optimizer, params, steps=1)
-    wide, expected = run(optim.adamw(0.01), tree.cast(params, F32), steps=0)
-    wide, expected = optim.adamw(0.01).update({"w": randn((40, 50), 0, BF16).float()}, expected, wide, {"lr": 0.01})
+    new_params, state = run(optimizer, params, steps=1)
+    plain, start, grads = optim.adamw(0.01), tree.cast(params, F32), {"w": randn((40, 50), 0, BF16).float()}
+    expected_params, expected = plain.update(grads, plain.init(start), start, {"lr": 0.01})
     torch.testing.assert_close((state["mu"], state["nu"]), (expected["mu"], expected["nu"]), rtol=1e-6, atol=0)
-    assert torch.equal(moved["w"], wide["w"].to(BF16))
+    assert torch.equal(new_params["w"], expected_params["w"].to(BF16))
 
 
-def test_the_parameters_own_dtype_in_float32_is_plain_adamw():
+def test_float32_moments_of_float32_parameters_are_plain_adamw():
     params = make_params()
     for path in PATHS[:2]:
         actual = run(optim.adamw(0.01, weight_decay=0.1, state_dtype="fp32"), params, path)
@@ -267,7 +270,7 @@ def test_the_parameters_own_dtype_in_float32_is_plain_adamw():
 
 
 @pytest.mark.parametrize("make", [optim.adam, optim.adamw])
-def test_amsgrad_and_the_rest_of_the_options(make):
+def test_amsgrad_with_bfloat16_moments_is_close_to_float32(make):
     options = {"amsgrad": True, "maximize": True, "weight_decay": 0.1}
     params = {"w": randn((40, 50), 0)}
     actual, state = run(make(0.01, state_dtype="bf16", **options), params)
@@ -276,7 +279,7 @@ def test_amsgrad_and_the_rest_of_the_options(make):
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=5e-4)
 
 
-OTHERS = [
+MOMENTUM_OPTIMIZERS = [
     (optim.lion, {}),
     (optim.sgd, {"momentum": 0.9, "nesterov": True}),
     (optim.sgd, {"momentum": 0.9, "dampening": 0.5}),
@@ -284,28 +287,29 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("make", "options"), OTHERS)
-def test_others_with_moments_in_bfloat16(make, options, path, pretend):
+@pytest.mark.parametrize(("make", "options"), MOMENTUM_OPTIMIZERS)
+def test_lion_and_sgd_with_bfloat16_moments(make, options, path, pretend):
     """The next step from a state in bfloat16 is that of the plain optimizer from the same state in float32."""
     pretend(path)
-    low, plain = (make(0.01, weight_decay=0.1, **options, **more) for more in ({"state_dtype": "bf16"}, {}))
+    plain = make(0.01, weight_decay=0.1, **options)
+    low = make(0.01, weight_decay=0.1, **options, state_dtype="bf16")
     params, state = run(low, make_params())
     (key,) = [key for key in state if key != "count"]
     assert {leaf.dtype for leaf in state[key].values()} == {BF16}
-    exact = {**tree.clone(state), key: tree.cast(state[key], F32)}
+    float32_state = {**tree.clone(state), key: tree.cast(state[key], F32)}
     grads = {name: randn(leaf.shape, 50 + i) for i, (name, leaf) in enumerate(params.items())}
-    expected, wanted = plain.update(grads, exact, params, {"lr": 0.01})
+    expected_params, expected_state = plain.update(grads, float32_state, params, {"lr": 0.01})
     rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
     hyper = {"lr": rate, "rng": random.key(9)}
     actual, state = low.update(grads, state, params, hyper, donate=path == "donated")
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(tree.cast(state[key], F32), wanted[key], rtol=2**-7, atol=1e-30)
+    torch.testing.assert_close(actual, expected_params, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(tree.cast(state[key], F32), expected_state[key], rtol=2**-7, atol=1e-30)
 
 
 # Blocks of 8 bits
 
 
-def test_the_map():
+def test_the_256_values_of_the_dynamic_map():
     for signed in (True, False):
         values = dynamic_map(signed=signed)
         assert values.shape == (256,)
@@ -313,7 +317,7 @@ def test_the_map():
         assert values[-1] == 1.0
         assert 0.0 in values
         assert float(values[0]) == pytest.approx(-0.99296875 if signed else 0.0)
-    # Seven decades, each with twice as many as the one below.
+    # Seven decades, each with twice as many values as the next smaller one.
     counts = [int(((values >= 10.0**-k) & (values < 10.0 ** (1 - k))).sum()) for k in range(1, 8)]
     assert counts == [128, 64, 32, 16, 8, 4, 2]
 
@@ -325,30 +329,32 @@ def test_the_map():
 def test_values_go_to_the_nearest_code(signed, shape, block):
     values = randn(shape, 0) * 10.0 ** randn(shape, 1)
     values = values if signed else values.square()
-    form = Codes(signed, block, 1)
-    stored = form.begin(torch.zeros(shape))
-    assert form.read([stored], F32).count_nonzero() == 0
-    form.write([stored], values.reshape(-1), None)
+    block_format = Codes(signed, block, 1)
+    stored = block_format.begin(torch.zeros(shape))
+    assert block_format.read([stored], F32).count_nonzero() == 0
+    block_format.write([stored], values.reshape(-1), None)
     codes, scale = stored
     assert (codes.dtype, codes.shape, scale.shape) == (torch.uint8, values.shape, (-(-values.numel() // block),))
-    actual = form.read([stored], F32)
-    each = scale.repeat_interleave(block)[: values.numel()]
+    actual = block_format.read([stored], F32)
+    scales = scale.repeat_interleave(block)[: values.numel()]
     assert torch.equal(scale, torch.stack([part.abs().max() for part in values.reshape(-1).split(block)]))
-    # Those without a sign are second moments, which are never 0.
-    shares, known = values.reshape(-1).double() / each, dynamic_map(signed=signed).double()[0 if signed else 1 :]
-    nearest = (shares.unsqueeze(-1) - known).abs().amin(-1)
-    error = (actual.double() / each - shares).abs()
-    # To the nearest, and where float16 cannot tell, to one that is hardly farther.
+    shares, codebook = values.reshape(-1).double() / scales, dynamic_map(signed=signed).double()
+    if not signed:
+        # Unsigned values are second moments, of which a positive one is never stored as 0.
+        codebook = codebook[1:]
+    nearest = (shares.unsqueeze(-1) - codebook).abs().amin(-1)
+    error = (actual.double() / scales - shares).abs()
+    # The codes are chosen in float16: two values that are equally near there may differ by its rounding.
     assert (error <= nearest + shares.abs() * 2**-10 + 1e-7).all()
     assert float((error <= nearest + 1e-7).double().mean()) > 0.99
 
 
-def test_a_block_of_zeros_and_one_of_nan():
-    form = Codes(True, 4, 1)
-    stored = form.begin(torch.zeros(12))
+def test_a_block_of_zeros_and_a_block_with_nan():
+    block_format = Codes(True, 4, 1)
+    stored = block_format.begin(torch.zeros(12))
     values = torch.tensor([0.0, 0, 0, 0, 1, math.nan, 2, 3, -1, 0.5, 1e-30, 1])
-    form.write([stored], values.clone(), None)
-    actual = form.read([stored], F32)
+    block_format.write([stored], values.clone(), None)
+    actual = block_format.read([stored], F32)
     assert actual[:4].count_nonzero() == 0
     assert actual[4:8].isnan().all()
     torch.testing.assert_close(actual[8:], values[8:], rtol=0.01, atol=1e-6)
@@ -358,12 +364,12 @@ def test_a_block_of_zeros_and_one_of_nan():
 def test_8_bit_equals_the_formula(path, pretend):
     pretend(path)
     optimizer = optim.adamw_8bit(0.01, weight_decay=0.1, block=100, min_size=1)
-    forms = {"mu": Codes(True, 100, 1), "nu": Codes(False, 100, 1)}
+    block_formats = {"mu": Codes(True, 100, 1), "nu": Codes(False, 100, 1)}
     params = {"w": randn((50, 61), 0)}
     state = optimizer.init(params)
 
     def read(state, name):
-        return forms[name].read([(state[name]["w"], state[name + "_scale"]["w"])], F32).view(50, 61)
+        return block_formats[name].read([(state[name]["w"], state[name + "_scale"]["w"])], F32).view(50, 61)
 
     for step in range(5):
         grad = randn((50, 61), 1 + step)
@@ -378,8 +384,8 @@ def test_8_bit_equals_the_formula(path, pretend):
         params, state = optimizer.update({"w": grad}, state, params, {"lr": rate}, donate=path == "donated")
         torch.testing.assert_close(params["w"], p, rtol=1e-6, atol=1e-7)
         for name, exact in (("mu", m), ("nu", v)):
-            stored = forms[name].begin(exact)
-            forms[name].write([stored], exact.reshape(-1).clone(), None)
+            stored = block_formats[name].begin(exact)
+            block_formats[name].write([stored], exact.reshape(-1).clone(), None)
             assert float((stored[0] != state[name]["w"]).double().mean()) < 1e-3
             torch.testing.assert_close(stored[1], state[name + "_scale"]["w"], rtol=1e-6, atol=0)
 
@@ -389,12 +395,12 @@ def test_small_leaves_stay_in_float32_and_state_is_two_bytes():
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     count = sum(leaf.numel() for leaf in params.values())
 
-    def each(optimizer):
+    def bytes_per_parameter(optimizer):
         return sum(leaf.nbytes for leaf in tree.leaves(optimizer.init(params))) / count
 
-    assert each(optim.adamw_8bit(0.1)) < 2.1
-    assert each(optim.adamw(0.1, state_dtype="bf16")) == pytest.approx(4, abs=1e-6)
-    assert each(optim.adamw(0.1)) == pytest.approx(8, abs=1e-6)
+    assert bytes_per_parameter(optim.adamw_8bit(0.1)) < 2.1
+    assert bytes_per_parameter(optim.adamw(0.1, state_dtype="bf16")) == pytest.approx(4, abs=1e-6)
+    assert bytes_per_parameter(optim.adamw(0.1)) == pytest.approx(8, abs=1e-6)
     state = optim.adamw_8bit(0.1).init(params)
     assert {leaf.dtype for leaf in state["nu"].values()} == {torch.uint8, F32}
     assert state["nu"]["norm0"].dtype == F32
@@ -405,25 +411,24 @@ def test_small_leaves_stay_in_float32_and_state_is_two_bytes():
 
 @pytest.mark.parametrize("small", [1e-3, 1e-4, 1e-6])
 def test_elements_with_small_gradients_beside_large_ones_take_no_longer_steps_in_8_bits(small):
-    """Their second moments were rounded to 0, and their steps up to 90 times as long."""
+    """If their second moments were rounded to 0, their steps would be up to 90 times as long."""
     size = torch.full((4096,), small)
     size[::256] = 1.0
     start = {"w": torch.zeros(4096)}
-    coded, exact = (
-        run(make(1.0), start, steps=50, size=size)[0]["w"][size < 1].norm() for make in (optim.adamw_8bit, optim.adamw)
-    )
-    assert coded < 1.3 * exact
+    params_8bit, _ = run(optim.adamw_8bit(1.0), start, steps=50, size=size)
+    params_float32, _ = run(optim.adamw(1.0), start, steps=50, size=size)
+    assert params_8bit["w"][size < 1].norm() < 1.3 * params_float32["w"][size < 1].norm()
 
 
 def test_equals_torchaos_8_bit_adamw():
-    """Twenty steps, each from torchao's own state, so that a code on the other side of a bound does not spread."""
+    """Each of 20 steps starts from the state of torchao, so that a differently rounded code has no later effect."""
     torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     start = {"w": randn((64, 128), 0), "b": randn((100,), 1)}
     optimizer = optim.adamw_8bit(0.01, weight_decay=0.1, decay_mask=optim.everything)
     state = optimizer.init(start)
     leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in start.items()}
     theirs = torchao.AdamW8bit(leaves.values(), lr=0.01, weight_decay=0.1)
-    # It hands its formula to torch.compile, and the formula is what is compared.
+    # torchao compiles its formula; the test compares with the formula, without the rounding of a compiled kernel.
     with torch.compiler.set_stance("force_eager"):
         for step in range(20):
             params = {name: leaf.detach().clone() for name, leaf in leaves.items()}
@@ -448,10 +453,10 @@ def test_equals_torchaos_8_bit_adamw():
                 torch.testing.assert_close(dynamic_map(signed=ours == "mu"), moment.qmap, rtol=1e-6, atol=0)
 
 
-# Laws of all
+# Laws of all low-precision optimizers
 
 
-ALL = {
+OPTIMIZERS = {
     "nearest": lambda **more: optim.adamw(0.01, state_dtype="bf16", stochastic_rounding=False, **more),
     "stochastic": lambda **more: optim.adamw(0.01, state_dtype="bf16", **more),
     "parameters": lambda **more: optim.adamw(0.01, stochastic_rounding=True, **more),
@@ -462,45 +467,45 @@ ALL = {
     "8bit": lambda **more: optim.adamw_8bit(0.01, **more),
     "8bit stochastic": lambda **more: optim.adamw_8bit(0.01, block=100, stochastic_rounding=True, **more),
 }
-each = pytest.mark.parametrize("name", ALL)
+optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@each
+@optimizers
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_donated_equals_undonated_and_graphs_equal_eager(name, dtype):
-    optimizer, params = ALL[name](weight_decay=0.1), make_params(dtype)
+    optimizer, params = OPTIMIZERS[name](weight_decay=0.1), make_params(dtype)
     actual = run(optimizer, params)
     assert_same(run(optimizer, params, "donated"), actual)
     graph = run(optimizer, params, "graph", steps=1)
-    one = run(optimizer, params, steps=1)
-    for a, b in zip(tree.leaves(graph), tree.leaves(one), strict=True):
+    eager = run(optimizer, params, steps=1)
+    for a, b in zip(tree.leaves(graph), tree.leaves(eager), strict=True):
         if a.dtype in (BF16, torch.uint8):
             assert_rounded(a, b)
         else:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@each
-def test_leaves_that_lie_otherwise_in_memory(name):
-    """Transposed and channels-last parameters, and gradients that lie otherwise than these."""
-    optimizer = ALL[name]()
+@optimizers
+def test_the_memory_layout_of_leaves_makes_no_difference(name):
+    """Parameters are transposed or channels-last, and their gradients contiguous."""
+    optimizer = OPTIMIZERS[name]()
     plain = {"image": randn((16, 8, 6, 6), 0, BF16), "matrix": randn((70, 90), 1, BF16)}
-    turned = {
+    strided = {
         "image": plain["image"].clone().to(memory_format=torch.channels_last),
         "matrix": plain["matrix"].t().contiguous().t(),
     }
-    actual, expected = run(optimizer, turned, "donated"), run(optimizer, plain)
+    actual, expected = run(optimizer, strided, "donated"), run(optimizer, plain)
     assert actual[0]["matrix"].stride() == (1, 70)
     for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert torch.equal(a, b)
 
 
-@each
-def test_a_checkpoint_goes_on_bit_for_bit(name, tmp_path):
+@optimizers
+def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(name, tmp_path):
     def loss(params, batch):
         return (batch @ params["w"].float()).square().mean() + params["b"].float().square().sum()
 
-    step = ft.train_step(loss, ALL[name]())
+    step = ft.train_step(loss, OPTIMIZERS[name]())
     state = step.init({"w": randn((70, 90), 0, BF16), "b": randn((5,), 1)})
     batches = [randn((4, 70), 10 + i) for i in range(4)]
     for batch in batches[:2]:
@@ -513,25 +518,25 @@ def test_a_checkpoint_goes_on_bit_for_bit(name, tmp_path):
     assert_same(resumed, state)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most float32 elements that an operation makes."""
+class LargestFloat32(TorchDispatchMode):
+    """Records in `count` the number of elements of the largest new float32 tensor."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree.leaves(made):
-            # Views of parameters and gradients are as long as these.
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree.leaves(result):
+            # Views take no memory of their own.
             if isinstance(leaf, torch.Tensor) and leaf.dtype == F32 and leaf._base is None:
                 self.count = max(self.count, leaf.numel())
-        return made
+        return result
 
 
-@each
+@optimizers
 def test_no_float32_copy_of_a_long_leaf(name):
-    optimizer, params = ALL[name](), {"w": torch.zeros(3 * BLOCK + 100, dtype=BF16)}
+    optimizer, params = OPTIMIZERS[name](), {"w": torch.zeros(3 * BLOCK + 100, dtype=BF16)}
     state, grads = optimizer.init(params), tree.map(torch.ones_like, params)
-    with Largest() as largest:
+    with LargestFloat32() as largest:
         optimizer.update(grads, state, params, {"lr": 0.1, "rng": random.key(0)}, donate=True)
     assert 0 < largest.count <= BLOCK
 
@@ -539,7 +544,7 @@ def test_no_float32_copy_of_a_long_leaf(name):
 def test_inductor_makes_one_graph_that_equals_eager():
     optimizer = optim.partition(
         {
-            "rounded": ALL["stochastic"](),
+            "rounded": OPTIMIZERS["stochastic"](),
             "coded": optim.adamw_8bit(0.01, block=64, min_size=1),
             "wide": optim.adamw(0.01, amsgrad=True),
         },
@@ -554,7 +559,7 @@ def test_inductor_makes_one_graph_that_equals_eager():
     compiled = ft.compiled(lowering="whole", donate=True)(step)
     actual, expected = compiled.init(params), step.init(params)
     for index in range(3):
-        # Gradients that bfloat16 has, since Inductor leaves out that they are rounded to it.
+        # Gradients that are exact in bfloat16, because Inductor may omit the rounding to it.
         batch = randn((40, 30), index, BF16).float()
         actual, _ = compiled(actual, batch)
         expected, _ = step(expected, batch)
@@ -568,7 +573,7 @@ def test_inductor_makes_one_graph_that_equals_eager():
     assert_rounded(actual.params["rounded"], expected.params["rounded"])
 
 
-def test_how_it_prints():
+def test_the_text_names_options_that_are_not_the_default():
     assert optim.adamw(0.1, state_dtype="bf16").text == "adamw(constant(0.1), state_dtype=bf16)"
     assert optim.adam(0.1, stochastic_rounding=True).text == "adam(constant(0.1), stochastic_rounding=True)"
     assert optim.adamw_8bit(0.1, block=128).text == "adamw_8bit(constant(0.1), block=128)"
@@ -578,7 +583,7 @@ def test_how_it_prints():
     assert not optim.adamw_8bit(0.1).needs_rng
 
 
-def test_bad_options_are_errors():
+def test_wrong_options_are_errors():
     with pytest.raises(OptionError, match="adamw: state_dtype is 'fp16'; choices are None, 'bf16', 'fp32'"):
         optim.adamw(0.1, state_dtype="fp16")
     for option in ("block", "min_size"):
@@ -592,7 +597,7 @@ def test_bad_options_are_errors():
         optim.adamw_8bit(0.1).update(params, optimizer.init(params), params, {"lr": 0.1})
 
 
-def test_windows_of_a_format_are_what_is_stored():
-    form, stored = Floats(BF16), (torch.zeros(10, dtype=BF16),)
-    form.write([window(stored, form.block, 2, 5)], torch.ones(3), None)
+def test_a_window_of_a_format_writes_into_the_stored_tensor():
+    block_format, stored = Floats(BF16), (torch.zeros(10, dtype=BF16),)
+    block_format.write([window(stored, block_format.block, 2, 5)], torch.ones(3), None)
     assert stored[0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Fifty steps of every optimizer beside `torch.optim`, in float64, on every path an update can take."""
+"""Fifty float64 steps of SGD and AdamW equal those of `torch.optim` on every path of an update."""
 
 import functools
 import itertools
@@ -34,9 +34,9 @@ ADAMW = {
 }
 CASES = [("sgd", name) for name in SGD] + [("adamw", name) for name in ADAMW]
 PATHS = ["fused", "donated", "plain", "unfused", "unread", "turned", "turned-donated"]
-# Every option as torch's kernel and as our formula computes it; most options at once on the other paths.
-ALL = [("sgd", "nesterov-decay"), ("adamw", "eps")]
-ON_PATHS = [(path, *case) for path in PATHS for case in (CASES if path in ("fused", "unfused") else ALL)]
+# Every case where torch's kernel or our formula computes it; on the other paths the case with the most options.
+MOST_OPTIONS = [("sgd", "nesterov-decay"), ("adamw", "eps")]
+ON_PATHS = [(path, *case) for path in PATHS for case in (CASES if path in ("fused", "unfused") else MOST_OPTIONS)]
 
 
 def generator(seed):
@@ -44,7 +44,7 @@ def generator(seed):
 
 
 def make_params(dtype=F64, *, turned=False):
-    """Parameters of every rank, laid out as fused kernels want them, or one of them `turned`."""
+    """Return parameters of ranks 0 to 4, in layouts that fused kernels take, or with one transposed if `turned`."""
     draw = generator(0)
 
     def randn(*shape):
@@ -64,7 +64,7 @@ def make_params(dtype=F64, *, turned=False):
 
 @functools.cache
 def make_grads(step, dtype=F64):
-    """Gradients in every layout that autograd hands out: transposed, expanded, strided, contiguous."""
+    """Return the gradients of a step in all layouts that autograd makes: transposed, expanded, strided, contiguous."""
     draw = generator(1000 + step)
 
     def randn(*shape):
@@ -87,7 +87,7 @@ def make_optimizer(family, case, lr=LR):
 
 
 def torch_options(family, case, *, decay):
-    """The options of one of our optimizers for a parameter group of torch's."""
+    """Return the options of a case for a parameter group of torch, with weight decay or without."""
     if family == "sgd":
         return dict(SGD[case])
     options = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, **ADAMW[case]}
@@ -96,21 +96,23 @@ def torch_options(family, case, *, decay):
 
 
 def make_theirs(family, case, leaves, **more):
-    """Torch's optimizer as people configure it: no decay of what has fewer than two axes under AdamW."""
-    kind = torch.optim.SGD if family == "sgd" else torch.optim.AdamW
+    """Return the optimizer of torch; under AdamW, parameters with fewer than two axes do not decay, as usual."""
+    optimizer_class = torch.optim.SGD if family == "sgd" else torch.optim.AdamW
     groups = [
         {"params": [leaf for leaf in leaves if (leaf.ndim >= 2) == decay], **torch_options(family, case, decay=decay)}
         for decay in (True, False)
     ]
-    return kind(groups, lr=LR, **more)
+    return optimizer_class(groups, lr=LR, **more)
 
 
-def own_leaves(params):
+def trainable_leaves(params):
+    """Return copies of the leaves that require gradients."""
     return [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
 
 
 def train_theirs(family, case, *, dtype=F64, steps=STEPS, **more):
-    leaves = own_leaves(make_params(dtype))
+    """Train with the optimizer of torch, and return the parameters and the state of each."""
+    leaves = trainable_leaves(make_params(dtype))
     optimizer = make_theirs(family, case, leaves, **more)
     for step in range(steps):
         for leaf, grad in zip(leaves, tree.leaves(make_grads(step, dtype)), strict=True):
@@ -133,7 +135,7 @@ def train_ours(optimizer, path, *, dtype=F64, steps=STEPS):
 
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """Counts the calls of torch's fused kernels."""
+    """The list of the fused kernels of torch that were called."""
     calls = []
     for name in ("_fused_adamw_", "_fused_sgd_"):
         kernel = getattr(torch, name)
@@ -148,11 +150,13 @@ def fused_calls(monkeypatch):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["sgd", "adamw"])
-def test_paths_are_what_they_are_called(family, path, pretend, fused_calls):
+def test_only_the_fused_paths_call_fused_kernels(family, path, pretend, fused_calls):
     pretend(path)
     train_ours(make_optimizer(family, "decay"), path, steps=1)
-    assert bool(fused_calls) or path not in ("fused", "donated")
-    assert not fused_calls or path not in ("plain", "unfused", "unread")
+    if path in ("fused", "donated"):
+        assert fused_calls
+    if path in ("plain", "unfused", "unread"):
+        assert not fused_calls
 
 
 @pytest.mark.parametrize(("path", "family", "case"), ON_PATHS)
@@ -164,8 +168,8 @@ def test_equals_torch(family, case, path, pretend):
     names = {"mu": "exp_avg", "nu": "exp_avg_sq"} if family == "adamw" else {"momentum": "momentum_buffer"}
     for ours, name in names.items():
         if ours in opt_state:
-            wanted = [each[name] for each in state]
-            torch.testing.assert_close(tree.leaves(opt_state[ours]), wanted, **TIGHT)
+            expected = [leaf_state[name] for leaf_state in state]
+            torch.testing.assert_close(tree.leaves(opt_state[ours]), expected, **TIGHT)
     if family == "adamw":
         assert float(opt_state["count"]) == STEPS == float(state[0]["step"])
 
@@ -190,18 +194,18 @@ def test_float32_is_close_to_torch(family, case, path, pretend):
 )
 @pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 def test_fused_equals_torchs_fused_bitwise(family, case, dtype):
-    """The same kernels: so in a narrow dtype, too, the bits are torch's."""
+    """Both call the same kernels, so in 16 bits, too, the results have the same bits."""
 
-    def narrow(trees):
+    def selected(trees):
         return {name: trees[name] for name in ("scalar", "vector", "matrix", "image")}
 
     optimizer = make_optimizer(family, case)
-    params = tree.map(torch.Tensor.contiguous, narrow(make_params(dtype)))
-    leaves = own_leaves(params)
+    params = tree.map(torch.Tensor.contiguous, selected(make_params(dtype)))
+    leaves = trainable_leaves(params)
     theirs = make_theirs(family, case, leaves, fused=True)
     opt_state = optimizer.init(params)
     for step in range(STEPS):
-        grads = tree.map(torch.Tensor.contiguous, narrow(make_grads(step, dtype)))
+        grads = tree.map(torch.Tensor.contiguous, selected(make_grads(step, dtype)))
         params, opt_state = optimizer.update(grads, opt_state, params, {"lr": LR})
         for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
             leaf.grad = grad.clone()
@@ -217,7 +221,7 @@ def test_fused_equals_torchs_fused_bitwise(family, case, dtype):
 )
 @pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
 def test_one_step_in_half_precision(family, case, dtype, path, pretend):
-    """Against the same step in float64, for torch 2.13's own fused SGD is wrong here (pytorch #191763)."""
+    """Compared with the same step in float64, because the fused SGD of torch 2.13 is wrong here (pytorch #191763)."""
     pretend(path)
     optimizer = make_optimizer(family, case)
     draw = generator(3)
@@ -227,47 +231,47 @@ def test_one_step_in_half_precision(family, case, dtype, path, pretend):
         opt_state["count"] = torch.tensor(3.0)
     wide = [tree.cast(part, F64) for part in (grads, opt_state, params)]
     wide[1] = {name: part.float() if name == "count" else part for name, part in wide[1].items()}
-    wanted = optimizer.update(*wide, {"lr": torch.tensor(LR, dtype=F64)})
+    expected = optimizer.update(*wide, {"lr": torch.tensor(LR, dtype=F64)})
 
     rate = torch.tensor(LR, dtype=F64) if path == "plain" else LR
     new = optimizer.update(*tree.clone((grads, opt_state, params)), {"lr": rate}, donate=path.endswith("donated"))
     eps = torch.finfo(dtype).eps
-    for name, ours, exact in zip(tree.leaf_names(new), tree.leaves(new), tree.leaves(wanted), strict=True):
+    for name, ours, exact in zip(tree.leaf_names(new), tree.leaves(new), tree.leaves(expected), strict=True):
         assert name == "1.count" or ours.dtype == dtype
-        # Every path rounds a few times, on the way to numbers of up to about 4.
+        # Each path rounds a few times, and the numbers are up to about 4.
         torch.testing.assert_close(ours.double(), exact.double(), rtol=4 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize(
     ("family", "case", "dtype"),
-    [*((*case, F64) for case in CASES), *((*case, torch.bfloat16) for case in ALL)],
+    [*((*case, F64) for case in CASES), *((*case, torch.bfloat16) for case in MOST_OPTIONS)],
 )
 def test_donated_equals_undonated_bitwise(family, case, dtype):
     optimizer = make_optimizer(family, case)
     ours = train_ours(optimizer, "fused", dtype=dtype, steps=5)
     donated = train_ours(optimizer, "donated", dtype=dtype, steps=5)
     assert tree.signature(ours) == tree.signature(donated)
-    for one, other in zip(tree.leaves(ours), tree.leaves(donated), strict=True):
-        assert torch.equal(one, other)
+    for a, b in zip(tree.leaves(donated), tree.leaves(ours), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("family", ["sgd", "adamw"])
 def test_trees_of_several_dtypes(family):
-    """One fused call for each dtype, and none of them widens a leaf."""
+    """There is one fused call for each dtype, and no leaf changes its dtype."""
     dtypes = itertools.cycle([F64, torch.float32, torch.bfloat16])
     params = tree.map(lambda leaf: leaf.clone().to(next(dtypes)), make_params())
-    leaves = own_leaves(params)
+    leaves = trainable_leaves(params)
     theirs = make_theirs(family, "decay", leaves)
     optimizer = make_optimizer(family, "decay")
     opt_state = optimizer.init(params)
-    kinds = tree.signature(params)
+    signature = tree.signature(params)
     for step in range(5):
         grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype), make_grads(step), params)
         params, opt_state = optimizer.update(grads, opt_state, params, {"lr": LR})
         for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
             leaf.grad = grad
         theirs.step()
-    assert tree.signature(params) == kinds
+    assert tree.signature(params) == signature
     for ours, leaf in zip(tree.leaves(params), leaves, strict=True):
         # In bfloat16 torch rounds after every operation and the fused kernel once.
         tolerance = {F64: TIGHT, torch.float32: CLOSE}.get(leaf.dtype, {"rtol": 0.03, "atol": 0.03})
@@ -302,7 +306,7 @@ def test_custom_decay_mask_equals_a_param_group(family, path, pretend):
     optimizer = ft.optim.sgd(LR, momentum=0.9, **options) if family == "sgd" else ft.optim.adamw(LR, **options)
     params, _ = train_ours(optimizer, path)
 
-    leaves = own_leaves(make_params())
+    leaves = trainable_leaves(make_params())
     names = tree.leaf_names(make_params())
     assert decayed < set(names)
     groups = [
@@ -320,7 +324,7 @@ def test_custom_decay_mask_equals_a_param_group(family, path, pretend):
     torch.testing.assert_close(tree.leaves(params), [leaf.detach() for leaf in leaves], **TIGHT)
 
 
-# Through a step: gradients as autograd makes them
+# Whole steps, with gradients from autograd
 
 
 WRAPPERS = {
@@ -329,12 +333,12 @@ WRAPPERS = {
     "compiled": lambda: (ft.compiled(backend="eager"),),
     "compiled-donated": lambda: (ft.compiled(backend="eager", donate=True),),
 }
-# A compiled step is made in half a second, and is held to the eager one by the laws; here a few times.
+# Compilation takes half a second, and the tests of the laws compare compiled steps with eager ones; so only few here.
 wrapped = pytest.mark.parametrize("way", ["eager", *exhaustive(["compiled-donated"])])
 
 
 def inner_product(params, batch):
-    """A loss whose gradient is the batch, to the bit."""
+    """Return a loss whose gradient has the bits of the batch."""
     products = [(leaf * grad).sum() for leaf, grad in zip(tree.leaves(params), tree.leaves(batch), strict=True)]
     return torch.stack(products).sum()
 
@@ -369,7 +373,7 @@ def test_step_equals_torch(family, turned, way):
 @wrapped
 @pytest.mark.parametrize("family", ["sgd", "adamw"])
 def test_gradients_that_are_one_expanded_tensor(family, way):
-    """Autograd gives both sides of a sum the same gradient: a 0-d tensor, expanded."""
+    """Autograd gives both operands of a sum the same gradient: an expanded 0-d tensor."""
 
     def loss(params, batch):
         return ((params["a"] + params["b"]).sum() - batch) ** 2 + params["c"].t().sum()
@@ -379,7 +383,7 @@ def test_gradients_that_are_one_expanded_tensor(family, way):
     shapes = {"a": (3, 4), "b": (3, 4), "c": (2, 5)}
     params = {name: torch.randn(shape, generator=draw, dtype=F64) for name, shape in shapes.items()}
     batches = [torch.randn((), generator=draw, dtype=F64) for _ in range(STEPS)]
-    # A small rate, for a sum over 24 elements diverges with a large one.
+    # A small rate: the loss, the square of a sum over 24 elements, diverges with a large one.
     optimizer = ft.optim.sgd(1e-3, **SGD[case]) if family == "sgd" else ft.optim.adamw(1e-3, **ADAMW[case])
     state, _ = train_step(optimizer, way, loss, params, batches)
 
@@ -411,12 +415,12 @@ def test_schedule_drives_the_rate_as_lambda_lr_does(family, way):
     case = "momentum-decay" if family == "sgd" else "decay"
     state, rates = train_step(make_optimizer(family, case, schedule), way)
 
-    leaves = own_leaves(make_params())
+    leaves = trainable_leaves(make_params())
     theirs = make_theirs(family, case, leaves)
     for group in theirs.param_groups:
         group["lr"] = 1.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, [schedule] * 2)
-    # LambdaLR multiplies the initial rate, which it has just recorded as the 0.05 of the constructor or as 1.
+    # LambdaLR multiplies the initial rate; its constructor must have recorded the 1.0 and not the LR of make_theirs.
     assert [group["initial_lr"] for group in theirs.param_groups] == [1.0, 1.0]
     for k in range(STEPS):
         for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
@@ -430,43 +434,43 @@ def test_schedule_drives_the_rate_as_lambda_lr_does(family, way):
 def test_rate_of_update_k_is_schedule_of_k():
     step = ft.train_step(lambda params, batch: params.sum(), ft.optim.sgd(lambda k: [1.0, 10.0, 100.0][k]))
     state = step.init(torch.zeros((), dtype=F64))
-    for k, wanted in enumerate([-1.0, -11.0, -111.0]):
+    for k, expected in enumerate([-1.0, -11.0, -111.0]):
         state, metrics = step(state, None)
-        assert float(state.params) == wanted
+        assert float(state.params) == expected
         assert metrics["lr"] == 10.0**k
 
 
 # Partition
 
 
-def label(name, leaf):
+def group_of(name, leaf):
     return "body" if name.startswith(("nested", "matrix")) else "rest"
 
 
-def labelled(leaves, wanted):
+def leaves_of_group(leaves, group):
     names = tree.leaf_names(make_params())
-    return [leaf for name, leaf in zip(names, leaves, strict=True) if label(name, leaf) == wanted]
+    return [leaf for name, leaf in zip(names, leaves, strict=True) if group_of(name, leaf) == group]
 
 
 @wrapped
 def test_partition_equals_param_groups(way):
-    """One family with two rates and two decays: the groups of one optimizer of torch's."""
+    """Two AdamW with different rates and decays equal one AdamW of torch with two parameter groups."""
     everything = {"decay_mask": lambda name, leaf: True}
     optimizer = ft.optim.partition(
         {
             "body": ft.optim.adamw(0.01, weight_decay=0.2, **everything),
             "rest": ft.optim.adamw(0.1, b2=0.95, **everything),
         },
-        label,
+        group_of,
     )
     state, rates = train_step(optimizer, way)
     assert rates == [{"body/lr": 0.01, "rest/lr": 0.1}] * STEPS
 
-    leaves = own_leaves(make_params())
+    leaves = trainable_leaves(make_params())
     theirs = torch.optim.AdamW(
         [
-            {"params": labelled(leaves, "body"), "lr": 0.01, "weight_decay": 0.2},
-            {"params": labelled(leaves, "rest"), "lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0},
+            {"params": leaves_of_group(leaves, "body"), "lr": 0.01, "weight_decay": 0.2},
+            {"params": leaves_of_group(leaves, "rest"), "lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0},
         ]
     )
     for k in range(STEPS):
@@ -478,17 +482,17 @@ def test_partition_equals_param_groups(way):
 
 @pytest.mark.parametrize("way", ["eager", "compiled-donated"])
 def test_partition_equals_two_optimizers(way):
-    """Different families, one of them scheduled."""
+    """SGD with a schedule, and AdamW."""
     schedule = ft.schedules.warmup_cosine(0.1, warmup=5, total=STEPS)
     optimizer = ft.optim.partition(
-        {"body": ft.optim.sgd(schedule, momentum=0.9, nesterov=True), "rest": ft.optim.adamw(0.02)}, label
+        {"body": ft.optim.sgd(schedule, momentum=0.9, nesterov=True), "rest": ft.optim.adamw(0.02)}, group_of
     )
     state, rates = train_step(optimizer, way)
     assert rates == [{"body/lr": schedule(k), "rest/lr": 0.02} for k in range(STEPS)]
 
-    leaves = own_leaves(make_params())
-    body = torch.optim.SGD(labelled(leaves, "body"), lr=1.0, momentum=0.9, nesterov=True)
-    rest = torch.optim.AdamW(labelled(leaves, "rest"), lr=0.02, weight_decay=0.0)
+    leaves = trainable_leaves(make_params())
+    body = torch.optim.SGD(leaves_of_group(leaves, "body"), lr=1.0, momentum=0.9, nesterov=True)
+    rest = torch.optim.AdamW(leaves_of_group(leaves, "rest"), lr=0.02, weight_decay=0.0)
     for k in range(STEPS):
         for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
             leaf.grad = grad

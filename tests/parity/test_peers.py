@@ -1,6 +1,6 @@
-"""Fifty steps in float64 beside the optimizers of other libraries; a test is skipped where its library is missing.
+"""Fifty float64 steps equal those of the same optimizers in other libraries; a test is skipped without its library.
 
-What a library does otherwise by its own choice is named in the test that leaves it out.
+Where a library differs by intention, the test that leaves out the difference says so.
 """
 
 import os
@@ -38,7 +38,7 @@ def make_params(size=1.0):
 
 
 def make_grads(step):
-    """Of changing size, and zero now and then, so that no two steps are alike."""
+    """Return gradients of a scale that differs from step to step, and is 0 in step 3."""
     size = 0.0 if step == 3 else 2.0 ** (step % 5 - 2)
     return {name: size * randn(shape, 100 * step + index) for index, (name, shape) in enumerate(SHAPES.items())}
 
@@ -51,9 +51,10 @@ def train(optimizer, size=1.0):
 
 
 def train_theirs(make, size=1.0):
-    """Train with a class of optimizers, and return it and its parameters by name."""
+    """Train with the torch optimizer `make(parameters)`; return the optimizer, and the parameters by name."""
     leaves = {name: leaf.requires_grad_() for name, leaf in make_params(size).items()}
     theirs = make([*leaves.values()])
+    # Optimizers of schedulefree have a training and an evaluation mode.
     if hasattr(theirs, "train"):
         theirs.train()
     for step in range(STEPS):
@@ -68,6 +69,7 @@ def assert_same(ours, theirs):
 
 
 def library(name):
+    """Return the imported library, or skip the test."""
     return pytest.importorskip(name, reason=f"{name} is not installed, and it is the reference of this test")
 
 
@@ -83,7 +85,7 @@ def library(name):
     ],
 )
 def test_lion_equals_lion_pytorch(ours, theirs):
-    """But for its option `decoupled_weight_decay`, with which decay does not follow the rate."""
+    """Without its option `decoupled_weight_decay`, with which the decay does not depend on the rate."""
     lion = library("lion_pytorch")
     params, state = train(optim.lion(LR, **ours, **ALL))
     optimizer, leaves = train_theirs(lambda each: lion.Lion(each, lr=LR, **theirs))
@@ -108,7 +110,7 @@ def test_lion_equals_lion_pytorch(ours, theirs):
 )
 @pytest.mark.parametrize("warmup", [0, 20])
 def test_schedule_free_adamw_equals_schedulefree(ours, theirs, warmup, foreach):
-    """Its own warm-up is a schedule here: its first rate is one part of as many, and not zero. Its option `r` is 0."""
+    """Its option `warmup_steps` is a schedule here, which starts at 1 / warmup of the rate. Its option `r` is 0."""
     schedulefree = library("schedulefree")
     rate = LR if not warmup else lambda k: LR * min(1.0, (k + 1) / warmup)
     params, state = train(optim.schedule_free_adamw(rate, **ours, **ALL))
@@ -116,10 +118,10 @@ def test_schedule_free_adamw_equals_schedulefree(ours, theirs, warmup, foreach):
         lambda each: schedulefree.AdamWScheduleFree(each, lr=LR, warmup_steps=warmup, foreach=foreach, **theirs)
     )
     assert_same(params, leaves)
-    for mine, name in (("z", "z"), ("nu", "exp_avg_sq")):
-        assert_same(state[mine], {key: optimizer.state[leaf][name] for key, leaf in leaves.items()})
+    for key, their_key in (("z", "z"), ("nu", "exp_avg_sq")):
+        assert_same(state[key], {name: optimizer.state[leaf][their_key] for name, leaf in leaves.items()})
     optimizer.eval()
-    # Both divide by b1 to find x, in which they round.
+    # Both divide by b1 to compute x, which rounds.
     averaged = {name: leaf.detach() for name, leaf in leaves.items()}
     torch.testing.assert_close(optim.schedule_free_params(params, state), averaged, rtol=1e-11, atol=1e-13)
 
@@ -136,9 +138,10 @@ def test_schedule_free_adamw_equals_schedulefree(ours, theirs, warmup, foreach):
     ],
 )
 def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
-    """The paper's relative steps, without decay: it decays by the step that it takes, and torch and we by the rate.
+    """The relative steps of the paper, without weight decay.
 
-    To squares it adds what torch and we take as the least of them, 1e-30: so small that it does not show.
+    Transformers multiplies decay by the relative step, torch and ftrain by the rate. It also adds 1e-30 to
+    squared gradients, where torch and ftrain replace smaller ones by 1e-30; that is too little to be seen here.
     """
     module = library("transformers.optimization")
     params, state = train(optim.adafactor(1e-2, **{"eps": (1e-30, 1e-3), **ours}, **ALL))
@@ -157,8 +160,11 @@ def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
 
 @pytest.mark.parametrize("size", [0.2, 50.0])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adafactor_equals_that_of_the_trainer(decay, size):
-    """Its steps have the length of the rate, so epsilon_2 is larger than the root mean square of any parameter."""
+def test_adafactor_equals_transformers_with_a_fixed_rate(decay, size):
+    """The fixed rate is not scaled by the size of the parameters.
+
+    Ours is 1e-6 times the larger of epsilon_2 and their root mean square: with 1e3 for epsilon_2 it is always 1e-3.
+    """
     module = library("transformers.optimization")
     params, _ = train(optim.adafactor(1e-6, eps=(1e-15, 1e3), weight_decay=1e3 * decay, **ALL), size)
     options = {"scale_parameter": False, "relative_step": False, "weight_decay": decay}
@@ -174,23 +180,23 @@ OPTAX = {
     "schedule_free_adamw": ("contrib.schedule_free_adamw", optim.schedule_free_adamw),
 }
 CASES = [{"weight_decay": 0.0}, {"weight_decay": 0.1, "b1": 0.8, "b2": 0.9}]
-# In a process of its own, since the threads of JAX forbid others to fork.
+# A process of its own: JAX starts threads, and a process with threads must not fork, which other tests do.
 SCRIPT = textwrap.dedent(
     """
     import functools, operator, pickle, sys
     import jax, optax
 
     jax.config.update("jax_enable_x64", True)
-    start, grads, rate, jobs = pickle.load(sys.stdin.buffer)
+    start, grads, rate, runs = pickle.load(sys.stdin.buffer)
     results = []
-    for path, options in jobs:
+    for path, options in runs:
         optimizer = functools.reduce(getattr, path.split("."), optax)(rate, **options)
         params = jax.tree.map(jax.numpy.asarray, start)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for grad in grads:
-            moved, state = update(grad, state, params)
-            params = optax.apply_updates(params, moved)
-        results.append(jax.tree.map(lambda leaf: jax.device_get(leaf), params))
+            changes, state = update(grad, state, params)
+            params = optax.apply_updates(params, changes)
+        results.append(jax.device_get(params))
     sys.stdout.buffer.write(pickle.dumps(results))
     """
 )
@@ -199,14 +205,14 @@ SCRIPT = textwrap.dedent(
 @pytest.fixture(scope="module")
 def from_optax():
     """Return the parameters after the steps of optax, by optimizer and number of the case."""
-    # Not imported in this process: see above.
+    # `find_spec` does not import them: see the comment at `SCRIPT`.
     if not all(map(find_spec, ("jax", "optax"))):
         pytest.skip("optax is not installed, and it is the reference of this test")
-    jobs = [(path, options) for path, _ in OPTAX.values() for options in CASES]
+    runs = [(path, options) for path, _ in OPTAX.values() for options in CASES]
     params_and_grads = tree.map(torch.Tensor.numpy, (make_params(), [make_grads(step) for step in range(STEPS)]))
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        input=pickle.dumps((*params_and_grads, LR, jobs)),
+        input=pickle.dumps((*params_and_grads, LR, runs)),
         capture_output=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
@@ -215,7 +221,7 @@ def from_optax():
     return {(name, case): next(results) for name in OPTAX for case in range(len(CASES))}
 
 
-# `test_adaptive.py` has all three written out, and JAX takes long to start.
+# `test_adaptive.py` compares all three with their formulas, and JAX takes long to start.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("name", OPTAX)

@@ -1,4 +1,4 @@
-"""What a run makes of its evaluations: rates that fall on a plateau."""
+"""Decisions from the metrics of a run: rates that fall on a plateau, early stopping and the best checkpoint."""
 
 import dataclasses
 import math
@@ -30,11 +30,19 @@ metrics = st.lists(st.one_of(st.floats(-2, 2), st.just(math.nan), st.sampled_fro
     st.sampled_from([0.0, 0.01]),
     st.sampled_from([0.0, 1e-8, 1e-2]),
 )
-def test_the_values_are_those_of_torch(metrics, mode, kind, patience, cooldown, factor, threshold, end, eps):
-    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
-    options = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "factor": factor}
+def test_reduce_on_plateau_has_the_values_of_torch(
+    metrics, mode, threshold_mode, patience, cooldown, factor, threshold, end, eps
+):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    options = {
+        "mode": mode,
+        "threshold_mode": threshold_mode,
+        "patience": patience,
+        "cooldown": cooldown,
+        "factor": factor,
+    }
     options |= {"threshold": threshold, "eps": eps}
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=end, **options)
     plateau = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
     for metric in metrics:
         before = plateau
@@ -42,8 +50,8 @@ def test_the_values_are_those_of_torch(metrics, mode, kind, patience, cooldown, 
             warnings.simplefilter("ignore")
             scheduler.step(metric)
         plateau = plateau.after(metric)
-        assert plateau.value == inner.param_groups[0]["lr"]
-        # `after` is pure; NaN is not equal to itself.
+        assert plateau.value == optimizer.param_groups[0]["lr"]
+        # `after` changes nothing. After NaN the two are not equal, because NaN is not equal to itself.
         assert before.after(metric) == plateau or math.isnan(metric)
 
 
@@ -61,7 +69,7 @@ def test_the_values_are_those_of_torch(metrics, mode, kind, patience, cooldown, 
         ({"eps": math.nan}, "eps"),
     ],
 )
-def test_what_a_plateau_refuses(options, message):
+def test_reduce_on_plateau_refuses_wrong_options(options, message):
     with pytest.raises(OptionError, match=f"reduce_on_plateau: .*{message}"):
         ft.schedules.reduce_on_plateau(**options)
 
@@ -77,7 +85,7 @@ def start(step):
 
 
 def evaluations(values):
-    """An evaluation that gives these, one after another, by the state's count of steps."""
+    """Return an evaluation whose score after step k is `values[k - 1]`."""
     return lambda state: {"score": values[int(state.step) - 1]}
 
 
@@ -86,12 +94,14 @@ DATA = [torch.tensor([1.0, 2.0])] * 10
 
 
 def run(step, steps=None, data=DATA, **more):
+    """Train with a rate that is halved when the score has not improved for two evaluations."""
     rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=1)
     options = {"adapt": ft.plateau("eval_score", rule), "evaluate": evaluations(VALUES), "evaluate_every": 1}
     return ft.fit(step, start(step), data, progress=False, **{"steps": steps, **options, **more})
 
 
 def rates_by_hand():
+    """Return the rate of each step of `run`."""
     rule, rates = ft.schedules.reduce_on_plateau(factor=0.5, patience=1), []
     for value in VALUES:
         rates.append(0.5 * rule.value)
@@ -105,28 +115,29 @@ def test_fit_lowers_the_rate(donate, wrappers):
     state, history = run(build(*wrappers), 10, donate=donate)
     assert history["lr"] == rates_by_hand()
     assert len(set(history["lr"])) == 4
-    expected = sum(rates_by_hand())
-    torch.testing.assert_close(state.params["w"], 1 - expected * DATA[0])
+    torch.testing.assert_close(state.params["w"], 1 - sum(rates_by_hand()) * DATA[0])
 
 
-def test_a_resumed_run_has_the_rates_it_would_have_had(tmp_path):
-    whole, history = run(build(), 10)
+def test_a_resumed_run_has_the_rates_of_an_uninterrupted_one(tmp_path):
+    uninterrupted, history = run(build(), 10)
     for stop in (3, 4, 5, 8):
-        saved = lambda: ft.Checkpoints(tmp_path / str(stop), every=2)  # noqa: B023, E731
-        run(build(), stop, checkpoints=saved())
-        state, resumed = run(build(), 10, checkpoints=saved())
+        directory = tmp_path / str(stop)
+        run(build(), stop, checkpoints=ft.Checkpoints(directory, every=2))
+        state, resumed = run(build(), 10, checkpoints=ft.Checkpoints(directory, every=2))
         assert resumed["lr"] == history["lr"]
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(whole), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(uninterrupted), strict=True))
 
 
 @pytest.mark.parametrize("log_every", [1, 10])
-@pytest.mark.parametrize("part", ["logger", "adapt"])
-def test_what_adapts_after_the_last_evaluation_does_so_once_after_an_error(part, log_every, tmp_path):
+@pytest.mark.parametrize("failing", ["logger", "adapt"])
+def test_adapt_is_called_once_for_an_evaluation_after_which_the_run_failed_and_was_resumed(
+    failing, log_every, tmp_path
+):
     adapted = []
 
-    def fail(at, record):
-        if part == at and record["step"] == 3 and "eval_score" in record:
-            raise OSError(at)
+    def fail(caller, record):
+        if caller == failing and record["step"] == 3 and "eval_score" in record:
+            raise OSError(caller)
 
     def adapt(state, history):
         fail("adapt", history[-1])
@@ -137,21 +148,20 @@ def test_what_adapts_after_the_last_evaluation_does_so_once_after_an_error(part,
         options = {"evaluate_every": 2, "loggers": loggers, "log_every": log_every, "adapt": adapt}
         return run(build(), checkpoints=ft.Checkpoints(tmp_path, every=9), epochs=epochs, data=DATA[:3], **options)
 
-    with pytest.raises(OSError, match=part):
+    with pytest.raises(OSError, match=failing):
         train(1, adapt, [partial(fail, "logger")])
-    part = ""
+    failing = None
     for epochs in (1, 1, 2):
         state, _ = train(epochs, adapt)
     assert adapted == [2, 3, 4, 6]
     expected = [1.0, 1.0]
     for number in range(1, 7):
-        expected = [
-            (value - 0.5 * x) * (2 if number in adapted else 1) for value, x in zip(expected, (1.0, 2.0), strict=True)
-        ]
+        factor = 2 if number in adapted else 1
+        expected = [factor * (value - 0.5 * x) for value, x in zip(expected, (1.0, 2.0), strict=True)]
     assert state.params["w"].tolist() == expected
 
 
-def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():
+def test_without_evaluations_plateau_reads_the_metrics_of_the_steps():
     rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=0)
     step = ft.train_step(lambda p, batch: 0 * p["w"].sum() + batch, optim.adjustable(optim.sgd(0.5)))
     _, history = ft.fit(
@@ -160,7 +170,7 @@ def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():
     assert history["lr"] == [0.5] * 3 + [0.5 * 0.5**2] * 3 + [0.5 * 0.5**5] * 3
 
 
-def test_a_history_that_grows_is_read_once_and_another_one_from_its_start():
+def test_patience_reads_each_record_of_a_growing_history_once_and_a_different_history_anew():
     reads = []
 
     class Record(dict):
@@ -169,11 +179,11 @@ def test_a_history_that_grows_is_read_once_and_another_one_from_its_start():
             return super().get(*arguments)
 
     stop, losses = ft.patience("loss", 2), [3.0, 2.0, 4.0, 1.0, 1.5, 1.25]
-    history, actual = History(), []
+    history, reasons = History(), []
     for loss in losses:
         history.extend([Record(loss=loss), Record(other=0.0)])
-        actual.append(stop(history))
-    assert actual == [""] * 5 + ["patience(loss)"]
+        reasons.append(stop(history))
+    assert reasons == [""] * 5 + ["patience(loss)"]
     assert len(reads) == len(history)
     assert stop(History(history[:4])) == ""
     assert stop(history) == "patience(loss)"
@@ -181,8 +191,8 @@ def test_a_history_that_grows_is_read_once_and_another_one_from_its_start():
     assert stop(history) == ""
 
 
-def test_a_state_that_was_sent_takes_over_and_keeps_what_others_have_apart():
-    """What an `adapt` puts in may be its own; what it leaves is not copied; the state that it got is consumed."""
+def test_a_state_that_adapt_returns_replaces_the_old_one():
+    """Tensors that `adapt` puts into it are copied, the others are not; the state passed to `adapt` is consumed."""
     kept, seen = torch.full((2,), 7.0), []
 
     def adapt(state, history):
@@ -196,15 +206,15 @@ def test_a_state_that_was_sent_takes_over_and_keeps_what_others_have_apart():
         _ = seen[1].params
 
 
-def test_sending_to_the_loop():
+def test_a_state_sent_to_iterate_is_the_state_of_the_next_step():
     step = build()
     records, rates = ft.iterate(step, start(step), DATA), []
-    for made in records:
-        rates.append(made.metrics["lr"])
-        if made.step == 3:
-            again = records.send(optim.adjust(made.state, {"lr": 0.1}))
-            assert again.step == 3
-            assert float(again.state.opt_state["factors"]["lr"]) == 0.1
+    for record in records:
+        rates.append(record.metrics["lr"])
+        if record.step == 3:
+            sent = records.send(optim.adjust(record.state, {"lr": 0.1}))
+            assert sent.step == 3
+            assert float(sent.state.opt_state["factors"]["lr"]) == 0.1
     assert rates == [0.5] * 3 + [0.05] * 7
 
 
@@ -212,7 +222,7 @@ def score(state):
     return {"accuracy": 0.5, "vector": torch.ones(2)}
 
 
-MISSPELT = {
+WRONG_METRICS = {
     "patience": (
         lambda tmp_path: {"stop": ft.patience("accuracy", mode="max"), "evaluate": score},
         r"patience: nothing is recorded as 'accuracy'; there are eval_accuracy, ",
@@ -250,8 +260,8 @@ MISSPELT = {
 }
 
 
-def test_a_stop_that_was_not_given_its_metric_does_not_end_the_run():
-    # `ft.patience` itself takes the history for a name, and returns what would have been given to `fit`.
+def test_patience_without_its_call_is_refused_as_stop():
+    # Called with a history, `ft.patience` takes it for the name of a metric and returns a function, which is true.
     step = build()
     with pytest.raises(
         OptionError, match=r"stop returned a function; needs .* pass what it returns: ft\.patience\('eval_loss'\)"
@@ -259,20 +269,20 @@ def test_a_stop_that_was_not_given_its_metric_does_not_end_the_run():
         ft.fit(step, start(step), DATA, evaluate=score, evaluate_every=2, stop=ft.patience, progress=False)
 
 
-@pytest.mark.parametrize("case", MISSPELT)
-def test_a_metric_that_there_is_not_is_an_error_at_the_first_evaluation(case, tmp_path):
-    options, message, at = MISSPELT[case]
+@pytest.mark.parametrize("case", WRONG_METRICS)
+def test_a_metric_that_is_not_recorded_is_an_error_at_the_first_evaluation(case, tmp_path):
+    options, message, error_step = WRONG_METRICS[case]
     step = build()
     options = {"evaluate_every": 2, "log_every": 2, **options(tmp_path)}
     if "evaluate" not in options:
         options["evaluate_every"] = None
     with pytest.raises(OptionError, match=message) as caught:
         ft.fit(step, start(step), DATA, progress=False, **options)
-    assert int(caught.value.result.state.step) == at
+    assert int(caught.value.result.state.step) == error_step
 
 
 @pytest.mark.parametrize("name", ["stop", "adapt"])
-def test_what_is_called_after_evaluations_needs_more_than_the_one_at_the_end(name):
+def test_stop_and_adapt_need_evaluations_during_the_run(name):
     step, functions = build(), {"stop": ft.patience("eval_loss"), "adapt": lambda state, history: state}
     with pytest.raises(OptionError, match=f"{name} is called after evaluations.*pass evaluate_every="):
         ft.fit(step, start(step), DATA, progress=False, evaluate=score, **{name: functions[name]})
@@ -287,7 +297,7 @@ def test_what_is_called_after_evaluations_needs_more_than_the_one_at_the_end(nam
     ],
     ids=["best", "patience", "plateau"],
 )
-def test_the_wrong_direction_of_a_metric_by_its_name_is_warned_of(choose, recwarn):
+def test_a_direction_that_contradicts_the_name_of_the_metric_is_warned_of(choose, recwarn):
     for name, mode in (("eval_accuracy", "max"), ("eval_loss", "min"), ("eval_map_loss", "min"), ("eval_fid", "min")):
         choose(name, mode)
     for name in ("eval_top1_error", "eval_error_f1", "eval_neg_log_loss", "neg_accuracy"):
@@ -302,7 +312,7 @@ def test_the_wrong_direction_of_a_metric_by_its_name_is_warned_of(choose, recwar
             choose(name, "max")
 
 
-def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
+def test_the_best_checkpoint_may_be_chosen_by_a_metric_of_the_steps(tmp_path):
     step = build()
     with pytest.warns(UserWarning, match="more of 'loss' counts as better"):
         checkpoints = ft.Checkpoints(tmp_path, every=2, best="loss", mode="max")
@@ -320,43 +330,41 @@ def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
         (5, None, "eval_score", False),
     ],
 )
-def test_evaluations_of_steps_that_are_not_saved_are_warned_of_where_the_best_is_kept(
+def test_evaluations_of_steps_without_checkpoint_are_warned_of_if_the_best_is_kept(
     every, evaluate_every, best, warned, tmp_path
 ):
     step, checkpoints = build(), ft.Checkpoints(tmp_path, every=every, best=best)
     options = {"evaluate": evaluations(VALUES), "evaluate_every": evaluate_every, "checkpoints": checkpoints}
-    expected = pytest.warns(
-        UserWarning, match=rf"every={evaluate_every} is not a multiple of Checkpoints\(every={every}\)"
-    )
-    with expected if warned else nullcontext() as actual:
+    message = rf"every={evaluate_every} is not a multiple of Checkpoints\(every={every}\)"
+    with pytest.warns(UserWarning, match=message) if warned else nullcontext() as caught:
         ft.fit(step, start(step), DATA, progress=False, **options)
     if warned:
-        assert len(actual) == 1
-        assert actual[0].filename == __file__
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
 
 
-def test_a_scheduler_of_torch_is_no_schedule():
-    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+def test_a_scheduler_of_torch_is_refused_as_schedule():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     for scheduler in (
         torch.optim.lr_scheduler.CosineAnnealingLR,
-        torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
     ):
         with pytest.raises(OptionError, match=r"CosineAnnealingLR.*, needs a finite number, or a function from step"):
             optim.sgd(scheduler)
 
 
-def test_what_makes_a_schedule_is_none_itself():
+def test_a_schedule_without_its_call_is_refused():
     with pytest.raises(OptionError, match=r"sgd: lr is the function warmup_cosine itself; needs a call"):
         optim.sgd(ft.schedules.warmup_cosine)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -0.1, "0.1", None])
-def test_a_least_improvement_is_a_number(wrong):
+def test_min_delta_of_patience_is_a_number(wrong):
     with pytest.raises(OptionError, match=r"patience: min_delta is .*, needs a number"):
         ft.patience("eval_loss", min_delta=wrong)
 
 
-def test_what_plateau_refuses():
+def test_plateau_needs_a_rule_and_an_adjustable_optimizer():
     with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
         ft.plateau("score", 0.5)
     step = ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(0.5))
@@ -366,9 +374,9 @@ def test_what_plateau_refuses():
 
 @pytest.mark.parametrize("value", [None, "0.5", [0.5, 0.25], {"a": 0.5}, 1j])
 def test_a_metric_that_is_no_number_is_refused(value):
-    for called in (
+    for call in (
         lambda history: ft.patience("eval_f1", mode="max")(history),
         lambda history: ft.plateau("eval_f1", ft.schedules.reduce_on_plateau(mode="max"))(None, history),
     ):
         with pytest.raises(OptionError, match=r"(patience|plateau): 'eval_f1' is .*; needs one number"):
-            called(History([{"step": 1, "eval_f1": value}]))
+            call(History([{"step": 1, "eval_f1": value}]))

@@ -1,4 +1,4 @@
-"""The loop: what it counts, records, shows and reads, and how it stops."""
+"""The training loop: steps and epochs, the history, evaluations, progress, device reads, and how a run ends."""
 
 import dataclasses
 import errno
@@ -54,6 +54,7 @@ def make(*wrappers, loss=squares, lr=None):
 
 
 def by_hand(step, data, state=None):
+    """Call the step with each batch, and return the last state and the losses."""
     state = state if state is not None else step.init(params())
     losses = []
     for batch in data:
@@ -84,12 +85,12 @@ def test_fit_is_the_loop_by_hand(wrappers, donate):
     assert history["lr"] == pytest.approx([0.0, 0.05, 0.1, step.optimizer.schedules["lr"](3)])
 
 
-def test_a_dataloader_works_as_it_is():
+def test_a_dataloader_is_data():
     x, y = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), torch.arange(10.0)
     loader = DataLoader(TensorDataset(x, y), batch_size=4)
     state, history = fit(make(), loader, epochs=2)
-    pieces = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
-    expected, losses = by_hand(make(), pieces * 2)
+    expected_batches = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    expected, losses = by_hand(make(), expected_batches * 2)
     assert_bitwise(state, expected)
     assert history["loss"] == losses
 
@@ -102,7 +103,7 @@ def test_a_dataloader_of_dicts_and_a_loss_of_dicts():
 
 
 @pytest.mark.parametrize(
-    ("limits", "made", "passes", "stopped"),
+    ("limits", "step_count", "passes", "stopped"),
     [
         ({}, 4, 1, "data"),
         ({"epochs": 1}, 4, 1, "data"),
@@ -114,7 +115,7 @@ def test_a_dataloader_of_dicts_and_a_loss_of_dicts():
         ({"steps": 6, "epochs": 2}, 6, 2, "steps"),
     ],
 )
-def test_steps_and_epochs(limits, made, passes, stopped):
+def test_steps_and_epochs(limits, step_count, passes, stopped):
     class Data:
         passes = 0
 
@@ -124,13 +125,13 @@ def test_steps_and_epochs(limits, made, passes, stopped):
 
     data = Data()
     state, history = fit(make(), data, **limits)
-    assert int(state.step) == made
-    assert history["step"] == list(range(1, made + 1))
+    assert int(state.step) == step_count
+    assert history["step"] == list(range(1, step_count + 1))
     assert data.passes == passes
     assert history.stopped == stopped
 
 
-def test_no_batch_is_drawn_that_is_not_trained_on():
+def test_no_batch_is_drawn_after_the_last_step():
     drawn = []
 
     def data():
@@ -144,18 +145,18 @@ def test_no_batch_is_drawn_that_is_not_trained_on():
 
 def test_steps_are_counted_from_the_state():
     step = make(lr=ft.schedules.warmup_cosine(0.1, warmup=2, total=6))
-    whole, history = fit(step, batches(6), steps=6)
+    uninterrupted, history = fit(step, batches(6), steps=6)
     data = batches(6)
     state, first = fit(step, data[:4], steps=4)
     state, rest = fit(step, data[4:], state, steps=6)
-    assert_bitwise(state, whole)
+    assert_bitwise(state, uninterrupted)
     assert rest["step"] == [5, 6]
     assert first["loss"] + rest["loss"] == history["loss"]
     assert first["lr"] + rest["lr"] == history["lr"]
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_a_run_that_is_done_does_nothing_and_says_so(steps, caplog):
+def test_a_run_that_has_made_its_steps_makes_none_and_logs_that(steps, caplog):
     step = make()
     state, _ = fit(step, batches(), steps=3)
     kept = ft.tree.clone(state)
@@ -175,7 +176,7 @@ def test_a_cycle_over_the_data_is_logged(caplog):
     assert "Pass what it cycles over" in message
 
 
-def test_another_epoch_of_a_state_that_has_steps_already():
+def test_epochs_are_counted_from_the_start_of_the_call():
     step = make()
     state, _ = fit(step, batches(), epochs=1)
     state, history = fit(step, batches(), state, epochs=1)
@@ -184,7 +185,7 @@ def test_another_epoch_of_a_state_that_has_steps_already():
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 10])
-def test_the_history_has_every_step_however_seldom_it_is_read(log_every):
+def test_the_history_has_every_step_for_any_log_every(log_every):
     _, history = fit(make(ft.clip(1.0)), batches(7), log_every=log_every)
     assert list(history[0]) == ["step", "seconds", "loss", "largest", "grad_norm", "lr"]
     assert len(history) == 7
@@ -198,7 +199,7 @@ def test_the_history_has_every_step_however_seldom_it_is_read(log_every):
     assert [record["step"] for record in history[2:4]] == [3, 4]
 
 
-def test_metrics_of_any_kind_are_recorded():
+def test_metrics_of_many_types_are_recorded():
     def loss(params, batch):
         value, _ = squares(params, batch)
         weighted = ft.Mean(torch.tensor(6.0), torch.tensor(4.0))
@@ -250,20 +251,20 @@ def test_jsonl_writes_one_line_for_each_record(tmp_path):
     records = [json.loads(line, parse_constant=refuse) for line in lines]
     assert len(records) == len(history) == 5
     assert [record["step"] for record in records] == [1, 2, 2, 3, 3]
-    for record, seen in zip(records, history, strict=True):
-        assert list(record) == list(seen)
-        if "loss" in seen:
-            assert record["loss"] == seen["loss"]
+    for record, expected in zip(records, history, strict=True):
+        assert list(record) == list(expected)
+        if "loss" in expected:
+            assert record["loss"] == expected["loss"]
             assert record["odd"] is None
             assert record["list"] == [1.0, None]
         else:
-            assert record == {"step": seen["step"], "eval_accuracy": 0.5, "eval_best": None}
+            assert record == {"step": expected["step"], "eval_accuracy": 0.5, "eval_best": None}
     # A second run appends.
     fit(make(loss=loss), batches(1), loggers=[ft.loggers.jsonl(path)])
     assert len(path.read_text(encoding="utf-8").splitlines()) == 6
 
 
-def test_a_line_of_jsonl_that_a_killed_run_began_does_not_take_the_next_one(tmp_path):
+def test_jsonl_starts_a_new_line_after_one_that_a_killed_run_left_unfinished(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     log = ft.loggers.jsonl(path)
@@ -279,7 +280,7 @@ def test_jsonl_names_the_file_on_a_full_disk():
         ft.loggers.jsonl("/dev/full")({"step": 1})
 
 
-def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
+def test_jsonl_writes_tensors_of_an_evaluation_as_numbers(tmp_path):
     path = tmp_path / "log.jsonl"
     evaluate = lambda state: {"tensor": torch.tensor(0.5), "mean": torch.tensor([1, 3]).float().mean()}  # noqa: E731
     _, history = fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=evaluate)
@@ -287,7 +288,7 @@ def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     assert type(history[-1]["eval_tensor"]) is float
 
 
-def test_an_error_of_a_logger_says_which_records_it_has_not_got():
+def test_an_error_of_a_logger_names_the_records_that_are_lost():
     def full(record):
         if record["step"] == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -307,18 +308,18 @@ def test_jsonl_takes_values_that_json_lacks(tmp_path):
 
 def test_jsonl_writes_the_metrics_of_a_loop_of_ones_own_as_numbers(tmp_path):
     log, step = ft.loggers.jsonl(tmp_path / "log.jsonl"), make()
-    for made in ft.iterate(step, step.init(params()), batches(1), steps=1):
+    for record in ft.iterate(step, step.init(params()), batches(1), steps=1):
         log(
             {
-                "step": made.step,
-                **made.metrics,
+                "step": record.step,
+                **record.metrics,
                 "mean": ft.Mean(torch.tensor(3.0), torch.tensor(2.0)),
                 "of numpy": np.int64(3),
             }
         )
         expected = {
             "step": 1,
-            **{name: float(value) for name, value in made.metrics.items()},
+            **{name: float(value) for name, value in record.metrics.items()},
             "mean": 1.5,
             "of numpy": 3,
         }
@@ -340,13 +341,13 @@ def test_a_logger_may_change_its_record(tmp_path):
 
 
 def test_loggers_get_every_record_in_order():
-    seen, also = [], []
-    _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
-    assert seen == also == list(history)
+    first, second = [], []
+    _, history = fit(make(), batches(3), loggers=[first.append, second.append], log_every=2)
+    assert first == second == list(history)
 
 
-class Reads:
-    """Counts every way in which the value of a floating-point tensor can reach the host."""
+class PythonReads:
+    """Counts the calls in Python that copy the value of a floating-point or bool tensor to the host."""
 
     NAMES = ("item", "tolist", "numpy", "__float__", "__bool__", "__int__", "__index__", "__format__", "__array__")
 
@@ -357,15 +358,15 @@ class Reads:
 
     def _counting(self, method):
         def counted(tensor, *args, **kwargs):
-            # The step and the key are integers, and on the host by design.
+            # The step count and the key are integers, and always on the host.
             self.count += tensor.is_floating_point() or tensor.dtype == torch.bool
             return method(tensor, *args, **kwargs)
 
         return counted
 
 
-class Scalars(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts reads below Python."""
+class DispatcherReads(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the reads of single values that operations make without a method of Python."""
 
     count = 0
 
@@ -385,38 +386,39 @@ STACKS = {
 
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("donate", [True, False])
-def test_nothing_is_read_but_every_log_every_steps(name, donate, monkeypatch):
+def test_values_are_read_only_every_log_every_steps(name, donate, monkeypatch):
     step = make(*STACKS[name])
     state = step.init(params())
-    reads, at = Reads(monkeypatch), []
+    reads, counts = PythonReads(monkeypatch), []
 
     def watched():
         for batch in batches(9):
-            at.append(reads.count)
+            counts.append(reads.count)
             yield batch
 
-    with Scalars() as below:
+    with DispatcherReads() as dispatcher_reads:
         _, history = fit(step, watched(), state, log_every=4, donate=donate)
     assert len(history) == 9
-    # Batch k is drawn when k steps are done: what was read by then was read after 4 and after 8.
-    assert at[:4] == [0] * 4
-    assert len(set(at[4:8])) == 1
-    # Of three pairs of examples, once, to see whether they may be taken in pieces.
-    once = 3 * (name == "stack")
-    assert at[4] > once
-    assert at[8] - at[4] == at[4] - once
-    assert below.count == 0
+    # Batch k is drawn after k steps, so the count rises only after steps 4 and 8.
+    assert counts[:4] == [0] * 4
+    assert len(set(counts[4:8])) == 1
+    # `accumulate` checks once, with three pairs of examples, whether the loss is a mean over examples.
+    check_reads = 3 if name == "stack" else 0
+    assert counts[4] > check_reads
+    assert counts[8] - counts[4] == counts[4] - check_reads
+    assert dispatcher_reads.count == 0
 
 
-def test_reading_costs_one_transfer_for_all_metrics_of_a_kind(monkeypatch):
+def test_all_metrics_of_several_steps_are_read_in_one_transfer(monkeypatch):
     step = make()
     state = step.init(params())
-    reads = Reads(monkeypatch)
+    reads = PythonReads(monkeypatch)
     fit(step, batches(8), state, log_every=8)
     assert reads.count == 1
 
 
 def interrupting(data, at, times=1):
+    """Yield the batches of data, and raise SIGINT before the one with the index `at`."""
     for index, batch in enumerate(data):
         if index == at:
             for _ in range(times):
@@ -425,8 +427,8 @@ def interrupting(data, at, times=1):
 
 
 @pytest.fixture
-def heard():
-    """Ctrl-C as in a terminal: a shell starts its background jobs with interrupts ignored."""
+def default_sigint():
+    """The handler of SIGINT that Python has in a terminal: a shell starts its background jobs with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -442,7 +444,7 @@ def test_ctrl_c_that_is_ignored_stays_ignored():
     assert len(history) == 6
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("at", [0, 2])
 def test_ctrl_c_returns_what_was_trained(at, capsys):
     before = signal.getsignal(signal.SIGINT)
@@ -454,19 +456,19 @@ def test_ctrl_c_returns_what_was_trained(at, capsys):
     expected, losses = by_hand(make(), batches(6)[: at + 1])
     assert_bitwise(state, expected)
     assert history["loss"] == losses
-    # And on it goes from there.
+    # A second run continues from that state.
     state, rest = fit(step, batches(6)[at + 1 :], state, steps=6)
     assert_bitwise(state, by_hand(make(), batches(6))[0])
     assert rest["step"] == list(range(at + 2, 7))
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_in_the_last_step_is_no_error():
     _, history = fit(make(), interrupting(batches(3), 2))
     assert len(history) == 3
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("default_sigint")
 def test_a_second_ctrl_c_interrupts_at_once():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -474,31 +476,31 @@ def test_a_second_ctrl_c_interrupts_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_handler_of_ones_own_is_put_back_and_gets_the_second_one():
-    seen = []
+def test_a_handler_of_the_user_is_restored_and_gets_the_second_signal():
+    received = []
 
-    def own(number, frame):
-        seen.append(number)
+    def handler(number, frame):
+        received.append(number)
 
-    before = signal.signal(signal.SIGINT, own)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         _, history = fit(make(), interrupting(batches(6), 2, times=2))
-        assert signal.getsignal(signal.SIGINT) is own
+        assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert seen == [signal.SIGINT]
+    assert received == [signal.SIGINT]
     assert history.stopped == "interrupt"
 
 
-@pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_the_handler_is_put_back_after_an_error(kind):
+@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.parametrize("error_type", [ZeroDivisionError, KeyboardInterrupt])
+def test_the_handler_is_restored_after_an_error(error_type):
     def failing():
         yield from batches(2)
-        raise kind
+        raise error_type
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(kind):
+    with pytest.raises(error_type):
         fit(make(), failing())
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -513,26 +515,26 @@ def test_a_state_that_was_replaced_is_freed():
     assert replaced() is None
 
 
-def test_a_step_adds_its_record_to_memory_and_no_more():
-    """Of Python's objects, where a few bytes are seen, which in the pages of a process come and go."""
+def test_memory_grows_by_no_more_than_the_record_of_each_step():
+    """Measured by tracemalloc, because the memory of the process changes by whole pages."""
 
     def memory(state):
         gc.collect()
         return {"bytes": tracemalloc.get_traced_memory()[0]}
 
     step = make()
-    # This fills the caches, which grow too, up to a limit.
+    # The first run fills caches of limited size, which would be counted otherwise.
     fit(step, batches(), steps=300)
     tracemalloc.start()
     try:
         _, history = fit(step, batches(), steps=500, evaluate=memory)
     finally:
         tracemalloc.stop()
-    # A record takes 310: a dict, a float for each name, and its place in the list.
+    # A record takes 310 bytes: a dict, a float for each name, and an entry of the list.
     assert history["eval_bytes"][0] / 500 < 420
 
 
-SERVICES = {
+WRONG_OPTIONS = {
     "evaluate of batches": ({"evaluate": batches()}, "evaluate is list; needs a function state ->"),
     "evaluate by an eval_step": (
         {"evaluate": ft.eval_step(lambda params, batch: params["w"].sum())},
@@ -551,13 +553,13 @@ SERVICES = {
 }
 
 
-@pytest.mark.parametrize("case", SERVICES)
+@pytest.mark.parametrize("case", WRONG_OPTIONS)
 def test_what_fit_refuses_before_a_step(case, caplog):
-    options, message = SERVICES[case]
-    step, seen = make(), []
+    options, message = WRONG_OPTIONS[case]
+    data = iter(batches())
     with pytest.raises(OptionError, match=message):
-        fit(step, (seen.append(batch) or batch for batch in batches()), **options)
-    assert not seen
+        fit(make(), data, **options)
+    assert len(list(data)) == len(batches()), "no batch was drawn"
     assert not caplog.messages
 
 
@@ -568,13 +570,13 @@ def test_what_fit_refuses_before_a_step(case, caplog):
         (TensorDataset(torch.ones(4, 3)), r"data is TensorDataset; .* pass a dataset to a DataLoader"),
     ],
 )
-def test_data_that_is_no_iterable_of_batches(data, message):
+def test_data_that_is_no_iterable_of_batches_is_refused(data, message):
     with pytest.raises(DataError, match=message):
         fit(make(), data)
 
 
 @pytest.mark.parametrize("data", [{"x": torch.ones(2, 3)}, None])
-def test_an_evaluation_of_what_is_no_iterable_of_batches(data):
+def test_an_evaluation_refuses_data_that_is_no_iterable_of_batches(data):
     step = make()
     with pytest.raises(DataError, match=rf"evaluate: data is a {type(data).__name__}; needs an iterable of batches"):
         ft.evaluate(ft.eval_step(step.loss), step.init(params()), data)
@@ -582,7 +584,7 @@ def test_an_evaluation_of_what_is_no_iterable_of_batches(data):
 
 @pytest.mark.parametrize(("returned", "name"), [(None, "NoneType"), ({"w": 1.0}, "dict")])
 def test_an_adapt_that_returns_no_state_is_an_error_and_no_step_is_lost(returned, name):
-    """Sent to the loop, None would be the next step, which nobody records."""
+    """Passed on to the loop as a state, None would mean `next`, and a step would be made without a record."""
     with pytest.raises(ft.errors.ComposeError, match=f"adapt returned {name}; needs the TrainState to go") as caught:
         fit(make(), batches(), adapt=lambda state, history: returned, log_every=2)
     assert int(caught.value.result.state.step) == 2
@@ -597,53 +599,55 @@ def test_a_history_prints_as_a_short_table():
     assert lines[-1].split() == ["3", "0.5"]
     assert len(lines) == 6
     each = [0.1] * 1000
-    many = type(history)({"step": i, "loss": 1 / (i + 1), "each": each} for i in range(100_000))
-    text = repr(many)
+    long_history = type(history)({"step": i, "loss": 1 / (i + 1), "each": each} for i in range(100_000))
+    text = repr(long_history)
     assert text.startswith("History of 100,000 records\n step")
     assert "\n...\n" in text
     assert len(text) < 1000
     assert text.splitlines()[-1].split()[0] == "99999"
-    wide = repr(type(history)([{f"column{i}": i for i in range(20)}]))
-    assert wide.splitlines()[-1].startswith("and column8, column9")
+    wide_text = repr(type(history)([{f"column{i}": i for i in range(20)}]))
+    assert wide_text.splitlines()[-1].startswith("and column8, column9")
     assert repr(type(history)()) == "History of 0 records"
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
-    """Of a user, who cannot be given a result by setattr, nor a traceback by contextlib."""
+    """An error of the user on which neither `fit` can set a result, nor contextlib a traceback."""
 
     code: int
 
 
 class SlottedError(Exception):
+    """An error of the user with `__slots__`."""
+
     __slots__ = ("code",)
 
 
 class ResultError(Exception):
-    """With a result of its own, in its own sense."""
+    """An error of the user that already has an attribute `result`."""
 
     result = "of the user"
 
 
-@pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("kind", [FrozenError, SlottedError, ResultError])
-def test_an_error_of_any_kind_comes_through_as_itself(kind):
-    mine = kind(3)
+@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.parametrize("error_type", [FrozenError, SlottedError, ResultError])
+def test_an_error_of_any_type_is_raised_unchanged(error_type):
+    error = error_type(3)
 
     def failing():
         yield from batches(2)
-        raise mine
+        raise error
 
-    with pytest.raises(kind) as caught:
+    with pytest.raises(error_type) as caught:
         fit(make(), failing())
-    assert caught.value is mine
-    if kind is ResultError:
-        assert mine.result == "of the user"
+    assert caught.value is error
+    if error_type is ResultError:
+        assert error.result == "of the user"
     else:
-        assert mine.result.history["step"] == [1, 2]
+        assert error.result.history["step"] == [1, 2]
 
 
-def test_a_logger_that_fails_leaves_the_others_their_records_and_another_error_its_place():
+def test_a_logger_that_fails_neither_stops_other_loggers_nor_hides_another_error():
     seen = []
 
     def failing(record):
@@ -727,7 +731,7 @@ def test_the_loss_of_an_evaluation_is_not_mistaken_for_that_of_a_step():
 
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_what_an_evaluation_returns_is_recorded_with_eval_before_its_name(log_every):
-    """Whether the steps have had a metric of that name, or not yet; and once."""
+    """Whether a step has recorded a metric of that name before or not; a name with the prefix stays as it is."""
     evaluate = lambda state: {"loss": 1.0, "accuracy": 0.5, "eval_f1": 0.25}  # noqa: E731
     _, history = fit(make(), batches(2), evaluate=evaluate, evaluate_every=1, log_every=log_every)
     assert [list(record) for record in history[1::2]] == [["step", "eval_loss", "eval_accuracy", "eval_f1"]] * 2
@@ -742,7 +746,7 @@ def test_what_an_evaluation_returns_is_recorded_with_eval_before_its_name(log_ev
         ({"loss": 1.0, "eval_loss": 2.0}, "two numbers that are recorded under one name: loss, eval_loss"),
     ],
 )
-def test_what_an_evaluation_must_not_return(returned, message):
+def test_an_evaluation_that_returns_no_dict_of_numbers_by_name_is_an_error(returned, message):
     with pytest.raises(OptionError, match=message) as caught:
         fit(make(), batches(2), evaluate=lambda state: returned)
     assert int(caught.value.result.state.step) == 2
@@ -757,7 +761,7 @@ def test_an_evaluation_may_return_numbers_of_numpy(tmp_path):
 
 
 def test_an_evaluation_may_return_arrays_of_numpy(tmp_path):
-    # A confusion matrix, say. Both the log and the checkpoint take it, and what resumes has it.
+    # For example a confusion matrix: the log and the checkpoint store it, and a resumed run has it in its history.
     options = {
         "evaluate": lambda state: {"each": np.eye(2), "one": np.array(1.5)},
         "evaluate_every": 1,
@@ -776,15 +780,15 @@ def test_an_evaluation_may_return_vectors(capsys):
     assert "eval_each [1.0, 2.0]" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("heard")
-def test_an_evaluation_of_batches_without_examples():
+def test_an_evaluation_of_batches_without_examples_warns_of_nan():
     step = make(loss=lambda params, batch: ((batch[0] @ params["w"] - batch[1]) ** 2).mean())
     state, empty = step.init(params()), (torch.zeros(0, 3), torch.zeros(0))
     with pytest.warns(UserWarning, match="evaluate: the mean of loss is NaN.*no examples"):
         assert math.isnan(ft.evaluate(ft.eval_step(step.loss), state, [empty])["loss"])
 
 
-def test_an_evaluation_after_ctrl_c():
+@pytest.mark.usefixtures("default_sigint")
+def test_a_run_that_ctrl_c_ends_is_evaluated():
     seen = []
     _, history = fit(make(), interrupting(batches(6), 1), evaluate=lambda state: seen.append(int(state.step)) or {})
     assert history.stopped == "interrupt"
@@ -806,7 +810,7 @@ def test_donation_consumes_the_state_and_changes_no_bit():
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
-def test_a_metric_that_is_a_parameter_is_that_before_the_step(wrappers):
+def test_a_metric_that_is_a_parameter_has_its_value_before_the_update(wrappers):
     def loss(params, batch):
         return squares(params, batch)[0], {"w": params["w"], "first": params["w"][0]}
 
@@ -837,7 +841,7 @@ def test_fit_in_a_thread():
 
 
 def gan():
-    """Two Steps that read each other's parameters, as one plain function."""
+    """Return a plain function that calls two Steps, each with parameters of the other, and its initial state."""
 
     def generated(params, batch):
         return batch["noise"] * params["scale"] + params["shift"]
@@ -869,7 +873,7 @@ def gan_batches():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_function_of_two_steps(compiled, caplog):
+def test_a_function_that_calls_two_steps(compiled, caplog):
     step, state = gan()
     fitted = ft.compiled(backend="eager")(step) if compiled else step
     expected, losses = state, []
@@ -883,10 +887,12 @@ def test_a_function_of_two_steps(compiled, caplog):
     assert [int(part.step) for part in actual] == [4, 4]
     for a, b in zip(actual, expected, strict=True):
         assert_bitwise(a, b)
-    # A plain function is never donated to: the state given is as it was.
+    # The state of a plain function is never donated, so it is unchanged.
     assert [int(part.step) for part in state] == [0, 0]
-    # What calls Steps runs as it is, and says so once.
-    assert ["step runs uncompiled" in record.getMessage() for record in caplog.records] == [True] * compiled
+    # A function that calls Steps is not compiled, which is logged once.
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (1 if compiled else 0)
+    assert all("step runs uncompiled" in message for message in messages)
 
 
 def test_a_plain_function_of_tensors_compiles_and_fits():
@@ -919,12 +925,12 @@ def test_batches_go_to_the_device_of_a_state_of_several_states(monkeypatch):
     assert seen == ["meta"]
 
 
-def test_a_count_of_items_that_is_no_number():
+def test_a_throughput_that_is_no_number_is_an_error():
     with pytest.raises(OptionError, match=r"fit: throughput\['tokens'\] returned None; needs a number"):
         fit(make(), batches(), steps=1, throughput={"tokens": lambda batch: None})
 
 
-def test_progress_lines_can_be_read(capsys):
+def test_progress_lines_show_metrics_throughput_and_time_left(capsys):
     options = {"steps": 20, "log_every": 1, "throughput": {"examples": lambda batch: len(batch[1])}}
     evaluate = lambda state: {"accuracy": 0.25}  # noqa: E731
     fit(make(), batches(), progress=True, evaluate=evaluate, evaluate_every=10, **options)
@@ -942,7 +948,7 @@ def test_progress_lines_can_be_read(capsys):
         assert len(line) < 100
 
 
-def test_progress_of_a_run_of_endless_steps_and_of_numbers_of_any_size(capsys, monkeypatch):
+def test_progress_of_a_run_without_end_and_of_very_small_and_large_numbers(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
 
     def step(state, batch):
@@ -983,7 +989,7 @@ def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatc
     ]
 
 
-def test_progress_without_a_known_end(capsys):
+def test_progress_without_a_known_end_shows_no_time_left(capsys):
     fit(make(), iter(batches()), progress=True, log_every=1)
     _, err = capsys.readouterr()
     assert "left" not in err
@@ -991,7 +997,7 @@ def test_progress_without_a_known_end(capsys):
 
 
 def test_epochs_of_data_with_a_length_have_a_known_end(capsys):
-    """Also where a run goes on in the middle of one."""
+    """Also if the run resumes in the middle of an epoch."""
     fit(make(), batches() * 5, epochs=2, progress=True, log_every=1)
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
     assert lines == [f"{4 * number}/40" for number in range(1, 11)]
@@ -1003,7 +1009,7 @@ def test_epochs_of_data_with_a_length_have_a_known_end(capsys):
 
 
 class Tee:
-    """What programs put in the place of stderr: no more than `print` needs."""
+    """A replacement of stderr with the two methods that `print` needs."""
 
     def __init__(self):
         self.text = ""
@@ -1015,7 +1021,7 @@ class Tee:
         pass
 
 
-def test_progress_goes_to_what_is_no_file(monkeypatch):
+def test_progress_is_printed_to_a_stderr_that_is_no_file(monkeypatch):
     monkeypatch.setattr("sys.stderr", tee := Tee())
     fit(make(), batches(), steps=3, progress=True)
     assert "loss" in tee.text
@@ -1045,7 +1051,7 @@ class Closed(Tee):
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "closed"), ValueError("closed file")])
-def test_progress_that_nobody_reads_does_not_end_a_run(error, monkeypatch):
+def test_progress_that_cannot_be_written_does_not_end_a_run(error, monkeypatch):
     monkeypatch.setattr("sys.stderr", Closed(error))
     assert len(fit(make(), batches(3), progress=True).history) == 3
 
@@ -1077,13 +1083,13 @@ def test_a_bar_in_a_narrow_terminal_shows_the_step(monkeypatch):
 
 
 @pytest.mark.parametrize("to_terminal", [True, False])
-def test_a_bar_does_not_take_what_a_program_prints_to_a_file(to_terminal, monkeypatch):
+def test_a_bar_does_not_redirect_what_a_program_prints_to_a_file(to_terminal, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setattr("sys.stdout", printed := Terminal() if to_terminal else io.StringIO())
     fit(make(), batches(), progress=True, log_every=1, loggers=[lambda record: print("record", record["step"])])  # noqa: T201
-    # Printed above the bar if stdout is a terminal too, where the bar would overwrite it otherwise.
+    # If stdout is a terminal too, it is printed above the bar, which would overwrite it otherwise.
     with_records, without_records = (terminal, printed) if to_terminal else (printed, terminal)
     assert "record 4" in with_records.getvalue()
     assert "record" not in without_records.getvalue()
@@ -1113,45 +1119,45 @@ def test_progress_can_be_turned_off(capsys):
 
 def test_iterate_yields_after_each_step():
     step = make()
-    seen = list(ft.iterate(step, step.init(params()), batches(3), steps=5))
+    records = list(ft.iterate(step, step.init(params()), batches(3), steps=5))
     expected, losses = by_hand(make(), [*batches(3), *batches(3)[:2]])
-    assert [made.step for made in seen] == [1, 2, 3, 4, 5]
-    assert [float(made.metrics["loss"]) for made in seen] == losses
-    assert_bitwise(seen[-1].state, expected)
-    assert torch.equal(seen[3].batch[0], batches(3)[0][0])
-    # No donation unless the step does: every state is still there.
-    assert [int(made.state.step) for made in seen] == [1, 2, 3, 4, 5]
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    assert [float(record.metrics["loss"]) for record in records] == losses
+    assert_bitwise(records[-1].state, expected)
+    assert torch.equal(records[3].batch[0], batches(3)[0][0])
+    # iterate does not donate by itself, so all states are still usable.
+    assert [int(record.state.step) for record in records] == [1, 2, 3, 4, 5]
 
 
 def test_iterate_in_a_loop_of_ones_own():
     step = ft.donated(make())
     state = step.init(params())
-    for made in ft.iterate(step, state, batches(), epochs=10):
-        state = made.state
-        if float(made.metrics["loss"]) < 0 or made.step == 6:
+    for record in ft.iterate(step, state, batches(), epochs=10):
+        state = record.state
+        if float(record.metrics["loss"]) < 0 or record.step == 6:
             break
     assert int(state.step) == 6
     rest = list(ft.iterate(step, state, batches(), steps=7))
-    assert [made.step for made in rest] == [7]
+    assert [record.step for record in rest] == [7]
 
 
-def test_a_loop_that_is_left_within_a_pass_goes_on_there():
+def test_iterate_continues_in_the_middle_of_a_pass():
     def loader():
         return ft.data.loader(ft.data.arrays(tuple(map(torch.cat, zip(*batches(6), strict=True)))), 4, seed=1)
 
     step, data = make(), loader()
-    for made in ft.iterate(step, step.init(params()), data):
-        if made.step == 2:
+    for record in ft.iterate(step, step.init(params()), data):
+        if record.step == 2:
             break
-    *_, made = ft.iterate(step, made.state, data)
+    *_, record = ft.iterate(step, record.state, data)
     expected, losses = by_hand(step, loader())
-    assert made.step == len(losses) == 6
-    assert_bitwise(made.state, expected)
+    assert record.step == len(losses) == 6
+    assert_bitwise(record.state, expected)
 
 
-def test_the_state_on_its_way_is_usable_in_every_step():
+def test_iterate_yields_a_usable_state_in_each_step():
     step = make()
-    norms = [float(made.state.params["w"].norm()) for made in ft.iterate(step, step.init(params()), batches())]
+    norms = [float(record.state.params["w"].norm()) for record in ft.iterate(step, step.init(params()), batches())]
     assert len(set(norms)) == 4
 
 
@@ -1170,8 +1176,8 @@ def uneven(size):
     return list(zip(x.split(size), y.split(size), keep.split(size), strict=True))
 
 
-def of_kept(params, batch):
-    """A mean over the rows that count, and a plain mean over all."""
+def selected_loss(params, batch):
+    """Return the mean over the rows that `keep` selects, and as metrics the mean over all and the selected share."""
     x, y, keep = batch
     errors = (x @ params["w"] - y) ** 2
     kept = ft.Mean((errors * keep).sum(), keep.sum().to(F64))
@@ -1180,9 +1186,9 @@ def of_kept(params, batch):
 
 @pytest.mark.parametrize("size", [1, 4, 5, 11])
 def test_an_evaluation_is_exact_for_uneven_batches(size):
-    step = ft.train_step(of_kept, ft.optim.sgd(0.1))
+    step = ft.train_step(selected_loss, ft.optim.sgd(0.1))
     state = step.init({"w": params()["w"].double()})
-    actual = ft.evaluate(ft.eval_step(of_kept), state, uneven(size))
+    actual = ft.evaluate(ft.eval_step(selected_loss), state, uneven(size))
     x, y, keep = table()
     errors = (x @ state.params["w"] - y) ** 2
     expected = {"loss": errors[keep].mean(), "all": errors.mean(), "share": keep.double().mean()}
@@ -1230,7 +1236,7 @@ def test_a_loss_that_is_a_view_of_a_parameter_is_reported_as_it_was_before_the_u
 
 
 def test_an_evaluation_of_float32_adds_up_in_float64():
-    # 2**25 + 1 ones in float32 stay at 2**24; here the weights are that large.
+    # In float32, 2**24 + 1 is 2**24 again: the two ones would be lost.
     def loss(params, batch):
         return ft.Mean(batch * params, torch.tensor(2.0**24))
 
@@ -1243,15 +1249,15 @@ def test_an_evaluation_of_float32_adds_up_in_float64():
 def test_an_evaluation_reads_the_device_once(monkeypatch):
     state = make().init(params())
     evaluation = ft.eval_step(squares)
-    reads, at = Reads(monkeypatch), []
+    reads, counts = PythonReads(monkeypatch), []
 
     def watched():
         for batch in batches(5):
-            at.append(reads.count)
+            counts.append(reads.count)
             yield batch
 
     ft.evaluate(evaluation, state, watched())
-    assert at == [0] * 5
+    assert counts == [0] * 5
 
 
 def test_an_evaluation_changes_neither_state_nor_random_numbers():
@@ -1283,7 +1289,7 @@ def writes_buffers(params, batch, buffers):
 @pytest.mark.parametrize(
     ("loss", "path"), [(writes_params, "params.w"), (writes_batch, "batch.0"), (writes_buffers, "buffers.seen")]
 )
-def test_an_evaluation_that_changes_its_inputs_in_place(loss, path):
+def test_an_evaluation_that_changes_its_inputs_in_place_is_an_error(loss, path):
     state = make(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
     with pytest.raises(LossError, match=f"{loss.__name__}.*{path} in place"):
         ft.evaluate(ft.eval_step(loss), state, batches(1))
@@ -1295,7 +1301,7 @@ def test_an_evaluation_takes_numbers_of_numpy_as_metrics(number):
     assert ft.evaluate(ft.eval_step(step.loss), step.init(params()), batches(3))["each"] == float(number)
 
 
-NO_NUMBERS = [
+NOT_NUMBERS = [
     (torch.ones(2), "float32[2]"),
     ("text", "str"),
     (torch.tensor(1j), "complex64[]"),
@@ -1303,16 +1309,16 @@ NO_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("metric", "actual"), NO_NUMBERS)
-def test_an_evaluation_with_a_metric_that_is_no_number(metric, actual):
+@pytest.mark.parametrize(("metric", "description"), NOT_NUMBERS)
+def test_an_evaluation_with_a_metric_that_is_no_number(metric, description):
     def loss(params, batch):
         return params["w"].square().mean(), {"each": metric}
 
-    with pytest.raises(LossError, match=re.escape(f"loss: the metric 'each' is {actual}; an evaluation takes")):
+    with pytest.raises(LossError, match=re.escape(f"loss: the metric 'each' is {description}; an evaluation takes")):
         ft.evaluate(ft.eval_step(loss), make(loss=loss).init(params()), batches(1))
 
 
-def test_what_an_evaluation_puts_into_its_dicts_does_not_reach_the_caller():
+def test_an_evaluation_gets_copies_of_the_dicts_of_batch_and_buffers():
     def loss(params, batch, buffers):
         buffers["seen"] = buffers["seen"] + 1
         batch["x"] = batch["x"] * 2
@@ -1331,13 +1337,13 @@ def test_an_evaluation_of_the_averages():
     state, _ = fit(step, batches())
     evaluation = ft.eval_step(squares)
     actual = ft.evaluate(evaluation, ft.averaged(state), batches())
-    states, start = [params()["w"]], make().init(params())
+    params_by_step, trained = [params()["w"]], make().init(params())
     for batch in batches():
-        start, _ = make()(start, batch)
-        states.append(start.params["w"])
-    average = states[0]
-    for each in states[1:]:
-        average = torch.lerp(average, each, 0.5)
+        trained, _ = make()(trained, batch)
+        params_by_step.append(trained.params["w"])
+    average = params_by_step[0]
+    for params_of_step in params_by_step[1:]:
+        average = torch.lerp(average, params_of_step, 0.5)
     x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
     expected = ((x @ average - y) ** 2).mean()
     assert actual["loss"] == pytest.approx(float(expected), rel=1e-5)
@@ -1360,7 +1366,7 @@ def test_an_evaluation_in_a_narrow_dtype(dtype):
     assert set(seen) == {torch.float32, torch.float16 if dtype == "fp16" else torch.bfloat16}
 
 
-def test_batches_may_hold_what_is_no_tensor():
+def test_batches_may_hold_strings_and_numbers():
     def loss(params, batch):
         assert batch["name"] == "train"
         return (batch["x"] @ params["w"]).square().mean() * batch["scale"]
@@ -1371,6 +1377,7 @@ def test_batches_may_hold_what_is_no_tensor():
 
 
 def _calls(wrappers, batch):
+    """Return functions that pass the batch to a linear model, by the public function that they call."""
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())
     step = make(*wrappers, loss=loss)
     return {
@@ -1398,9 +1405,9 @@ def _calls(wrappers, batch):
 def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
     with pytest.raises((TypeError, RuntimeError, KeyError)) as raised:
         _calls((), batch)[call]()
-    (actual,) = raised.value.__notes__
-    assert re.search(note, actual)
-    assert actual in "".join(traceback.format_exception(raised.value))
+    (message,) = raised.value.__notes__
+    assert re.search(note, message)
+    assert message in "".join(traceback.format_exception(raised.value))
 
 
 def test_notes_name_a_batch_elsewhere_a_criterion_without_module_and_a_second_backward_pass():

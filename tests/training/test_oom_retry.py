@@ -1,4 +1,4 @@
-"""Running out of memory: at whatever operation, the update is that of the same batch in pieces."""
+"""A step that runs out of memory at any operation is made again with the batch in pieces, and gives the same update."""
 
 import errno
 import math
@@ -26,25 +26,25 @@ F64 = torch.float64
 
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
-    """Which takes longer than all of a run here."""
+    """Garbage collection takes longer than a whole run of these tests."""
     monkeypatch.setattr("ftrain.backends.oom.gc", types.SimpleNamespace(collect=int))
 
 
-class Scarce(TorchDispatchMode):
-    """Runs out of memory at one operation of one step: before it, or when it has written."""
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises an out-of-memory error before or after the operation with the index `at` of one step, `times` times."""
 
     def __init__(self, step, at, *, after=False, times=1):
         super().__init__()
         self.step, self.at, self.after, self.left = step, at, after, times
-        self.seen = 0
+        self.operation_count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        here = self.seen == self.at and self.left > 0
-        self.seen += 1
-        if here and not self.after:
+        fails = self.operation_count == self.at and self.left > 0
+        self.operation_count += 1
+        if fails and not self.after:
             self._run_out()
         result = func(*args, **(kwargs or {}))
-        if here:
+        if fails:
             self._run_out()
         return result
 
@@ -54,29 +54,29 @@ class Scarce(TorchDispatchMode):
 
 
 @contextmanager
-def scarce(step, at, **options):
-    """Let the calls of steps run out of memory."""
-    mode, call = Scarce(step, at, **options), Step.__call__
+def out_of_memory_at(step, at, **options):
+    """Let step number `step` run out of memory at its operation `at`; yields the mode, which counts."""
+    mode, call = OutOfMemoryAt(step, at, **options), Step.__call__
 
-    def scarcely(self, state, batch):
+    def call_with_mode(self, state, batch):
         if int(state.step) != mode.step:
             return call(self, state, batch)
-        mode.seen = 0
+        mode.operation_count = 0
         with mode:
             return call(self, state, batch)
 
-    def spared(function):
-        def without(*args, **kwargs):
+    def without_mode(function):
+        def wrapped(*args, **kwargs):
             with _disable_current_modes():
                 return function(*args, **kwargs)
 
-        return without
+        return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "__call__", scarcely)
-        # What is captured takes no memory.
-        patch.setattr(capturing, "capture", spared(capturing.capture))
-        patch.setattr(capturing, "compile_graph", spared(capturing.compile_graph))
+        patch.setattr(Step, "__call__", call_with_mode)
+        # Operations of a capture are only recorded, and take no memory.
+        patch.setattr(capturing, "capture", without_mode(capturing.capture))
+        patch.setattr(capturing, "compile_graph", without_mode(capturing.compile_graph))
         yield mode
 
 
@@ -89,11 +89,11 @@ def loss(params, batch, rng):
     return ft.Mean(errors.sum(), kept.sum()), {"worst": errors.detach().max()}
 
 
-def still(params, batch):
+def loss_without_dropout(params, batch):
     return loss(params, batch, None)
 
 
-def plain(params, batch):
+def unweighted_loss(params, batch):
     return (batch["x"] @ params["w1"]).square().mean(), {"mean": batch["y"].mean()}
 
 
@@ -144,24 +144,25 @@ def assert_close(actual, expected, tolerance=1e-12):
 
 
 def splits(history):
-    """At which steps the run was split, and into how many pieces."""
+    """Return step -> number of pieces, for the steps at which the run was split."""
     return {record["step"]: record["split"] for record in history if "split" in record}
 
 
-def operations(step, index, **options):
-    """How many operations a step is."""
-    with scarce(index, -1) as mode:
+def count_operations(step, index, **options):
+    """Return the number of operations of the step with this index."""
+    with out_of_memory_at(index, -1) as mode:
         fit(step, batches(index + 1), **options)
-    return mode.seen
+    return mode.operation_count
 
 
 STRIDE = 17
-"""One of so many operations is tried, and the last; others in each case. `make test-all` tries all of them."""
+"""Every 17th operation is tried, and the last, with another offset in each case. `make test-all` tries all."""
 
 strides = pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
-def every(count, stride, offset=0):
+def every_nth(count, stride, offset=0):
+    """Return the indices of every `stride`-th of `count` operations, and of the last."""
     return sorted({*range(offset % stride, count, stride), count - 1})
 
 
@@ -178,11 +179,11 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_out_of_memory_at_every_operation(name, stride):
     stack, after = STACKS[name]
-    # Draws are many operations, which were seen where they are by themselves.
-    step, data = make(*stack, loss=still if name in ("accumulate", "full") else loss), batches(2)
+    # Dropout adds many operations, which the stacks without `accumulate` cover.
+    step, data = make(*stack, loss=loss_without_dropout if name in ("accumulate", "full") else loss), batches(2)
     expected = by_hand(step, data, 1)
-    for at in every(operations(step, 1, donate=False), stride, 2 * list(STACKS).index(name)):
-        with scarce(1, at, after=after) as mode:
+    for at in every_nth(count_operations(step, 1, donate=False), stride, 2 * list(STACKS).index(name)):
+        with out_of_memory_at(1, at, after=after) as mode:
             state, history = fit(step, data, donate=False)
         assert mode.left == 0
         assert_bitwise(state, expected)
@@ -195,21 +196,21 @@ def test_out_of_memory_at_every_operation(name, stride):
 def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp_path):
     step, data = make(ft.clip(1.0)), batches(2)
     expected = by_hand(step, data, 1)
-    spoilt = []
-    for at in every(operations(step, 1), stride, 2 * after):
-        with scarce(1, at, after=after):
+    overwritten = []
+    for at in every_nth(count_operations(step, 1), stride, 2 * after):
+        with out_of_memory_at(1, at, after=after):
             try:
                 assert_bitwise(fit(step, data).state, expected)
             except DeviceError as caught:
                 error = caught
-                spoilt.append(at)
+                overwritten.append(at)
                 continue
-        assert not spoilt, "nothing overwrites but the end of a step"
+        assert not overwritten, "only the last operations of a step overwrite the state"
     assert re.search(r"(?s)overwrite.*checkpoints=", str(error))
     with pytest.raises(ConsumedError):
         _ = error.result.state.params
-    for at in spoilt:
-        with scarce(1, at, after=after):
+    for at in overwritten:
+        with out_of_memory_at(1, at, after=after):
             checkpoints = ft.Checkpoints(tmp_path / str(at), every=1, async_=False)
             state, history = fit(step, data, checkpoints=checkpoints)
         assert_bitwise(state, expected)
@@ -220,34 +221,35 @@ def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp
 @pytest.mark.parametrize(
     ("optimizer", "more"), [(ft.optim.lion(0.1), ()), (ft.optim.adamw(0.1), (ft.ema(0.9),))], ids=["lion", "ema"]
 )
-def test_a_step_that_may_be_refused_and_not_by_kernels_overwrites_nothing(optimizer, more):
-    step, data = make(ft.skip_nonfinite(3), *more, loss=still, optimizer=optimizer), batches(2)
+def test_a_guarded_update_without_fused_kernels_overwrites_nothing_before_memory_can_run_out(optimizer, more):
+    step, data = make(ft.skip_nonfinite(3), *more, loss=loss_without_dropout, optimizer=optimizer), batches(2)
     expected = by_hand(step, data, 1)
-    # The last one of them: what the update makes is there, and the counters are not.
-    for at in range(operations(step, 1))[-25::2]:
-        with scarce(1, at, after=True) as mode:
+    # The last operations: the new parameters exist already, the new counters do not.
+    for at in range(count_operations(step, 1))[-25::2]:
+        with out_of_memory_at(1, at, after=True) as mode:
             assert_bitwise(fit(step, data).state, expected)
         assert mode.left == 0
 
 
-def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
-    """The test above proves something: most states that are refused are no longer what they were."""
+def test_a_retry_from_an_overwritten_state_would_give_a_wrong_update(monkeypatch):
+    """Shows that the tests above can fail: without the record of writes some retries start from a changed state."""
     monkeypatch.setattr(
         "ftrain.training.oom_retry._StateWrites.begun", property(lambda self: False, lambda self, value: None)
     )
     step, data = make(), batches(2)
     expected, wrong = by_hand(step, data, 1), 0
-    # The last ones, which write.
-    for at in range(operations(step, 1))[-10:]:
-        with scarce(1, at, after=True):
+    # The last operations write the state.
+    for at in range(count_operations(step, 1))[-10:]:
+        with out_of_memory_at(1, at, after=True):
             state, _ = fit(step, data)
-        wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, expected)), strict=True))
+        pairs = zip(ft.tree.leaves(state), ft.tree.leaves(expected), strict=True)
+        wrong += any(not torch.equal(a, b) for a, b in pairs)
     assert wrong
 
 
 def compiled_once(step, monkeypatch):
-    """Return a step in two pieces, which all runs of a test take where they split in two."""
-    # The phase is of no use in a graph, and a new one would be a new step.
+    """Return the step in two pieces, and let all runs of a test use it, so that it is compiled once."""
+    # A run would pass its own record of writes, which a graph does not use, and so compile a step of its own.
     split = split_step(step, 2)
     monkeypatch.setattr(
         "ftrain.training.oom_retry.split_step", lambda whole, pieces, writes: split if pieces == 2 else whole
@@ -260,43 +262,43 @@ def compiled_once(step, monkeypatch):
     ("donate", "after"), [(False, False), (False, True), (True, True)], ids=["before", "after", "donated"]
 )
 def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stride, tmp_path, monkeypatch):
-    """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
-    step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
+    """The backend "eager" runs the graph operation by operation, so that memory can run out between any two."""
+    step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=loss_without_dropout), batches(2)
     split = compiled_once(step.donating if donate else step, monkeypatch)
     expected = [by_hand(step, data, index, None if donate else split) for index in (0, 1)]
-    count = operations(step, 1, donate=donate)
-    # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
-    chosen = {index: every(count, stride, 3 * index + after + donate) for index in (0, 1)}
+    count = count_operations(step, 1, donate=donate)
+    # The first step keeps a copy of the state that it overwrites, the second does not, and needs a checkpoint.
+    chosen = {index: every_nth(count, stride, 3 * index + after + donate) for index in (0, 1)}
     for index, at in [(index, at) for index, numbers in chosen.items() for at in numbers]:
-        there = ft.Checkpoints(tmp_path / f"{index}-{at}", every=1, async_=False) if donate and index else None
-        with scarce(index, at, after=after) as mode:
-            state, history = fit(step, data, donate=donate, checkpoints=there)
+        checkpoints = ft.Checkpoints(tmp_path / f"{index}-{at}", every=1, async_=False) if donate and index else None
+        with out_of_memory_at(index, at, after=after) as mode:
+            state, history = fit(step, data, donate=donate, checkpoints=checkpoints)
         assert mode.left == 0
         assert_bitwise(state, expected[index])
         assert splits(history) == {index + 1: 2}
 
 
-def test_out_of_memory_in_a_step_of_which_gradient_and_update_are_compiled_apart(tmp_path, monkeypatch):
-    step, data = make(ft.compiled(backend="eager", lowering="split"), loss=still), batches(2)
+def test_out_of_memory_in_a_step_whose_gradient_and_update_are_two_graphs(tmp_path, monkeypatch):
+    step, data = make(ft.compiled(backend="eager", lowering="split"), loss=loss_without_dropout), batches(2)
     split = compiled_once(step, monkeypatch)
     first, second = by_hand(step, data, 0, split), by_hand(step, data, 1, split)
-    # The last operation of a first step, when its state is written, and one in the middle of a second, of which there
-    # is no copy any more. The first run of a loss checks it with some more.
-    operations(step, 0)
-    count = operations(step, 0)
-    with scarce(0, count - 1, after=True) as mode:
+    # The first step fails at its last operation, which writes the state, and the second in the middle, without a copy
+    # of its state. The first run of a loss also checks it, with more operations, so the second run is counted.
+    count_operations(step, 0)
+    count = count_operations(step, 0)
+    with out_of_memory_at(0, count - 1, after=True) as mode:
         state, history = fit(step, data)
     assert mode.left == 0
     assert_bitwise(state, first)
     assert splits(history) == {1: 2}
-    with scarce(1, count // 2, after=True) as mode:
+    with out_of_memory_at(1, count // 2, after=True) as mode:
         state, _ = fit(step, data, checkpoints=ft.Checkpoints(tmp_path, every=1))
     assert mode.left == 0
     assert_bitwise(state, second)
 
 
-class Dropping(torch.nn.Module):
-    """Draws by torch's own dropout, which a compiled step draws by example, and keeps batch statistics."""
+class DropoutNet(torch.nn.Module):
+    """A net with torch's dropout, which a compiled step draws for each example."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +319,7 @@ def unweighted(model, batch):
 
 @contextmanager
 def captures():
-    """How many operations each graph has that is captured."""
+    """Yield a list to which each capture adds the number of nodes of its graph."""
     sizes, capture = [], capturing.capture
 
     def counted(*args):
@@ -341,7 +343,7 @@ def captures():
 )
 def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, cuts):
     torch.manual_seed(0)
-    loss = ft.from_module(Dropping().double(), criterion)
+    loss = ft.from_module(DropoutNet().double(), criterion)
     wrappers = ft.clip(0.1), ft.ema(0.9), ft.compiled(lowering="whole", backend=backend)
     step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
     sizes = {}
@@ -354,8 +356,8 @@ def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, c
         assert_close(state, expected)
         assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
         assert_bitwise(split(step.init(seed=1), batch)[0], state)
-    # One graph of a gradient for each length of a piece, however many there are, and one of the update.
-    assert [len(each) for each in sizes.values()] == [
+    # One graph of the gradient for each length of a piece, whatever the number of pieces, and one of the update.
+    assert [len(node_counts) for node_counts in sizes.values()] == [
         2 + (length % pieces > 0 and length > 1) for length, pieces in sizes
     ]
     assert max(sizes.get((12, 4), [0])) == max(sizes.get((12, 2), [0]))
@@ -363,7 +365,7 @@ def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, c
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_pieces_of_a_compiled_fp16_step(donate):
-    """Also within microbatches: what is inside is in a loop, and what is outside adds it up."""
+    """Also within the microbatches of `accumulate`; an overflow in one piece skips the whole update."""
     step = ft.compose(
         ft.train_step(ft.from_module(torch.nn.Linear(3, 1, bias=False), weighted_rows), ft.optim.adamw(0.1)),
         ft.with_amp("fp16"),
@@ -371,7 +373,7 @@ def test_pieces_of_a_compiled_fp16_step(donate):
         ft.compiled(lowering="whole", backend="eager", donate=donate),
     )
     (batch,) = batches(1, 12, torch.float32)
-    # Small gradients, for those of a few examples may overflow where the mean of all does not.
+    # Small gradients: those of a few examples could overflow where the mean of all does not.
     batch |= {name: batch[name] / 10 for name in ("x", "y")}
     state = step.init(seed=1)
     expected, _ = step(ft.tree.clone(state), batch)
@@ -390,29 +392,29 @@ def weighted_rows(model, batch):
     return weighted(lambda x: model(x)[:, 0], batch)
 
 
-def test_a_compiled_step_is_split_at_the_cost_of_a_piece_a_try(tmp_path):
-    """Where only the parts of 2 examples fit: no try captures a graph of all the pieces."""
-    step = make(ft.compiled(lowering="whole", backend="eager"), loss=limited(2))
+def test_splitting_a_compiled_step_captures_graphs_of_single_pieces(tmp_path):
+    """Only pieces of 2 examples fit; no try captures a graph of all the pieces."""
+    step = make(ft.compiled(lowering="whole", backend="eager"), loss=loss_that_fits(2))
     data = batches(3, 16)
     with captures() as sizes:
         state, history = fit(step, data, log_every=1)
     assert splits(history) == {1: 8}
     assert len(sizes) == 2
-    assert_close(state, by_hand(make(loss=still), data, 100))
+    assert_close(state, by_hand(make(loss=loss_without_dropout), data, 100))
     fit(step, data, steps=2, checkpoints=ft.Checkpoints(tmp_path, every=1))
     resumed, _ = fit(step, data, steps=3, checkpoints=ft.Checkpoints(tmp_path, every=1))
     assert_bitwise(resumed, state)
 
 
-# Torch looks at a tensor that is no leaf where it breaks a graph.
+# Where torch breaks a graph, it reads .grad of tensors that are not leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_piece_that_cannot_be_captured_is_split_otherwise():
-    def asking(params, batch):
-        return still(params, batch) if float(batch["x"].sum()) > -1e9 else None
+def test_a_step_that_cannot_be_captured_is_split_uncompiled():
+    def data_dependent(params, batch):
+        return loss_without_dropout(params, batch) if float(batch["x"].sum()) > -1e9 else None
 
-    step, data = make(ft.compiled(backend="eager"), loss=asking), batches(1)
+    step, data = make(ft.compiled(backend="eager"), loss=data_dependent), batches(1)
     state, _ = split_step(step, 2)(step.init(params()), data[0])
-    assert_close(state, by_hand(make(loss=still), data, 0))
+    assert_close(state, by_hand(make(loss=loss_without_dropout), data, 0))
 
 
 # The law of the split
@@ -420,21 +422,23 @@ def test_a_piece_that_cannot_be_captured_is_split_otherwise():
 
 @pytest.mark.parametrize("pieces", [2, 4, 6, 100])
 @pytest.mark.parametrize("length", [1, 5, 6])
-@pytest.mark.parametrize("loss", [still, plain])
+@pytest.mark.parametrize("loss", [loss_without_dropout, unweighted_loss])
 @pytest.mark.parametrize(
     "wrappers", [(), (ft.clip(0.1),), (ft.clip(0.1), ft.accumulate(1)), (ft.accumulate(1), ft.ema(0.9))]
 )
 def test_a_split_is_the_same_update(pieces, length, loss, wrappers):
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)
     state, (batch,) = step.init(params()), batches(1, length)
-    (actual, metrics), (expected, whole) = split_step(step, pieces)(state, batch), step(state, batch)
+    (actual, metrics), (expected, expected_metrics) = split_step(step, pieces)(state, batch), step(state, batch)
     assert_close(actual, expected)
-    assert metrics.keys() == whole.keys()
+    assert metrics.keys() == expected_metrics.keys()
     names = [name for name in metrics if name != "worst"]
-    assert [float(metrics[name]) for name in names] == pytest.approx([float(whole[name]) for name in names], abs=1e-12)
+    assert [float(metrics[name]) for name in names] == pytest.approx(
+        [float(expected_metrics[name]) for name in names], abs=1e-12
+    )
 
 
-@pytest.mark.parametrize("loss", [still, plain])
+@pytest.mark.parametrize("loss", [loss_without_dropout, unweighted_loss])
 def test_pieces_of_unequal_length_need_no_second_gradient(loss):
     step = ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True)
     state = step.init({**params(), "w1": params()["w1"].repeat(1000, 1)})
@@ -443,26 +447,26 @@ def test_pieces_of_unequal_length_need_no_second_gradient(loss):
         (batch,) = batches(1, length)
         batch["x"] = batch["x"].repeat(1, 1000)
         most.append(ft.anatomy(split_step(step, 2), state, batch, measure=False).most["gradients"])
-    assert most[1] == pytest.approx(most[0], abs=100)  # But for numbers: a second one takes 96,000 bytes.
+    assert most[1] == pytest.approx(most[0], abs=100)  # A second gradient would take 96,000 bytes more.
 
 
-def test_clip_clips_what_it_did():
-    """Clipped microbatches stay those that the user has cut, however small the pieces of each."""
-    step = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(2))
+def test_clip_within_accumulate_clips_the_microbatches_and_not_the_pieces():
+    """The pieces of a microbatch are added up before it is clipped."""
+    step = ft.compose(ft.train_step(loss_without_dropout, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(2))
     state, (batch,) = step.init(params()), batches(1)
     assert_close(split_step(step, 3)(state, batch)[0], step(state, batch)[0])
-    finer = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(6))
+    finer = ft.compose(ft.train_step(loss_without_dropout, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(6))
     assert not torch.allclose(finer(state, batch)[0].params["w1"], step(state, batch)[0].params["w1"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [loss, plain])
-def test_equal_pieces_are_accumulate_to_the_bit(loss):
+@pytest.mark.parametrize("loss", [loss, unweighted_loss])
+def test_equal_pieces_have_the_bits_of_accumulate(loss):
     make = lambda *wrappers: ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)  # noqa: E731
     state, (batch,) = make().init(params()), batches(1)
     assert_bitwise(split_step(make(), 3)(state, batch)[0], make(ft.accumulate(3))(state, batch)[0])
 
 
-def test_cut_loses_nothing():
+def test_split_batch_loses_no_example():
     (batch,) = batches(1, 7)
     for pieces in range(1, 9):
         parts = split_batch(batch, pieces)
@@ -477,40 +481,40 @@ def test_cut_loses_nothing():
 # The run
 
 
-def limited(examples):
-    """A loss that has no memory for more examples at a time."""
+def loss_that_fits(examples):
+    """Return a loss that runs out of memory with more than `examples` examples."""
 
     def loss(params, batch):
         if len(batch["x"]) > examples:
             raise torch.OutOfMemoryError("out of memory: too many examples")
-        return still(params, batch)
+        return loss_without_dropout(params, batch)
 
     return loss
 
 
-def test_it_splits_as_often_as_it_must_and_says_so_once(capsys):
-    step, data = make(loss=limited(2)), [*batches(), *batches(1, 1)]
+def test_a_run_splits_until_the_pieces_fit_and_says_so_once(capsys):
+    step, data = make(loss=loss_that_fits(2)), [*batches(), *batches(1, 1)]
     state, history = fit(step, data, progress=True)
-    assert_close(state, by_hand(make(loss=still), data, 100))
+    assert_close(state, by_hand(make(loss=loss_without_dropout), data, 100))
     assert splits(history) == {1: 4}
     output = capsys.readouterr()
     assert (output.out + output.err).count("out of memory") == 1
 
 
 def test_a_later_batch_that_is_larger_splits_further():
-    step, data = make(loss=limited(3)), [*batches(2, 4), *batches(2, 12), *batches(1, 5)]
+    step, data = make(loss=loss_that_fits(3)), [*batches(2, 4), *batches(2, 12), *batches(1, 5)]
     state, history = fit(step, data)
     assert splits(history) == {1: 2, 3: 4}
-    assert_close(state, by_hand(make(loss=still), data, 100))
+    assert_close(state, by_hand(make(loss=loss_without_dropout), data, 100))
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_run_goes_on_with_its_split(tmp_path, every):
+def test_a_resumed_run_keeps_its_split(tmp_path, every):
     tried = []
 
     def counted(params, batch):
         tried.append(len(batch["x"]))
-        return limited(3)(params, batch)
+        return loss_that_fits(3)(params, batch)
 
     step, data = make(loss=counted), batches(4)
     expected, _ = fit(step, data, steps=4)
@@ -525,7 +529,7 @@ def test_a_run_goes_on_with_its_split(tmp_path, every):
 
 def test_a_metric_of_the_name_of_the_pieces_is_an_error_before_a_run_resumes_with_it():
     def named(params, batch):
-        return still(params, batch)[0], {"split": torch.tensor(2)}
+        return loss_without_dropout(params, batch)[0], {"split": torch.tensor(2)}
 
     with pytest.raises(LossError, match="fit: a metric is called 'split'"):
         fit(make(loss=named), batches())
@@ -541,7 +545,7 @@ def test_a_signal_ends_the_run_before_a_step_is_tried_again(tmp_path):
             signal.raise_signal(signal.SIGTERM)
         if len(tried) > 1:
             raise torch.OutOfMemoryError("out of memory")
-        return still(params, batch)
+        return loss_without_dropout(params, batch)
 
     checkpoints = ft.Checkpoints(tmp_path, every=9)
     with pytest.raises(SystemExit) as caught:
@@ -553,31 +557,31 @@ def test_a_signal_ends_the_run_before_a_step_is_tried_again(tmp_path):
 
 @pytest.mark.parametrize(("every", "keep"), [(2, 9), (3, 1), (7, 1)])
 def test_a_replay_makes_steps_in_as_many_pieces(tmp_path, every, keep):
-    """Also those after a checkpoint that knows nothing of a split, and those from the beginning on."""
+    """Also from a checkpoint that was saved before the split, and from the beginning."""
     step, data, states = make(), batches(7), [make().init(params())]
     checkpoints = ft.Checkpoints(tmp_path, every=every, keep=keep)
-    with scarce(4, 5), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "after_step", noting(states))
+    with out_of_memory_at(4, 5), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "after_step", recording_after_step(states))
         _, history = fit(step, data, checkpoints=checkpoints)
     assert splits(history) == {5: 2}
     for at in range(1, 8):
         actual, batch = ft.replay(step, states[0], data, checkpoints, at=at)
         assert_bitwise(actual, states[at - 1])
         assert_bitwise(batch, data[at - 1])
-    # Which shows nothing unless pieces round otherwise.
+    # Without the pieces the rounding differs, so that the comparison above can fail.
     with pytest.raises(AssertionError):
         assert_bitwise(by_hand(step, data, 7), states[7])
 
 
-def noting(states):
-    """`Run.after_step`, which also keeps a copy of each state."""
+def recording_after_step(states):
+    """Return `Run.after_step` with an addition: it appends a copy of each state to `states`."""
     after_step = Run.after_step
 
-    def noted(self, record, steps):
+    def after_step_and_record(self, record, steps):
         states.append(ft.tree.clone(record.state))
         return after_step(self, record, steps)
 
-    return noted
+    return after_step_and_record
 
 
 def test_a_reload_takes_back_history_log_and_position(tmp_path):
@@ -586,7 +590,7 @@ def test_a_reload_takes_back_history_log_and_position(tmp_path):
 
     step = make()
     expected = fit(step, data(), steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
-    with scarce(5, operations(step, 1) - 1) as mode:
+    with out_of_memory_at(5, count_operations(step, 1) - 1) as mode:
         actual, history = fit(
             step,
             data(),
@@ -596,7 +600,7 @@ def test_a_reload_takes_back_history_log_and_position(tmp_path):
             loggers=[ft.loggers.jsonl(tmp_path / "log")],
         )
     assert mode.left == 0
-    # Made again from step 4 on.
+    # The run was continued from the checkpoint of step 4.
     assert splits(history) == {5: 2}
     assert history["step"] == [1, 2, 3, 4, 5, 6, 7]
     assert history["seconds"] == sorted(history["seconds"])
@@ -604,16 +608,16 @@ def test_a_reload_takes_back_history_log_and_position(tmp_path):
     assert actual.step == expected.step
 
 
-def test_data_that_passes_once_is_not_gone_on_with(tmp_path):
+def test_a_reload_needs_data_that_can_be_iterated_again(tmp_path):
     step = make()
     with (
-        scarce(1, operations(step, 1) - 1),
+        out_of_memory_at(1, count_operations(step, 1) - 1),
         pytest.raises(DeviceError, match="can be iterated only once"),
     ):
         fit(step, iter(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1))
 
 
-def test_a_spoilt_state_is_of_no_use_when_the_checkpoints_are_damaged(tmp_path):
+def test_a_reload_from_damaged_checkpoints_is_an_error(tmp_path):
     class Damaging:
         def __iter__(self):
             for index, batch in enumerate(batches()):
@@ -623,27 +627,27 @@ def test_a_spoilt_state_is_of_no_use_when_the_checkpoints_are_damaged(tmp_path):
 
     step = make()
     checkpoints = ft.Checkpoints(tmp_path, every=1, async_=False)
-    with scarce(1, operations(step, 1) - 1) as mode, pytest.raises(CheckpointError) as caught:
+    with out_of_memory_at(1, count_operations(step, 1) - 1) as mode, pytest.raises(CheckpointError) as caught:
         fit(step, Damaging(), checkpoints=checkpoints)
     assert mode.left == 0
     with pytest.raises(ConsumedError):
         _ = caught.value.result.state.params
 
 
-def test_one_example_that_does_not_fit():
+def test_a_single_example_that_does_not_fit_is_an_error():
     with pytest.raises(DeviceError, match="one example at a time") as caught:
-        fit(make(loss=limited(0)), batches())
+        fit(make(loss=loss_that_fits(0)), batches())
     assert is_out_of_memory(caught.value.__cause__)
     text = r"(?s)optimizer state.*What would need less.*ft\.optim\.adamw_8bit"
-    # So many that what is lifted at a time is little beside the state.
+    # So many parameters that the state takes most of the memory, and the report proposes smaller optimizer state.
     wide = {"w1": torch.randn(3, 1 << 20, dtype=F64), "w2": torch.randn(1 << 20, dtype=F64)}
-    step = make(loss=still)
-    with scarce(0, 3, times=100), pytest.raises(DeviceError, match=text) as caught:
+    step = make(loss=loss_without_dropout)
+    with out_of_memory_at(0, 3, times=100), pytest.raises(DeviceError, match=text) as caught:
         fit(step, batches(), state=step.init(wide))
     assert int(caught.value.result.state.step) == 0
 
 
-def test_a_batch_that_cannot_be_cut():
+def test_a_batch_that_cannot_be_split_is_an_error():
     def uneven(params, batch):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -651,21 +655,21 @@ def test_a_batch_that_cannot_be_cut():
         fit(make(loss=uneven), [{"x": torch.zeros(3), "y": torch.zeros(4)}])
 
 
-def test_other_errors_pass():
+def test_other_errors_are_raised_unchanged():
     def wrong(params, batch):
         raise RuntimeError("shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="multiplied"):
         fit(make(loss=wrong), batches())
     with pytest.raises(torch.OutOfMemoryError):
-        fit(make(loss=limited(2)), batches(), on_oom="raise")
+        fit(make(loss=loss_that_fits(2)), batches(), on_oom="raise")
     with pytest.raises(OptionError, match="on_oom"):
         fit(make(), batches(), on_oom="skip")
     with pytest.raises(ComposeError, match="needs a Step"):
         fit(lambda state, batch: (state, {}), batches(), state=make().init(params()))
 
 
-def test_what_the_allocator_of_the_host_says():
+def test_is_out_of_memory_knows_the_errors_of_the_allocators():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -679,12 +683,12 @@ def test_what_the_allocator_of_the_host_says():
     assert not is_out_of_memory(RuntimeError("index out of range"))
 
 
-def test_nothing_hangs_on_the_error():
-    held = []
+def test_release_frees_the_tensors_that_the_traceback_holds():
+    references = []
 
     def failing():
         activation = torch.zeros(10)
-        held.append(weakref.ref(activation))
+        references.append(weakref.ref(activation))
         try:
             raise torch.OutOfMemoryError("out of memory")
         except RuntimeError as error:
@@ -694,10 +698,10 @@ def test_nothing_hangs_on_the_error():
         failing()
     except RuntimeError as error:
         release(error, torch.device("cpu"))
-        assert held[0]() is None
+        assert references[0]() is None
 
 
-def test_what_was_on_its_way_to_the_host_is_let_go_of(monkeypatch):
+def test_release_waits_for_copies_to_the_host(monkeypatch):
     waited = []
     copier = types.SimpleNamespace(wait=lambda: waited.append(1))
     monkeypatch.setattr("ftrain.backends.oom.copier_of", lambda device: copier)
@@ -705,16 +709,16 @@ def test_what_was_on_its_way_to_the_host_is_let_go_of(monkeypatch):
     assert waited == [1]
 
 
-def test_nothing_of_an_attempt_is_left_when_the_next_one_begins():
-    made, alive = [], []
+def test_the_tensors_of_a_failed_attempt_are_freed_before_the_next():
+    references, alive = [], []
 
     def loss(params, batch):
-        alive.append(sum(each() is not None for each in made))
+        alive.append(sum(reference() is not None for reference in references))
         big = torch.zeros(1234) + params["w1"].sum()
-        made.append(weakref.ref(big))
+        references.append(weakref.ref(big))
         if len(batch["x"]) > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return still(params, batch)[0].total / len(batch["x"]) + 0 * big.sum()
+        return loss_without_dropout(params, batch)[0].total / len(batch["x"]) + 0 * big.sum()
 
     fit(make(loss=loss), batches(1, 4))
     assert alive == [0] * len(alive)
@@ -724,17 +728,17 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_begins():
 
 
 @pytest.mark.parametrize("examples", [1, 2, 3, 6])
-@pytest.mark.parametrize("kind", ["mean", "plain"])
-def test_an_evaluation_in_pieces_is_exact(examples, kind):
+@pytest.mark.parametrize("loss_type", ["mean", "plain"])
+def test_an_evaluation_in_pieces_is_exact(examples, loss_type):
     tried = []
 
     def limited_loss(params, batch):
         tried.append(len(batch["x"]))
         if tried[-1] > examples:
             raise torch.OutOfMemoryError("out of memory")
-        return still(params, batch)[0] if kind == "mean" else plain(params, batch)
+        return loss_without_dropout(params, batch)[0] if loss_type == "mean" else unweighted_loss(params, batch)
 
-    unlimited = (lambda *args: still(*args)[0]) if kind == "mean" else plain
+    unlimited = (lambda *args: loss_without_dropout(*args)[0]) if loss_type == "mean" else unweighted_loss
     state, data = make().init(params()), [*batches(2, 6), *batches(1, 1), *batches(1, 5)]
     expected = ft.evaluate(ft.eval_step(unlimited), state, data)
     actual = ft.evaluate(ft.eval_step(limited_loss), state, data, on_oom="split")
@@ -743,24 +747,24 @@ def test_an_evaluation_in_pieces_is_exact(examples, kind):
     assert len(failed) <= math.ceil(math.log2(6)), "what does not fit is not tried again"
 
 
-def test_an_evaluation_raises_what_cannot_be_helped():
+def test_an_evaluation_that_may_not_or_cannot_split_is_an_error():
     state = make().init(params())
     for on_oom, examples, error in (("raise", 3, torch.OutOfMemoryError), ("split", 0, DeviceError)):
         with pytest.raises(error):
-            ft.evaluate(ft.eval_step(limited(examples)), state, batches(), on_oom=on_oom)
+            ft.evaluate(ft.eval_step(loss_that_fits(examples)), state, batches(), on_oom=on_oom)
     with pytest.raises(OptionError, match="on_oom"):
-        ft.evaluate(ft.eval_step(still), state, batches(), on_oom="skip")
+        ft.evaluate(ft.eval_step(loss_without_dropout), state, batches(), on_oom="skip")
 
 
-def test_an_evaluation_shrinks_nothing_but_itself():
+def test_a_split_evaluation_does_not_split_the_training():
     training = []
 
     def loss(params, batch):
         training.append(len(batch["x"]))
-        return still(params, batch)
+        return loss_without_dropout(params, batch)
 
     step = make(loss=loss)
-    evaluating = ft.eval_step(limited(2))
+    evaluating = ft.eval_step(loss_that_fits(2))
     _, history = fit(
         step,
         batches(),
@@ -771,7 +775,7 @@ def test_an_evaluation_shrinks_nothing_but_itself():
     assert not splits(history)
 
 
-def test_a_model_that_needs_more_examples_at_once_is_told_why_it_has_fewer():
+def test_an_error_of_a_model_in_a_small_piece_gets_a_note_about_the_split():
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
     def criterion(model, batch):
@@ -786,18 +790,18 @@ def test_a_model_that_needs_more_examples_at_once_is_told_why_it_has_fewer():
     assert "split the batch into pieces of 1 and 2 examples, because memory had run out" in notes
 
 
-def test_who_needs_all_gradients_is_named_as_the_user_wrote_it():
-    step = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.update_in_backward())
+def test_update_in_backward_refuses_to_be_split():
+    step = ft.compose(ft.train_step(loss_without_dropout, ft.optim.sgd(0.1)), ft.update_in_backward())
     with pytest.raises(ComposeError, match=r"fit\(on_oom='split'\) needs all gradients at once"):
         fit(step, batches())
 
 
 def test_an_evaluation_of_a_single_example_that_does_not_fit():
-    def never(params, batch):
+    def too_large(params, batch):
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(DeviceError, match=r"evaluate: memory ran out with a single example of never; use shorter"):
-        ft.evaluate(ft.eval_step(never), make().init(params()), batches(), on_oom="split")
+    with pytest.raises(DeviceError, match=r"evaluate: memory ran out with a single example of too_large; use shorter"):
+        ft.evaluate(ft.eval_step(too_large), make().init(params()), batches(), on_oom="split")
 
 
 # Losses that are no mean over examples
@@ -830,13 +834,13 @@ def test_a_loss_that_is_no_mean_of_examples_is_warned_of_once(loss):
     step = ft.train_step(short, ft.optim.sgd(0.1), allow_unused=True)
     with pytest.warns(UserWarning, match=r"on_oom='split'\): the loss of two examples.*Return ft\.Mean") as caught:
         fit(step, data)
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(2))
     state = step.init(params())
     with pytest.warns(UserWarning, match=r"^accumulate: the loss of two examples") as caught:
-        # This run is shorter than what `log_every` waits for.
+        # The run is shorter than `log_every`, and must warn nevertheless.
         actual, _ = fit(step, data, state=state, donate=False, on_oom="raise", log_every=10)
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     for batch in data:
         state, _ = step(state, batch)
     assert_bitwise(actual, state)
@@ -851,24 +855,24 @@ def test_the_first_two_examples_may_be_alike(other):
         fit(step, [batch], on_oom="raise")
 
 
-def loud(params, batch):
-    """For training alone: nothing can be said of it."""
+def training_only_loss(params, batch):
+    """A loss that cannot be called without gradients, so that it cannot be checked."""
     if not torch.is_grad_enabled():
         raise ValueError("in training only")
-    return plain(params, batch)[0]
+    return unweighted_loss(params, batch)[0]
 
 
-def noisy(params, batch):
-    """As of a diffusion model: it draws a time and noise for each example, in evaluation too."""
+def diffusion_loss(params, batch):
+    """A loss that draws a time and noise for each example, also in evaluation, as that of a diffusion model."""
     times = torch.randint(1, 9, (len(batch["x"]), 1))
     return ((batch["x"] + times * torch.randn_like(batch["x"])) @ params["w1"]).square().mean()
 
 
-@pytest.mark.parametrize("loss", [loss, still, plain, loud, noisy])
+@pytest.mark.parametrize("loss", [loss, loss_without_dropout, unweighted_loss, training_only_loss, diffusion_loss])
 def test_a_mean_is_not_warned_of(loss):
-    """Warnings are errors here. Dropout makes no difference, nor do batches of one example."""
+    """Warnings are errors in the tests. Neither dropout nor a batch of one example causes one."""
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(1))
-    with scarce(0, 3):
+    with out_of_memory_at(0, 3):
         fit(step, batches(2))
     fit(step, batches(1, 1))
     fit(ft.accumulate(2)(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True)), batches(1))

@@ -1,4 +1,4 @@
-"""What `fit` warns of when it continues from a checkpoint."""
+"""Warnings of `fit` when it continues from a checkpoint."""
 
 import re
 import shutil
@@ -36,7 +36,8 @@ def test_another_pipeline_is_named_once(tmp_path):
         run(tmp_path, 4, ft.optim.adamw(rate), ft.clip(1.0), ft.compiled(backend="eager"))
     with pytest.warns(UserWarning, match="another pipeline has saved") as caught:
         run(tmp_path, 5, ft.optim.lamb(lambda step: 1e-3), ft.clip(1.0), ft.sam(0.1))
-    (message,) = [str(each.message) for each in caught]
+    (message,) = [str(warning.message) for warning in caught]
+    # The lines are "- adamw...", "+ lamb..." and "+ sam...".
     assert [line[2:5] for line in message.splitlines()[1:]] == ["- a", "+ l", "+ s"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,7 +55,7 @@ def test_the_order_of_wrappers_of_different_parts_may_change(tmp_path):
         run(tmp_path, 5, ft.optim.adamw(0.1), ft.ema(0.9), ft.clip(1.0), ft.accumulate(2))
 
 
-def test_where_optimizer_state_is_offloaded_to_may_change(tmp_path):
+def test_the_directory_of_offloaded_optimizer_state_may_change(tmp_path):
     for steps, place in ((2, "a"), (3, "b")):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -98,7 +99,7 @@ def decaying(mask):
     ],
     ids=["loss", "decay mask", "rate that is a function", "function in a chain"],
 )
-def test_what_has_changed_is_named(tmp_path, first, second, changes):
+def test_a_changed_part_of_the_pipeline_is_named(tmp_path, first, second, changes):
     options = {"optimizer": ft.optim.sgd(0.1)}
     run(tmp_path, 2, **(options | first))
     with warnings.catch_warnings():
@@ -106,11 +107,11 @@ def test_what_has_changed_is_named(tmp_path, first, second, changes):
         run(tmp_path, 2, **(options | first))
     with pytest.warns(UserWarning, match="another pipeline has saved") as caught:
         run(tmp_path, 3, **(options | second))
-    (message,) = [str(each.message) for each in caught]
+    (message,) = [str(warning.message) for warning in caught]
     assert " ".join(message.partition("What has changed:")[2].split()) == changes
 
 
-def test_a_rate_without_a_value_for_the_steps_of_before_is_not_compared(tmp_path):
+def test_a_schedule_that_fails_for_the_step_of_the_checkpoint_is_not_compared(tmp_path):
     run(tmp_path, 2, ft.optim.sgd(lambda k: 0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -118,8 +119,8 @@ def test_a_rate_without_a_value_for_the_steps_of_before_is_not_compared(tmp_path
 
 
 def test_an_option_that_an_earlier_version_did_not_save_has_not_changed(tmp_path, monkeypatch):
-    with monkeypatch.context() as earlier:
-        earlier.setattr(
+    with monkeypatch.context() as patch:
+        patch.setattr(
             "ftrain.training.resume.pipeline_texts",
             lambda step: {"pipeline": [step.optimizer.text], "options": ["sgd with momentum=0.0"]},
         )
@@ -129,13 +130,10 @@ def test_an_option_that_an_earlier_version_did_not_save_has_not_changed(tmp_path
         run(tmp_path, 3, decaying(ft.optim.everything))
 
 
-def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(tmp_path):
+def test_a_state_that_is_ahead_of_the_checkpoint_is_replaced_with_a_warning(tmp_path):
     state, _ = run(tmp_path, 2, ft.optim.sgd(0.1))
-    step, data, checkpoints = (
-        ft.train_step(loss, ft.optim.sgd(0.1)),
-        [torch.ones(4, 2)] * 8,
-        ft.Checkpoints(tmp_path, every=1),
-    )
+    step, data = ft.train_step(loss, ft.optim.sgd(0.1)), [torch.ones(4, 2)] * 8
+    checkpoints = ft.Checkpoints(tmp_path, every=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state, _ = ft.fit(step, state, data, steps=3, checkpoints=checkpoints, progress=False)
@@ -144,7 +142,7 @@ def test_a_state_that_is_ahead_of_the_checkpoint_is_not_dropped_without_a_word(t
         ft.fit(step, state, data, steps=6, checkpoints=checkpoints, progress=False)
 
 
-def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
+def test_a_state_of_another_seed_is_replaced_with_a_warning(tmp_path):
     run(tmp_path, 2, ft.optim.sgd(0.1))
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     state = step.init({"w": torch.ones(2)}, seed=1)
@@ -152,9 +150,9 @@ def test_a_state_of_another_seed_is_not_dropped_without_a_word(tmp_path):
         ft.fit(step, state, [torch.ones(4, 2)] * 8, checkpoints=ft.Checkpoints(tmp_path, every=1), progress=False)
 
 
-def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_from_it(tmp_path):
-    def go(steps, third):
-        data = [torch.ones(4, 2)] * 2 + [third] + [torch.ones(4, 2)] * 5
+def test_a_run_whose_loss_became_nan_names_the_last_checkpoint_before_and_continues_from_it(tmp_path):
+    def train(steps, third_batch):
+        data = [torch.ones(4, 2)] * 2 + [third_batch] + [torch.ones(4, 2)] * 5
         log = ft.loggers.jsonl(tmp_path / "log.jsonl")
         step = ft.train_step(loss, ft.optim.sgd(0.1, momentum=0.9))
         options = {"checkpoints": ft.Checkpoints(tmp_path / "run", every=1, keep=2), "loggers": [log]}
@@ -163,10 +161,10 @@ def test_a_run_that_was_nan_before_names_the_checkpoint_before_that_and_goes_on_
     bad = torch.full((4, 2), torch.nan)
     for steps in (5, 7):
         with pytest.warns(UserWarning, match=r"the loss of step 3 is nan.* checkpoint of step 1, the newest before"):
-            go(steps, bad)
+            train(steps, bad)
     for number in (6, 7):
         shutil.rmtree(tmp_path / "run" / f"step-{number:012}")
-    state, history = go(8, torch.ones(4, 2))
+    state, history = train(8, torch.ones(4, 2))
     assert history["step"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 8
     assert torch.isfinite(torch.tensor(history["loss"])).all()
@@ -186,8 +184,8 @@ def test_data_with_fewer_batches_than_were_read_is_warned_of(tmp_path, as_loader
     assert len(caught) == 1
 
 
-class Wrapped:
-    """Data without a position around a loader that has one."""
+class WithoutPosition:
+    """An iterable over a loader that hides the position of the loader."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -196,40 +194,50 @@ class Wrapped:
         return iter(self.loader)
 
 
-def shuffles(kind):
+def shuffled_data(source):
+    """Return data whose passes have different orders, and whose position cannot be saved."""
     rows, generator = torch.arange(6.0)[:, None].expand(6, 2), torch.Generator().manual_seed(0)
-    if kind == "wrapped":
-        return Wrapped(ft.data.loader(ft.data.arrays(rows), 2))
-    if kind == "shuffle":
+    if source == "wrapped":
+        return WithoutPosition(ft.data.loader(ft.data.arrays(rows), 2))
+    if source == "shuffle":
         return DataLoader(rows, 2, shuffle=True, generator=generator)
     sampler = WeightedRandomSampler([1.0] * 6, 6, generator=generator)
-    if kind == "sampler":
+    if source == "sampler":
         return DataLoader(rows, 2, sampler=sampler)
     return DataLoader(rows, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
 
 
-@pytest.mark.parametrize("kind", ["wrapped", "shuffle", "sampler", "batch_sampler"])
+@pytest.mark.parametrize("source", ["wrapped", "shuffle", "sampler", "batch_sampler"])
 @pytest.mark.parametrize(
-    ("done", "warns"),
+    ("first_limits", "warns"),
     [({"steps": 2}, False), ({"steps": 3}, False), ({"epochs": 1}, True), ({"steps": 4}, True), ({"steps": 6}, True)],
 )
-def test_data_that_shuffles_begins_again_with_the_order_of_its_first_pass(tmp_path, done, warns, kind):
-    def read(**until):
+def test_a_resumed_run_warns_if_shuffled_data_repeats_the_order_of_its_first_pass(
+    tmp_path, first_limits, warns, source
+):
+    def train(limits, checkpoints):
         batches = []
-        step = ft.train_step(lambda params, batch: batches.append(batch) or loss(params, batch), ft.optim.sgd(0.1))
-        kept = {"checkpoints": ft.Checkpoints(tmp_path, every=100) if until else None, "progress": False}
-        ft.fit(step, step.init({"w": torch.ones(2)}), shuffles(kind), **(until or {"steps": 12}), **kept)
+
+        def recording_loss(params, batch):
+            batches.append(batch)
+            return loss(params, batch)
+
+        step = ft.train_step(recording_loss, ft.optim.sgd(0.1))
+        state = step.init({"w": torch.ones(2)})
+        ft.fit(step, state, shuffled_data(source), **limits, checkpoints=checkpoints, progress=False)
         return batches
 
-    uninterrupted, first = read(), read(**done)
+    checkpoints = ft.Checkpoints(tmp_path, every=100)
+    uninterrupted, first = train({"steps": 12}, None), train(first_limits, checkpoints)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed = read(steps=12)
-    assert any("all passes have the same order" in str(each.message) for each in caught) is warns
-    assert all(map(torch.equal, first + resumed, uninterrupted)) is not warns
+        resumed = train({"steps": 12}, ft.Checkpoints(tmp_path, every=100))
+    assert any("all passes have the same order" in str(warning.message) for warning in caught) is warns
+    pairs = zip(first + resumed, uninterrupted, strict=True)
+    assert all(torch.equal(actual, expected) for actual, expected in pairs) is not warns
 
 
-def test_an_iterator_without_batches_after_those_that_were_read(tmp_path):
+def test_an_iterator_that_ends_before_the_resumed_position_is_an_error(tmp_path):
     run(tmp_path, 5, ft.optim.sgd(0.1), data=iter(batches(8, False)))
     with (
         pytest.warns(UserWarning, match="5 batches are read again and skipped"),
@@ -244,7 +252,7 @@ def test_data_with_another_number_of_batches_is_warned_of(tmp_path, as_loader):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run(tmp_path, steps, ft.optim.sgd(0.1), data=batches(count, as_loader))
-        return [str(each.message) for each in caught if "no position to save" not in str(each.message)]
+        return [str(warning.message) for warning in caught if "no position to save" not in str(warning.message)]
 
     assert messages(6, 8) == messages(7, 8) == []
     (message,) = messages(8, 9)
