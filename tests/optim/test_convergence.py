@@ -1,9 +1,11 @@
-"""Every optimizer gets to the bottom of the same four problems in float32, and of two of them in bfloat16.
+"""Every optimizer solves the same four problems in float32, and two of them in bfloat16.
 
-Of the six, the quadratic in bfloat16 runs every time, and the digits in float32 where torch has no such optimizer.
+`make test` runs the quadratic in bfloat16, and the digits in float32 for optimizers that torch does not have;
+`make test-all` runs the rest.
 
-Rates warm up for a tenth of the way and fall to zero in a straight line; those in the table are the best of a coarse
-grid. In bfloat16, the quadratic has its parameters and moments in it, and learning from data is in mixed precision.
+The rate rises linearly over the first tenth of the steps, and then falls linearly to zero; its peaks in the table below
+are the best of a coarse grid. In bfloat16, the quadratic has parameters and moments of that dtype, and the digits train
+in mixed precision.
 """
 
 from functools import cache
@@ -38,11 +40,14 @@ RATES = {
     "muon": (0.1, 0.03, 0.03, 0.1),
     "schedule_free": (1.0, 0.3, 1.0, 0.3),
 }
-"""Name -> rates for the problems, in their order: below those at which the last bits of a CPU's products matter."""
+"""Name -> peak rate for each of `PROBLEMS`, in their order.
+
+The rates are low enough that the result does not depend on how a CPU rounds its products.
+"""
 
 
 def quadratic():
-    """Condition number 100, in a rotated basis."""
+    """Return a problem whose condition number is 100, in a rotated basis."""
     draw = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(6, 6, generator=draw))[0]
     root = torch.logspace(-1, 0, 6).unsqueeze(-1) * basis
@@ -62,7 +67,8 @@ def rosenbrock():
 
 
 def standardised(name):
-    from sklearn import datasets  # Takes a second, which each process of tests would spend.
+    """Return the inputs of a data set, each with mean 0 and variance 1, and its labels."""
+    from sklearn import datasets  # Here, because the import takes a second in each process of the tests.
 
     data = getattr(datasets, name)()
     x, y = data.data, data.target
@@ -92,27 +98,32 @@ def digits():
     return params, loss, [torch.randperm(len(x), generator=draw)[:256] for _ in range(150)]
 
 
-OWN = {"nearest", "stochastic", "adamw_8bit", "lion", "lamb", "schedule_free"}
-"""The names of optimizers that torch does not have."""
+NOT_IN_TORCH = {"nearest", "stochastic", "adamw_8bit", "lion", "lamb", "schedule_free"}
 
 PROBLEMS = {quadratic: 1e-3, rosenbrock: 0.05, logistic_regression: 0.12, digits: 0.03}
-"""What is to be left of the loss."""
+"""Problem -> the final loss divided by the initial loss must be below this.
 
-setup = cache(lambda problem: problem())
+A problem is a function that returns the parameters, the loss function and the batches.
+"""
 
 
-def rest(name, problem, dtype, rate):
-    """The share of the loss at the start that is left at the end."""
+@cache
+def setup(problem):
+    return problem()
+
+
+def remaining_loss(name, problem, dtype, rate):
+    """Return the final loss divided by the initial loss."""
     params, loss, batches = setup(problem)
     optimizer = OPTIMIZERS[name](ft.schedules.warmup_linear(rate, len(batches) // 10, len(batches)))
     if name in MATRICES_ONLY and any(leaf.ndim != 2 for leaf in tree.leaves(params)):
         parts = {"matrices": optimizer, "rest": optim.adamw(0.02)}
         optimizer = optim.partition(parts, lambda _, leaf: "matrices" if leaf.ndim == 2 else "rest")
-    learns = problem in (logistic_regression, digits)
+    has_data = problem in (logistic_regression, digits)
     step = ft.donated(ft.train_step(loss, optimizer))
-    if dtype == torch.bfloat16 and learns:
+    if dtype == torch.bfloat16 and has_data:
         step = ft.with_amp("bf16")(step)
-    state = step.init(tree.clone(params) if learns else tree.cast(params, dtype))
+    state = step.init(tree.clone(params) if has_data else tree.cast(params, dtype))
     for batch in batches:
         state, _ = step(state, batch)
     final_params = state.params
@@ -123,7 +134,7 @@ def rest(name, problem, dtype, rate):
 
 @pytest.mark.parametrize(
     ("problem", "dtype"),
-    # Parameters and moments in bfloat16 once, mixed precision once.
+    # One problem has parameters and moments in bfloat16, and one is in mixed precision.
     [
         (quadratic, torch.bfloat16),
         *exhaustive_rows(
@@ -138,19 +149,19 @@ def rest(name, problem, dtype, rate):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gets_to_the_bottom(name, problem, dtype):
+def test_solves_the_problem(name, problem, dtype):
     check(name, problem, dtype)
 
 
-# The others equal those of torch, which `tests/parity` shows.
-@pytest.mark.parametrize("name", choose([*OPTIMIZERS], OWN))
+# The other optimizers equal those of torch, as `tests/parity` tests.
+@pytest.mark.parametrize("name", choose([*OPTIMIZERS], NOT_IN_TORCH))
 def test_learns_the_digits(name):
     check(name, digits, torch.float32)
 
 
 def check(name, problem, dtype):
     rate = RATES[name][list(PROBLEMS).index(problem)]
-    assert rest(name, problem, dtype, rate) < PROBLEMS[problem]
+    assert remaining_loss(name, problem, dtype, rate) < PROBLEMS[problem]
 
 
 def test_every_optimizer_has_its_rates():

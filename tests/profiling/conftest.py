@@ -1,4 +1,4 @@
-"""Short turns, and no garbage collection before them: these tests do not depend on the times."""
+"""Make races short for these tests, which do not depend on the measured times."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""A small model of blocks, whose activations are larger than its state; and races with given times."""
+"""A small model of blocks whose activations are larger than its state, and stand-ins for races and predictions."""
 
 import torch
 from torch import nn
@@ -36,42 +36,42 @@ def batch(length=64, width=16):
     return {name: torch.randn(length, width, generator=draw) for name in ("x", "y")}
 
 
-def kept(state, inputs):
-    """Return a copy of both, to compare them with later."""
-    return tree.clone((state, inputs))
-
-
-def assert_untouched(state, inputs, before):
+def assert_unchanged(state, inputs, before):
+    """Check that both have the same bits as in `before`, an earlier copy of `(state, inputs)`."""
     for a, b in zip(tree.leaves((state, inputs)), tree.leaves(before), strict=True):
         assert torch.equal(a, b)
 
 
-KNOWN = {}
+PREDICTIONS = {}
 
 
-def remembered(anatomy):
-    """Return `anatomy` with a cache for predictions, which depend only on the step and on shapes."""
+def with_cache(anatomy):
+    """Return `anatomy` with a cache for predictions, which depend only on the step, the shapes and the files."""
 
     def cached(step, state, batch, *, measure=True):
         if measure:
             return anatomy(step, state, batch)
-        shapes = [tree.signature((part.params, part.opt_state)) for part in (state,) if part is not None]
-        places = [is_in_file(leaf) for leaf in tree.leaves(state)]
-        key = repr(step), repr((shapes, tree.signature(batch), places))
-        if key not in KNOWN:
-            KNOWN[key] = anatomy(step, state, batch, measure=False)
-        return KNOWN[key]
+        shapes = None if state is None else tree.signature((state.params, state.opt_state))
+        in_files = [is_in_file(leaf) for leaf in tree.leaves(state)]
+        key = repr(step), repr((shapes, tree.signature(batch), in_files))
+        if key not in PREDICTIONS:
+            PREDICTIONS[key] = anatomy(step, state, batch, measure=False)
+        return PREDICTIONS[key]
 
     return cached
 
 
 def scripted(times):
-    """Return a race with given times: name -> seconds, a list of seconds, or an error; one second for other names."""
+    """Return a stand-in for `race` with fixed results.
+
+    `times` maps a name to seconds, to the seconds of each round, or to an error; other names take one second. It may
+    also be a function of the name and the racer.
+    """
 
     def race(racers, rounds, *, is_result):
         results = {}
         for key, racer in racers.items():
-            name = getattr(key, "name", key)  # The ladder races techniques.
+            name = getattr(key, "name", key)  # The keys of the ladder are techniques.
             result = times(name, racer) if callable(times) else times.get(name, 1.0)
             if isinstance(result, Exception) and not is_result(key, result):
                 raise result

@@ -1,4 +1,4 @@
-"""Where memory goes: what is predicted is what the profiler of torch measures, and what is known by hand."""
+"""Anatomy: the predicted memory equals the memory that torch's profiler measures, or that is computed by hand."""
 
 import dataclasses
 import functools
@@ -36,12 +36,8 @@ class Block(nn.Module):
     def __init__(self, width, causal):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.drop, self.causal = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-            nn.Dropout(0.1),
-            causal,
-        )
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        self.causal = causal
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
@@ -64,6 +60,7 @@ class Transformer(nn.Module):
 
 
 def words(causal):
+    """Return the loss of a small Transformer, and a batch."""
     draw = torch.Generator().manual_seed(0)
     batch = {"x": torch.randint(512, (8, 64), generator=draw)}
     loss = ft.from_module(
@@ -74,6 +71,8 @@ def words(causal):
 
 
 def images():
+    """Return the loss of a small convolutional net, and a batch."""
+
     def stage(a, b):
         return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
 
@@ -111,14 +110,16 @@ def build(model, wrapper, optimizer=None, **options):
     loss, batch = MODELS[model]()
     wrappers = WRAPPERS[wrapper]
     if model == "convnet":
-        kind = {"dots": {"policy": "dots"}, "budget": {"budget": 0.5}}.get(wrapper, {})
-        wrappers = [ft.remat(**kind, blocks=["0", "1"]) if each.name == "remat" else each for each in wrappers]
+        # Its stages are no repeated blocks that `remat` can find by itself.
+        remat_options = {"dots": {"policy": "dots"}, "budget": {"budget": 0.5}}.get(wrapper, {})
+        remat = ft.remat(**remat_options, blocks=["0", "1"])
+        wrappers = [remat if each.name == "remat" else each for each in wrappers]
     step = ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3), **options), *wrappers)
     return step, batch
 
 
 class LivePeak(TorchDispatchMode):
-    """The most bytes of live tensors in a real run, without what kernels allocate for their own use."""
+    """Records the most bytes of live tensors in a real run, without the memory that kernels allocate for themselves."""
 
     def __init__(self, trees):
         super().__init__()
@@ -127,9 +128,13 @@ class LivePeak(TorchDispatchMode):
 
     def add(self, trees):
         for leaf in tree.leaves(trees):
-            if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) not in self.live:
-                self.live[key] = leaf.untyped_storage().nbytes()
-                weakref.finalize(leaf.untyped_storage(), self.live.pop, key)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            key = storage._cdata
+            if key not in self.live:
+                self.live[key] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, key)
         self.peak = max(self.peak, sum(self.live.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -139,7 +144,7 @@ class LivePeak(TorchDispatchMode):
 
 
 def live_peak(step, state, batch):
-    """The peak of the live tensors of a step that runs eagerly."""
+    """Return the peak of the live tensors of a step that runs eagerly."""
     if step.donate:
         state = tree.clone(state)
     state = dataclasses.replace(state, step=0, rng=None)
@@ -150,12 +155,12 @@ def live_peak(step, state, batch):
     return mode.peak
 
 
-# With one model each wrapper, some only within the stack; with the others some that depend on their operations.
 CHOSEN = {
     "gpt": {"plain", "fp16", "attention", "budget", "update in backward", "clip within", "watched", "all", "others"},
     "bert": {"remat"},
     "convnet": {"plain", "bf16", "remat"},
 }
+"""The cases of `make test`: with one model every wrapper, some only within a stack; with the others a few."""
 
 
 @pytest.mark.parametrize(
@@ -165,17 +170,17 @@ CHOSEN = {
         for model, wrapper in itertools.product(MODELS, WRAPPERS)
     ],
 )
-def test_the_predicted_peak_is_the_measured_one(model, wrapper):
+def test_the_predicted_peak_equals_the_measured_one(model, wrapper):
     step, batch = build(model, wrapper)
     state = step.init()
-    kept = tree.clone(state)
+    before = tree.clone(state)
     anatomy = ft.anatomy(step, state, batch)
     assert anatomy.peak == sum(anatomy.at_peak.values())
     assert anatomy.measured_ratio == anatomy.measured / anatomy.peak
-    for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
+    for a, b in zip(tree.leaves(before), tree.leaves(state), strict=True):
         assert torch.equal(a, b)
     if model == "convnet":
-        # What kernels of convolutions allocate for their own use differs from one CPU to another.
+        # The memory that kernels of convolutions allocate for themselves differs from one CPU to another.
         assert anatomy.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
         assert anatomy.measured > 0.995 * anatomy.peak
     else:
@@ -197,7 +202,7 @@ def upscaled():
     return nn.Sequential(nn.Conv2d(8, 16, 3, 1, 1), nn.Upsample(scale_factor=2), nn.Conv2d(16, 4, 3, 1, 1))
 
 
-FILTERS = {
+CONVOLUTIONS = {
     "to a few channels": (
         lambda: nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.ReLU(), nn.Conv2d(32, 3, 3, 1, 1)),
         (8, 3, 48, 48),
@@ -211,13 +216,13 @@ FILTERS = {
 @pytest.mark.parametrize(
     ("name", "wrapper"),
     [
-        *((name, "plain") for name in FILTERS),
+        *((name, "plain") for name in CONVOLUTIONS),
         ("upscaled", "fp16"),
-        *exhaustive_rows((name, "fp16") for name in FILTERS if name != "upscaled"),
+        *exhaustive_rows((name, "fp16") for name in CONVOLUTIONS if name != "upscaled"),
     ],
 )
-def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
-    make, shape = FILTERS[name]
+def test_the_memory_of_other_convolutions_is_predicted(name, wrapper):
+    make, shape = CONVOLUTIONS[name]
     loss = ft.from_module(make(), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *WRAPPERS[wrapper])
     state, batch = step.init(), {"x": torch.randn(shape)}
@@ -228,7 +233,7 @@ def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "remat", *exhaustive(["fp16", "bf16", "accumulate"])])
-def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
+def test_the_memory_of_residual_convolutions_is_predicted(wrapper):
     body = nn.Sequential(Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2))
     model = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
     loss = ft.from_module(model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
@@ -250,7 +255,7 @@ def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
         pytest.param("bert", (ft.with_amp("bf16"),), {"lowering": "whole"}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrappers, options):
+def test_a_compiled_step_takes_at_most_the_predicted_memory(model, wrappers, options):
     if model == "small":
         step, batch = problem.make(*wrappers, width=64), problem.batch(512, 64)
     else:
@@ -265,7 +270,7 @@ def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrappers, option
 
 
 def test_the_measured_ratio_of_a_compiled_step_by_hand():
-    """One kernel reads the parameters and the batch, and writes the new parameters; eagerly there are activations."""
+    """The one compiled kernel holds the parameters, the batch and the new parameters, and no activations."""
     size = 100_000
     step = ft.train_step(lambda params, batch: (params["w"] * batch).cos().exp().sum(), optim.sgd(0.1))
     state, batch = step.init({"w": torch.randn(size)}), torch.randn(size)
@@ -287,19 +292,19 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
 
 OPTIONS = {}, {"lowering": "split"}, {"lowering": "whole", "donate": True}
 COMPILED = {("gpt", "bf16"): OPTIONS, ("bert", "accumulate"): (), ("convnet", "remat"): ()}
-"""Each way to compile with one model; the other models only `make test-all` runs."""
+"""`make test` runs each way to compile with one model, and `make test-all` with the other models too."""
 
 
 @pytest.mark.parametrize(
     ("model", "wrapper", "options"),
     [
-        pytest.param(*names, options, marks=[] if options in every_time else pytest.mark.exhaustive)
-        for names, every_time in COMPILED.items()
+        pytest.param(*case, options, marks=[] if options in chosen else pytest.mark.exhaustive)
+        for case, chosen in COMPILED.items()
         for options in OPTIONS
     ],
     ids=str,
 )
-def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, wrapper, options, monkeypatch):
+def test_a_compiled_step_is_predicted_as_the_eager_one_without_compilation(model, wrapper, options, monkeypatch):
     step, batch = build(model, wrapper)
     compiled = ft.compiled(**options)(step)
     eager = ft.donated()(step) if options.get("donate") else step
@@ -309,23 +314,23 @@ def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, 
 
     monkeypatch.setattr(torch, "compile", never)
     monkeypatch.setattr(capture, "capture", never)
-    plain, actual = (ft.anatomy(each, each.init(), batch, measure=False) for each in (eager, compiled))
+    expected, actual = (ft.anatomy(each, each.init(), batch, measure=False) for each in (eager, compiled))
     assert actual.compiled
-    assert not plain.compiled
+    assert not expected.compiled
     assert actual.measured_ratio is None
-    assert {**actual.as_dict(), "compiled": False} == plain.as_dict()
+    assert {**actual.as_dict(), "compiled": False} == expected.as_dict()
     assert "predicted as if the step ran eagerly; compiled, it usually takes less\n" in repr(actual)
 
 
 def test_a_constant_that_the_loss_holds_is_not_counted():
-    """What is measured beyond the prediction is the state of torch's generator, which a step saves and restores."""
+    """The measurement exceeds the prediction only by the state of torch's generator, which a step saves."""
     table = torch.randn(1000, 64)
     step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
     anatomy = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
     assert anatomy.measured - anatomy.peak == torch.default_generator.get_state().nbytes < table.nbytes / 10
 
 
-def test_a_linear_layer_by_hand():
+def test_the_memory_of_linear_layers_by_hand():
     model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Tanh(), nn.Linear(200, 50, bias=False))
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.train_step(loss, optim.adamw(1e-3))
@@ -336,25 +341,25 @@ def test_a_linear_layer_by_hand():
         {"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3
     )
     assert anatomy.at_peak["batch"] == 4 * 32 * 100
-    # Of the tanh and of the last layer, what their gradients need; the input of the first one is the batch.
+    # The outputs of the tanh and of the last layer, which the backward pass needs; the first input is the batch.
     assert anatomy.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
-    # The first layer needs no gradient of its input.
+    # The first layer computes no gradient of its input.
     assert anatomy.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
     assert anatomy.measured is None
     assert anatomy.overhead is None
 
 
-def test_the_contractions_are_those_that_torch_counts():
+def test_the_flops_of_contractions_equal_those_that_torch_counts():
     step, batch = build("bert", "plain")
     state = step.init()
     with FlopCounterMode(display=False) as counter:
         step(state, batch)
     counts = counter.get_flop_counts()["Global"]
-    anatomy = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
+    actual = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
     expected = sum(counts.values())
-    # Torch does not count its attention on CPUs: two products, and five on the way back, of 64 x 64 for each head.
+    # Torch does not count its attention on CPUs: for each head two matmuls, and five in the backward pass.
     attention = 0 if any("attention" in str(name) for name in counts) else 2 * 7 * 2 * 8 * 64 * 64 * 64
-    assert anatomy == expected + attention
+    assert actual == expected + attention
 
 
 @pytest.mark.parametrize(
@@ -373,25 +378,26 @@ def test_the_groups_of_operations(group, names):
     assert {name: group_of(name) for name in names.split()} == dict.fromkeys(names.split(), group)
 
 
-def test_products_that_torch_does_not_count():
+def test_products_of_vectors_are_counted():
     step = ft.train_step(lambda params, batch: (batch @ params["w"]) @ (batch @ params["w"]), optim.sgd(0.1))
     anatomy = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
-    # Two of a matrix and a vector with their gradients, and one of two vectors, whose gradient is a product by element.
+    # Two products of a matrix and a vector and their gradients; one of two vectors, whose gradient is no contraction.
     assert anatomy.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
-def test_the_products_of_a_recurrent_layer_by_hand():
+def test_the_flops_of_a_recurrent_layer_by_hand():
     layers = nn.LSTM(12, 16, 2, bidirectional=True)
     step = ft.train_step(ft.from_module(layers, lambda model, batch: model(batch)[0].square().mean()), optim.sgd(0.1))
-    positions, matrices = 5 * 3, sum(each.numel() for each in layers.parameters() if each.ndim == 2)
+    positions = 5 * 3
+    weights = sum(param.numel() for param in layers.parameters() if param.ndim == 2)
     anatomy = ft.anatomy(step, step.init(), torch.randn(5, 3, 12), measure=False)
-    # One kernel has the gradient of its input too, whether or not it is needed.
-    assert anatomy.flops[CONTRACTION] == 3 * 2 * positions * matrices
+    # The kernel always computes the gradient of its input too.
+    assert anatomy.flops[CONTRACTION] == 3 * 2 * positions * weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_products_of_experts_in_every_dtype(dtype):
-    """Each row of a batch is multiplied by the matrix of one expert."""
+def test_the_flops_of_a_grouped_matmul_in_each_dtype(dtype):
+    """It multiplies each row by the matrix of one expert."""
     rows, width, outputs, experts = 32, 16, 8, 4
     ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
     first = nn.Parameter(torch.randn(experts, width, width, dtype=dtype))
@@ -408,7 +414,7 @@ def test_the_products_of_experts_in_every_dtype(dtype):
 
 
 def test_the_known_bytes_per_parameter():
-    """16 of float32 AdamW, 18 in mixed precision, 4 + 4 of SGD, 2 + 4 + 2 in bfloat16."""
+    """16 for float32 AdamW, 18 in mixed precision, 4 + 4 for SGD, and 2 + 4 + 2 for AdamW in bfloat16."""
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     batch = torch.randn(4, 128)
 
@@ -423,20 +429,21 @@ def test_the_known_bytes_per_parameter():
     assert bytes_of(optim.adamw(1e-3), dtype=torch.bfloat16) == pytest.approx(8, rel=1e-3)
 
 
-def test_remat_keeps_the_inputs_of_blocks_alone():
-    plain, rematerialised = (ft.anatomy(*init(build("gpt", name)), measure=False) for name in ("plain", "remat"))
-    inside = 8 * 64 * 64 * 4
+def test_remat_keeps_only_the_inputs_of_blocks():
+    plain = ft.anatomy(*with_state(*build("gpt", "plain")), measure=False)
+    rematerialised = ft.anatomy(*with_state(*build("gpt", "remat")), measure=False)
+    input_bytes = 8 * 64 * 64 * 4
     for number in range(2):
-        assert plain.activations[f"blocks.{number}"] > 8 * inside
+        assert plain.activations[f"blocks.{number}"] > 8 * input_bytes
     assert rematerialised.most["activations"] < plain.most["activations"] / 2
     assert rematerialised.flops["tensor contractions"] > plain.flops["tensor contractions"]
 
 
-def test_what_runs_after_a_recomputed_block_is_no_part_of_it():
+def test_the_update_after_a_recomputed_block_belongs_to_no_module():
     step, batch = build("gpt", "remat")
     step = ft.accumulate(2)(step)
-    anatomy = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
-    assert {each.module for each in anatomy if each.phase == "update"} == {""}
+    allocations = ft.anatomy(step, step.init(), batch, measure=False).timeline.allocations
+    assert {allocation.module for allocation in allocations if allocation.phase == "update"} == {""}
 
 
 class Distilled(nn.Module):
@@ -446,12 +453,12 @@ class Distilled(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            taught = self.teacher(x)
-        return F.mse_loss(self.student(x), taught)
+            target = self.teacher(x)
+        return F.mse_loss(self.student(x), target)
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),)], ids=["whole", "in microbatches"])
-def test_what_a_loss_computes_without_a_gradient_is_no_gradient(wrappers):
+def test_tensors_that_a_loss_computes_under_no_grad_are_no_gradients(wrappers):
     step = ft.train_step(ft.from_module(Distilled(), lambda model, batch: model(batch)), optim.sgd(0.1))
     step = ft.compose(step, *wrappers)
     anatomy = ft.anatomy(step, step.init(), torch.randn(256, 64), measure=False)
@@ -460,7 +467,7 @@ def test_what_a_loss_computes_without_a_gradient_is_no_gradient(wrappers):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
-def test_a_sparse_tensor_takes_the_memory_of_its_parts(layout):
+def test_a_sparse_tensor_takes_the_memory_of_its_values_and_indices(layout):
     edges, inputs = getattr(torch.eye(1000), layout)(), torch.randn(1000, 4)
     loss = ft.from_module(nn.Linear(4, 4), lambda model, batch: (batch["edges"] @ model(batch["x"])).square().mean())
     step, batch = ft.train_step(loss, optim.sgd(0.1)), {"edges": edges, "x": inputs}
@@ -477,8 +484,7 @@ def test_a_nested_tensor_cannot_be_predicted():
         ft.hints(step, step.init(), rows)
 
 
-def init(built):
-    step, batch = built
+def with_state(step, batch):
     return step, step.init(), batch
 
 
@@ -492,22 +498,23 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     assert anatomy.most["frozen parameters"] > head
 
 
-def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp_path):
+def test_a_state_in_files_takes_no_memory_whether_it_exists_or_is_planned(tmp_path):
     step, batch = problem.make(ft.donated(), width=64), problem.batch(8, 64)
     plain = ft.anatomy(step, step.init(), batch, measure=False)
-    for least in (1, 2**15):
-        away = ft.offload("opt_state", directory=tmp_path, min_bytes=least)(step)
-        there, none, outlined = (
-            ft.anatomy(away, state, batch, measure=False)
-            for state in (away.init(), None, Original(step, step.init()).outline(away))
+    for min_bytes in (1, 2**15):
+        offloaded = ft.offload("opt_state", directory=tmp_path, min_bytes=min_bytes)(step)
+        in_files, planned, outlined = (
+            ft.anatomy(offloaded, state, batch, measure=False)
+            for state in (offloaded.init(), None, Original(step, step.init()).outline(offloaded))
         )
-        assert there.at_peak == none.at_peak == outlined.at_peak
+        assert in_files.at_peak == planned.at_peak == outlined.at_peak
         moments = [leaf.nbytes for leaf in tree.leaves(step.init().opt_state)]
-        assert there.at_rest["optimizer state"] == pytest.approx(sum(m for m in moments if m < least), abs=16)
-        assert plain.at_rest.total() - there.at_rest.total() == sum(m for m in moments if m >= max(least, 5))
+        assert in_files.at_rest["optimizer state"] == pytest.approx(sum(m for m in moments if m < min_bytes), abs=16)
+        # The count, of 4 bytes, always stays in memory.
+        assert plain.at_rest.total() - in_files.at_rest.total() == sum(m for m in moments if m >= max(min_bytes, 5))
 
 
-def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
+def test_the_files_of_a_new_state_take_no_memory(tmp_path):
     """Without donation there are two states, and so two sets of files."""
     size = 100_000
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adamw(1e-3))
@@ -516,8 +523,10 @@ def test_the_files_of_a_new_state_are_no_memory_either(tmp_path):
     assert anatomy.measured_ratio == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
-def test_fused_updates_take_no_memory_either(optimizer):
+@pytest.mark.parametrize(
+    "optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda optimizer: optimizer.text
+)
+def test_the_prediction_of_a_fused_update_allocates_nothing(optimizer):
     with torch.device("meta"):
         model = nn.Linear(100_000, 1_000_000, bias=False)
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
@@ -526,7 +535,7 @@ def test_fused_updates_take_no_memory_either(optimizer):
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(donate=True),)], ids=["eager", "compiled"])
-def test_a_model_that_no_machine_holds(wrappers):
+def test_a_model_larger_than_the_memory_of_the_machine_is_predicted(wrappers):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
@@ -539,7 +548,7 @@ def test_a_model_that_no_machine_holds(wrappers):
     assert all(leaf.is_meta for leaf in model.parameters())
 
 
-def test_a_loss_that_draws_and_an_optimizer_that_draws():
+def test_a_loss_and_an_optimizer_that_draw_random_numbers():
     def loss(params, batch, rng):
         return ft.random.dropout(rng, params["w"], 0.5).sum() * batch
 
@@ -553,7 +562,7 @@ def test_the_table_and_the_picture(tmp_path):
     step, batch = problem.make(ft.with_amp("bf16"), width=64), problem.batch(1024, 64)
     anatomy = ft.anatomy(step, step.init(), batch)
     text = repr(anatomy)
-    for part in (
+    for expected in (
         "MiB at the peak, predicted;",
         "measured (",
         "  copies in another dtype",
@@ -562,7 +571,7 @@ def test_the_table_and_the_picture(tmp_path):
         "FLOP/step",
         "  tensor contractions",
     ):
-        assert part in text
+        assert expected in text
     assert text.count(" ms ") == len(GROUPS)
     assert "The times are of" not in text
     assert f"measured beyond that {anatomy.overhead / 2**20:>18,.1f} MiB  what the framework" in text
@@ -590,7 +599,7 @@ def test_a_picture_without_matplotlib(monkeypatch):
         anatomy.plot()
 
 
-def test_what_anatomy_refuses():
+def test_anatomy_refuses_other_steps_and_states():
     step, batch = problem.make(), problem.batch(4)
     with pytest.raises(ComposeError, match="anatomy: the step is function; needs a Step"):
         ft.anatomy(lambda state, batch: (state, {}), step.init(), batch)
@@ -601,24 +610,26 @@ def test_what_anatomy_refuses():
         ft.anatomy(step, pure.init({"w": torch.ones(1)}), batch)
 
 
-class Keeping(nn.Module):
-    """Makes a table when it runs for the first time, and keeps it: in an attribute, a list or a dict."""
+class WithCache(nn.Module):
+    """Makes a table in its first run, and keeps it in an attribute, a list or a dict."""
 
     def __init__(self, place):
         super().__init__()
-        self.inner, self.table, self.place, self.kept = nn.Linear(4, 4), None, place, place()
+        self.inner, self.place = nn.Linear(4, 4), place
+        self.table, self.tables_list, self.tables_dict = None, [], {}
 
     def forward(self, x):
-        known = self.table if self.place is type(None) else next(iter(self.kept), None)
-        if known is None:
-            known = torch.arange(4.0).cos()
-            if self.place is list:
-                self.kept.append(known)
-            elif self.place is dict:
-                self.kept[known] = known
+        tables = {"attribute": self.table, "list": self.tables_list, "dict": self.tables_dict}[self.place]
+        table = tables if self.place == "attribute" else next(iter(tables), None)
+        if table is None:
+            table = torch.arange(4.0).cos()
+            if self.place == "list":
+                self.tables_list.append(table)
+            elif self.place == "dict":
+                self.tables_dict[table] = table
             else:
-                self.table = known
-        return self.inner(x) * known
+                self.table = table
+        return self.inner(x) * table
 
 
 RUNS = {
@@ -629,38 +640,38 @@ RUNS = {
     "budget": lambda step, state, batch: ft.remat(budget=0.5)(step)(state, batch),
     "captured": lambda step, state, batch: ft.compiled(backend="eager")(ft.remat()(step))(state, batch),
 }
-
-
-PLACES = {"attribute": type(None), "list": list, "dict": dict}
+PLACES = ["attribute", "list", "dict"]
 
 
 @pytest.mark.parametrize(
     ("run", "place"),
     [
-        # Each place after one run, and each run with one place.
+        # `make test` runs each place with one way to run, and each way to run with one place.
         pytest.param(
             run,
             place,
-            id=f"{run}-{name}",
-            marks=[] if run == "predicted" or name == "list" else pytest.mark.exhaustive,
+            marks=[] if run == "predicted" or place == "list" else pytest.mark.exhaustive,
         )
         for run in RUNS
-        for name, place in PLACES.items()
+        for place in PLACES
     ],
 )
-def test_no_tensor_without_values_stays_in_the_model(run, place):
-    """It would be what the next run, a real one, computes with."""
+def test_no_fake_tensor_stays_in_the_model(run, place):
+    """The next real run would compute with it."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(Keeping(place)) for _ in range(2)))
+    model = nn.Sequential(*(nn.Sequential(WithCache(place)) for _ in range(2)))
     step = ft.train_step(ft.from_module(model, lambda model, batch: model(batch).square().mean()), optim.sgd(0.1))
     state, batch = step.init(), torch.ones(2, 4)
     RUNS[run](step, state, batch)
     new, metrics = step(state, batch)
     assert {type(leaf) for leaf in tree.leaves((new, metrics))} <= {torch.Tensor, float}
-    assert {type(part.table) for part in model.modules() if isinstance(part, Keeping)} <= {type(None), torch.Tensor}
+    assert {type(module.table) for module in model.modules() if isinstance(module, WithCache)} <= {
+        type(None),
+        torch.Tensor,
+    }
 
 
-def test_a_step_is_predicted_while_anomalies_are_detected():
+def test_a_step_is_predicted_under_anomaly_detection():
     step, batch = problem.make(), problem.batch(4)
     with torch.autograd.set_detect_anomaly(True):
         assert ft.anatomy(step, step.init(), batch, measure=False).peak > 0
@@ -668,8 +679,8 @@ def test_a_step_is_predicted_while_anomalies_are_detected():
 
 
 @pytest.mark.parametrize("starts_before", [True, False])
-def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_before):
-    """Torch calls its hooks of all modules in all threads."""
+def test_a_module_that_another_thread_runs_is_not_tracked(starts_before):
+    """Torch calls the global module hooks in all threads."""
     inside, finish, errors = threading.Event(), threading.Event(), []
 
     class Waiting(nn.Module):
@@ -684,7 +695,7 @@ def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_befor
             errors.append(error)
 
     model = nn.Sequential(Waiting())
-    model[0].register_forward_hook(lambda *arguments: None)  # With one, torch looks for the hooks of all modules later.
+    model[0].register_forward_hook(lambda *arguments: None)  # With it, torch looks for global hooks later.
     thread, running = threading.Thread(target=run), RunningModule(model)
     if starts_before:
         thread.start()
@@ -699,7 +710,7 @@ def test_modules_that_another_thread_runs_are_not_those_of_the_step(starts_befor
     assert not errors
 
 
-def test_a_profiler_that_runs_already_is_not_ended():
+def test_a_profiler_that_already_runs_is_not_stopped():
     step, batch = problem.make(), problem.batch(4)
     state = step.init()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -721,17 +732,18 @@ def test_a_profiler_that_runs_already_is_not_ended():
     ],
     ids=["anatomy begins", "anatomy", "hints", "budget", "compiled"],
 )
-def test_an_interrupt_within_a_mode_of_torch_leaves_no_setting_of_it(run, number, where, monkeypatch):
-    """Torch enters its mode of fake tensors again for many operations, and an error there may end the process."""
+def test_an_interrupt_within_a_mode_of_torch_leaves_no_mode_active(run, number, where, monkeypatch):
+    """Torch enters its fake tensor mode again for many operations, and an error there may abort the process."""
     step, batch = problem.make(), problem.batch(4)
-    state, method, left = step.init(), getattr(FakeTensorMode, where), itertools.count(-number)
-    seen = []
+    state, method = step.init(), getattr(FakeTensorMode, where)
+    calls = itertools.count()
+    events = []
 
     def interrupted(mode, *error):
         returned = method(mode, *error) if where == "__enter__" else None
-        if next(left) == 0:
+        if next(calls) == number:
             signal.raise_signal(signal.SIGINT)
-            seen.append("went on")
+            events.append("continued")
         return returned if where == "__enter__" else method(mode, *error)
 
     with monkeypatch.context() as patched:
@@ -743,7 +755,7 @@ def test_an_interrupt_within_a_mode_of_torch_leaves_no_setting_of_it(run, number
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         finally:
             signal.signal(signal.SIGINT, handler)
-    assert seen == ["went on"]
+    assert events == ["continued"]
     assert not active_modes()
     assert not torch._C._only_lift_cpu_tensors()
     step(state, batch)
@@ -751,31 +763,31 @@ def test_an_interrupt_within_a_mode_of_torch_leaves_no_setting_of_it(run, number
 
 def test_the_third_interrupt_acts_at_once():
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    seen = []
+    interrupts = []
 
-    def press():
+    def interrupt_repeatedly():
         with uninterrupted():
             for number in range(4):
-                seen.append(number)
+                interrupts.append(number)
                 signal.raise_signal(signal.SIGINT)
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            press()
+            interrupt_repeatedly()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert seen == [0, 1, 2]
+    assert interrupts == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["__enter__", "__exit__"])
-def test_an_interrupt_while_torch_starts_or_ends_its_profiler_does_not_leave_it_on(where, monkeypatch):
+def test_an_interrupt_while_torch_starts_or_stops_its_profiler_does_not_leave_it_on(where, monkeypatch):
     step, batch = build("gpt", "plain")
-    state, started = step.init(), torch.profiler.profile.__enter__
+    state, start_profiler = step.init(), torch.profiler.profile.__enter__
 
     def interrupted(profiler, *error):
         if where == "__enter__":
-            started(profiler)
+            start_profiler(profiler)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -786,7 +798,7 @@ def test_an_interrupt_while_torch_starts_or_ends_its_profiler_does_not_leave_it_
     assert ft.anatomy(step, state, batch).measured_ratio == pytest.approx(1, abs=0.05)
 
 
-def test_a_step_that_asks_for_a_value_cannot_be_predicted():
+def test_a_step_that_reads_a_value_cannot_be_predicted():
     def loss(params, batch):
         total = (params["w"] * batch).sum()
         return total * 2 if bool(total.detach() > 0) else total
@@ -799,13 +811,13 @@ def test_a_step_that_asks_for_a_value_cannot_be_predicted():
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": (1, 2)}])
-def test_tune_asks_for_the_state_of_a_step_without_a_module(options):
+def test_tune_needs_a_state_for_a_step_without_a_module(options):
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
     with pytest.raises(StructureError, match=r"^tune: .* has no module; pass a state: tune\(step, step\.init"):
         ft.tune(step, None, torch.ones(4), memory="1GB", **options)
 
 
-def test_a_step_with_an_operation_that_has_no_fake_form_cannot_be_predicted():
+def test_a_step_with_an_operation_without_a_fake_implementation_cannot_be_predicted():
     library = torch.library.Library("ftrain_test", "FRAGMENT")
     library.define("only_real(Tensor x) -> Tensor")
     library.impl("only_real", torch.clone, "CPU")
@@ -821,7 +833,7 @@ def test_a_step_with_an_operation_that_has_no_fake_form_cannot_be_predicted():
 
 
 @pytest.mark.parametrize(("inner", "sets"), [((), 1), ((ft.clip(1.0),), 2)], ids=["added up", "clipped first"])
-def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(inner, sets):
+def test_accumulation_holds_one_set_of_gradients_unless_each_is_clipped_first(inner, sets):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *inner, ft.accumulate(4), ft.donated())
@@ -830,26 +842,24 @@ def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(i
     assert sets * weights < anatomy.most["gradients"] + anatomy.most["temporaries"] < (sets + 0.3) * weights
 
 
-def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
+def test_the_activations_of_a_microbatch_are_freed_before_the_next_one():
     step, batch = build("gpt", "remat")
-    piece = tree.map(lambda leaf: leaf[:2], batch)
-    one, four = (
-        ft.anatomy(*inputs, measure=False)
-        for inputs in ((step, step.init(), piece), (ft.accumulate(4)(step), step.init(), batch))
-    )
+    microbatch = tree.map(lambda leaf: leaf[:2], batch)
+    one = ft.anatomy(step, step.init(), microbatch, measure=False)
+    four = ft.anatomy(ft.accumulate(4)(step), step.init(), batch, measure=False)
     assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
 
 
 @pytest.mark.parametrize("make", [optim.adamw_8bit, *exhaustive([functools.partial(optim.adamw, state_dtype="bf16")])])
-def test_the_operations_of_a_prediction_do_not_grow_with_a_narrow_optimizer_state(make, monkeypatch):
+def test_the_number_of_predicted_operations_is_limited_for_narrow_optimizer_states(make, monkeypatch):
     monkeypatch.setattr(grouping, "BLOCK", 2048)
 
-    def predicted(most):
-        monkeypatch.setattr(grouping, "PREDICTED_VECTORS", most)
+    def predict(max_vectors):
+        monkeypatch.setattr(grouping, "PREDICTED_VECTORS", max_vectors)
         step = ft.train_step(lambda params, batch: (batch @ params).square().mean(), make(1e-3))
         return ft.anatomy(step, step.init(torch.ones(128, 256)), torch.ones(2, 128), measure=False)
 
-    many, few = predicted(10**9), predicted(2)
+    many, few = predict(10**9), predict(2)
     assert len(few.timeline.operations) < len(many.timeline.operations) / 3
     assert few.at_rest == many.at_rest
     assert few.most["gradients"] == many.most["gradients"]

@@ -1,4 +1,4 @@
-"""Plans for ranks that do not exist: what is predicted of a mesh is what its ranks measure."""
+"""Plans for ranks that do not exist: the memory and the collectives are those that real ranks measure."""
 
 import json
 import threading
@@ -17,6 +17,7 @@ from tests.parallel.ranks import run
 from tests.profiling.test_anatomy import WRAPPERS, LivePeak, words
 
 _seeding = threading.Lock()
+"""Ranks are threads, and share torch's generator."""
 
 
 def make(wrapper, optimizer=None):
@@ -26,8 +27,8 @@ def make(wrapper, optimizer=None):
     return ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3)), *WRAPPERS[wrapper])
 
 
-class Watched(LivePeak):
-    """Also the collectives of a real run: name and bytes of the input, as the first rank sends them."""
+class WithCollectives(LivePeak):
+    """Also records the collectives of a real run: the name, and the bytes that the rank sends."""
 
     def __init__(self, trees):
         self.calls = []
@@ -40,54 +41,67 @@ class Watched(LivePeak):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            # In an exchange of vectors, a rank keeps what is for itself.
-            kept = args[2][0] * args[0].itemsize if name == "all_to_all_single" else 0
-            self.calls.append((name.removesuffix("_"), args[0].nbytes - kept))
+            # In an all-to-all, the first rank does not send the first part of its vector: that part is for itself.
+            not_sent = args[2][0] * args[0].itemsize if name == "all_to_all_single" else 0
+            self.calls.append((name.removesuffix("_"), args[0].nbytes - not_sent))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def on_ranks(make_step, batch, replicate, shard, level, reduce="fp32"):
-    """Return the least peak of the ranks with as many examples as the first one, and the collectives of that one."""
+def run_on_ranks(make_step, batch, replicate, shard, level, reduce="fp32"):
+    """Return a peak and the collectives of one step on real ranks.
+
+    The peak is the smallest one of the ranks that have as many examples as the first rank; the collectives are those of
+    the first rank.
+    """
 
     def rank(_):
         mesh = ft.parallel.mesh(replicate=replicate, shard=shard)
         step = ft.sharded(mesh, level, reduce=reduce)(make_step())
         state, _ = step(step.init(), batch)  # The first step also compares batches.
-        watched = Watched((state.params, state.frozen, state.buffers, state.opt_state, state.slots, batch))
-        with watched:
+        recorder = WithCollectives((state.params, state.frozen, state.buffers, state.opt_state, state.slots, batch))
+        with recorder:
             step(state, batch)
-        return watched.peak, watched.calls
+        return recorder.peak, recorder.calls
 
     results = run(replicate * shard, rank)
-    longest = len(batch["x"]) % len(results) or len(results)
-    # Ranks that are threads may hold what another one frees for a moment.
-    return min(peak for peak, _ in results[:longest]), results[0][1]
+    # If the ranks do not divide the batch, the first ones have one example more.
+    largest = len(batch["x"]) % len(results) or len(results)
+    # The smallest peak, because for a moment a thread may hold memory that another one is about to free.
+    return min(peak for peak, _ in results[:largest]), results[0][1]
 
 
-FEW = {
+CHOSEN = {
     ("clip", (2, 1), 0),
     ("accumulate", (2, 2), 1),
     ("bf16", (1, 2), 2),
     ("all", (2, 2), 3),
 }
-MESHES = [((1, 2), level) for level in range(4)] + [((2, 1), 0), ((1, 3), 3), ((1, 4), 3), ((2, 2), 1), ((2, 2), 3)]
+MESHES_AND_LEVELS = [((1, 2), level) for level in range(4)] + [
+    ((2, 1), 0),
+    ((1, 3), 3),
+    ((1, 4), 3),
+    ((2, 2), 1),
+    ((2, 2), 3),
+]
 
 
 @pytest.mark.parametrize(
     ("wrapper", "mesh", "level"),
     [
-        pytest.param(*case, marks=[] if case in FEW else pytest.mark.exhaustive)
+        pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.exhaustive)
         for case in [
-            (wrapper, *each) for wrapper in ("plain", "clip", "bf16", "remat", "accumulate", "all") for each in MESHES
+            (wrapper, mesh, level)
+            for wrapper in ("plain", "clip", "bf16", "remat", "accumulate", "all")
+            for mesh, level in MESHES_AND_LEVELS
         ]
     ],
 )
-def test_what_is_planned_is_what_ranks_measure(wrapper, mesh, level):
+def test_plans_equal_the_measurements_of_ranks(wrapper, mesh, level):
     batch = words(True)[1]
-    peak, calls = on_ranks(lambda: make(wrapper), batch, *mesh, level)
+    peak, calls = run_on_ranks(lambda: make(wrapper), batch, *mesh, level)
     planned = ft.anatomy(make(wrapper), None, batch, mesh=mesh, level=level)
     assert planned.peak == pytest.approx(peak, rel=0.1)
-    assert [(each.operation, each.nbytes) for each in planned.timeline.collectives] == calls
+    assert [(call.operation, call.nbytes) for call in planned.timeline.collectives] == calls
 
 
 OPTIMIZERS = {
@@ -107,7 +121,7 @@ REDUCTIONS = {
     "powersgd": ft.parallel.powersgd(2),
     "sign": ft.parallel.sign(),
 }
-FEW_TO_MOVE = [("muon", "powersgd", (2, 2), 1)]
+CHOSEN_WITH_COMPRESSION = [("muon", "powersgd", (2, 2), 1)]
 TO_MOVE = [(name, "fp32", (1, 2), level) for name in ("adafactor", "adamw_8bit", "lamb", "muon") for level in (1, 3)]
 TO_MOVE += [("adamw", name, (2, 1), level) for name in ("bf16", "fp16", "powersgd", "sign") for level in (0, 2)]
 TO_MOVE += [("adamw_8bit", "sign", (2, 2), 3), ("lamb", "bf16", (2, 2), 2), ("adafactor", "fp16", (2, 2), 3)]
@@ -115,31 +129,31 @@ TO_MOVE += [("adamw_8bit", "sign", (2, 2), 3), ("lamb", "bf16", (2, 2), 2), ("ad
 
 @pytest.mark.parametrize(
     ("optimizer", "reduce", "mesh", "level"),
-    [pytest.param(*case, marks=pytest.mark.exhaustive) for case in TO_MOVE] + FEW_TO_MOVE,
+    [pytest.param(*case, marks=pytest.mark.exhaustive) for case in TO_MOVE] + CHOSEN_WITH_COMPRESSION,
 )
-def test_leaves_that_move_whole_and_gradients_in_fewer_bytes_are_planned(optimizer, reduce, mesh, level):
+def test_optimizers_that_need_whole_leaves_and_compressed_gradients_are_planned(optimizer, reduce, mesh, level):
     batch, method = words(True)[1], REDUCTIONS[reduce]
-    peak, calls = on_ranks(lambda: make("plain", OPTIMIZERS[optimizer]()), batch, *mesh, level, method)
+    peak, calls = run_on_ranks(lambda: make("plain", OPTIMIZERS[optimizer]()), batch, *mesh, level, method)
     step = ft.sharded(ft.parallel.mesh(), 1, reduce=method)(make("plain", OPTIMIZERS[optimizer]()))
     planned = ft.anatomy(step, None, batch, mesh=mesh, level=level)
     torch.distributed.destroy_process_group()
     assert planned.peak == pytest.approx(peak, rel=0.1)
-    assert [(each.operation, each.nbytes) for each in planned.timeline.collectives] == calls
+    assert [(call.operation, call.nbytes) for call in planned.timeline.collectives] == calls
 
 
-def sent(planned):
+def bytes_sent(planned):
     return {(row.kind, row.axis): row.sent for row in planned.traffic}
 
 
-def test_what_travels_by_hand():
-    """Per rank two gradients, at level 3 up to three; between copies of the state two shards of one."""
+def test_the_bytes_sent_equal_those_computed_by_hand():
+    """Each rank sends about the size of two gradients, at level 3 of up to three; copies exchange shards."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(4)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step, batch = ft.train_step(loss, optim.adamw(1e-3)), torch.empty(512, 64, device="meta")
     size, scalars = 4 * 4 * 64 * 64, 256
 
     def planned(mesh, level, wrappers=()):
-        return sent(ft.anatomy(ft.compose(step, *wrappers), None, batch, mesh=mesh, level=level))
+        return bytes_sent(ft.anatomy(ft.compose(step, *wrappers), None, batch, mesh=mesh, level=level))
 
     assert planned((1, 8), 0)["all-reduce", "all"] == pytest.approx(2 * 7 / 8 * size, abs=scalars)
     assert planned((4, 1), 1)["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size, abs=scalars)
@@ -148,7 +162,7 @@ def test_what_travels_by_hand():
         assert once["all-gather", "shard"] == once["reduce-scatter", "shard"] == pytest.approx(7 / 8 * size)
         assert once["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size / 8, abs=scalars)
     blocks = planned((4, 8), 3)
-    # The backward pass of the first block does not need its weight, for nothing before it trains.
+    # The backward pass of the first block does not need its weight, because no layer before it trains.
     assert blocks["all-gather", "shard"] == pytest.approx((2 - 1 / 4) * 7 / 8 * size)
     assert blocks["reduce-scatter", "shard"] == pytest.approx(7 / 8 * size)
     assert blocks["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size / 8, abs=scalars)
@@ -156,16 +170,16 @@ def test_what_travels_by_hand():
     assert microbatches["all-gather", "shard"] == 4 * blocks["all-gather", "shard"]
 
 
-def test_blocks_of_lengths_that_ranks_do_not_divide_travel_padded():
+def test_shards_of_unequal_length_are_padded_before_they_are_sent():
     loss = ft.from_module(nn.Linear(5, 9, bias=False), lambda model, batch: model(batch).square().mean())
     planned = ft.anatomy(ft.train_step(loss, optim.sgd(0.1)), None, torch.zeros(8, 5), mesh=(1, 4), level=1)
-    # Blocks of 3 rows: 3, 3, 3, 0.
-    assert sent(planned)["all-gather", "shard"] == 3 * 3 * 5 * 4
+    # The four shards have 3, 3, 3 and 0 rows, and each is sent as 3 rows to 3 ranks.
+    assert bytes_sent(planned)["all-gather", "shard"] == 3 * 3 * 5 * 4
     assert planned.at_rest["parameters"] == 3 * 5 * 4
 
 
 @pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_the_state_is_that_of_the_module_of_one_device_or_of_ranks(level):
+def test_a_plan_does_not_depend_on_where_the_state_is(level):
     step, batch = make("clip"), words(True)[1]
     divided = ft.sharded(ft.parallel.mesh(), 1)(step)
     plans = [
@@ -177,18 +191,18 @@ def test_the_state_is_that_of_the_module_of_one_device_or_of_ranks(level):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_weights_that_are_numbers_of_the_program_are_planned(level):
+def test_a_mean_whose_weight_is_a_python_number_is_planned(level):
     def loss(params, batch):
         return ft.Mean((batch @ params["w"]).square().sum(), torch.tensor(float(len(batch))))
 
     step, batch = ft.train_step(loss, optim.sgd(0.1)), torch.zeros(8, 4)
     planned = ft.anatomy(step, step.init({"w": torch.zeros(4, 4)}), batch, mesh=(1, 4), level=level)
-    of_tensors = ft.train_step(lambda params, batch: replace(loss(params, batch), weight=batch.sum()), optim.sgd(0.1))
-    same = ft.anatomy(of_tensors, of_tensors.init({"w": torch.zeros(4, 4)}), batch, mesh=(1, 4), level=level)
-    assert planned.traffic == same.traffic != []
+    with_tensor = ft.train_step(lambda params, batch: replace(loss(params, batch), weight=batch.sum()), optim.sgd(0.1))
+    expected = ft.anatomy(with_tensor, with_tensor.init({"w": torch.zeros(4, 4)}), batch, mesh=(1, 4), level=level)
+    assert planned.traffic == expected.traffic != []
 
 
-def test_a_step_on_ranks_is_measured_as_it_is_and_planned_for_others():
+def test_a_sharded_step_is_measured_on_its_own_mesh_and_planned_for_another():
     step, batch = ft.sharded(ft.parallel.mesh(), 1)(make("plain")), words(True)[1]
     state = step.init()
     anatomy = ft.anatomy(step, state, batch)
@@ -201,7 +215,7 @@ def test_a_step_on_ranks_is_measured_as_it_is_and_planned_for_others():
     torch.distributed.destroy_process_group()
 
 
-def test_a_model_and_ranks_that_no_machine_holds():
+def test_a_plan_needs_neither_the_memory_of_the_model_nor_the_ranks():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(30_000, 30_000, bias=False)) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
@@ -211,14 +225,14 @@ def test_a_model_and_ranks_that_no_machine_holds():
     assert planned.params == 9 * 10**9
     assert planned.at_rest["parameters"] == pytest.approx(9e9 * 4 / 64, rel=0.01)
     assert planned.at_rest["optimizer state"] == pytest.approx(9e9 * 8 / 64, rel=0.01)
-    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2  # A few blocks, and never the model.
-    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)  # Two examples of a rank.
+    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2  # A few blocks, not the whole model.
+    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)  # Each rank has two examples.
 
 
 def test_the_table_of_a_plan():
     planned = ft.anatomy(make("clip"), None, words(True)[1], mesh=(2, 4), level=1)
     text = repr(planned)
-    for part in (
+    for expected in (
         "at the peak of one of 8 ranks (replicate=2, shard=4, level=1), predicted\n",
         "  gathered parameters",
         "MiB sent by each rank per step, if collectives are rings\n",
@@ -227,21 +241,21 @@ def test_the_table_of_a_plan():
         "  all-reduce, replicate",
         "1 calls",
     ):
-        assert part in text
+        assert expected in text
     numbers = json.loads(json.dumps(planned.as_dict()))
     assert numbers["layout"] == {"replicate": 2, "shard": 4, "level": 1}
     assert sum(row["sent"] for row in numbers["traffic"]) == sum(row.sent for row in planned.traffic) > 0
 
 
 @pytest.mark.parametrize("mesh", [8, (8,), (0, 8), (2, -1), (2, 4, 1), (True, 2), (2.0, 4), "28"])
-def test_a_mesh_that_is_none(mesh):
+def test_an_invalid_mesh_is_refused(mesh):
     with pytest.raises(
         OptionError, match=r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
     ):
         ft.anatomy(make("plain"), None, words(True)[1], mesh=mesh)
 
 
-def test_what_a_plan_refuses():
+def test_invalid_levels_and_split_compilation_are_refused():
     step, batch = make("plain"), words(True)[1]
     with pytest.raises(OptionError, match=r"anatomy: level is 1, but the step is on one device; pass mesh="):
         ft.anatomy(step, None, batch, level=1)

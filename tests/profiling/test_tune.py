@@ -1,4 +1,4 @@
-"""Tuning: what is ruled out, what is taken of the rest, and what is said when nothing is left."""
+"""Tuning: which steps are ruled out, which one is chosen of the rest, and the error when nothing fits."""
 
 import dataclasses
 import logging
@@ -14,7 +14,7 @@ from ftrain.backends.format_bytes import parse_bytes
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
 from ftrain.profiling import comparison, rates
 from ftrain.profiling.tuning import run, search
-from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
+from tests.profiling.problem import assert_unchanged, batch, make, scripted, squares, with_cache
 
 WIDTH, LENGTH = 64, 2048
 
@@ -25,18 +25,21 @@ def problem(*wrappers):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Let a step be tuned in times that are told, by pieces and policy; what makes it slow is not asked."""
+    """Return a `ft.trials` with given times, by a part of the text of the step; without hints and measured memory."""
 
     def tune(step, inputs, times=None, **options):
         def by_step(name, racer):
             text = " ".join(str(racer._step).split())
-            return next((took for mark, took in (times or {}).items() if mark in text), 1.0)
+            for part, result in (times or {}).items():
+                if part in text:
+                    return result
+            return 1.0
 
         monkeypatch.setattr(run, "race", scripted(by_step))
         monkeypatch.setattr(run, "measured_hints", lambda *inputs, **options: [])
-        for each in (run, search):
+        for module in (run, search):
             monkeypatch.setattr(
-                each, "anatomy_for", lambda function, *rest: remembered(ft.anatomy)(*rest, measure=False)
+                module, "anatomy_for", lambda function, *rest: with_cache(ft.anatomy)(*rest, measure=False)
             )
         return ft.trials(step, options.pop("state", None) or step.init(), inputs, **options)
 
@@ -44,15 +47,15 @@ def timed(monkeypatch):
 
 
 def peak(step, inputs):
-    return remembered(ft.anatomy)(step, step.init(), inputs, measure=False).peak
+    return with_cache(ft.anatomy)(step, step.init(), inputs, measure=False).peak
 
 
 def wrappers(step):
     return [each.name for each in step.wrappers]
 
 
-def verdicts(actual):
-    return {(row.microbatches, row.policy): row.verdict for row in actual.rows}
+def verdicts(trials):
+    return {(row.microbatches, row.policy): row.verdict for row in trials.rows}
 
 
 def test_with_enough_memory_a_step_stays_as_it_is(timed):
@@ -65,7 +68,7 @@ def test_with_enough_memory_a_step_stays_as_it_is(timed):
     assert trials.rows[1].verdict == "slower"
 
 
-def test_the_fastest_of_those_that_fit_is_taken(timed):
+def test_the_fastest_step_that_fits_is_chosen(timed):
     step, inputs = problem()
     limit = peak(step, inputs) - 1
     for times, chosen in (
@@ -80,11 +83,11 @@ def test_the_fastest_of_those_that_fit_is_taken(timed):
         assert next(iter(times)) in text
 
 
-def test_what_is_chosen_is_within_the_limit_as_predicted_and_as_measured(timed):
+def test_the_chosen_step_is_within_the_limit_as_predicted_and_as_measured(timed):
     step, inputs = problem()
     whole = peak(step, inputs)
     state = step.init()
-    before = kept(state, inputs)
+    before = tree.clone((state, inputs))
     for share in (0.9, 0.5):
         limit = int(share * whole)
         trials = timed(step, inputs, memory=limit, state=state)
@@ -92,10 +95,10 @@ def test_what_is_chosen_is_within_the_limit_as_predicted_and_as_measured(timed):
         assert row.step is trials.step
         assert max(row.predicted, row.measured) <= limit
         assert all(row.predicted > limit for row in trials.rows if row.verdict == "does not fit")
-    assert_untouched(state, inputs, before)
+    assert_unchanged(state, inputs, before)
 
 
-def test_the_update_is_the_same(monkeypatch):
+def test_the_tuned_step_computes_the_same_update(monkeypatch):
     monkeypatch.setattr(run, "measured_hints", lambda *inputs, **options: [])
     monkeypatch.setattr(run, "MAX_TIMED", 2)
     step, inputs = make(ft.clip(0.1), width=WIDTH, optimizer=ft.optim.sgd(0.1, momentum=0.9)), batch(512, WIDTH)
@@ -107,10 +110,10 @@ def test_the_update_is_the_same(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed):
+def test_the_accumulation_and_rematerialisation_of_the_step_may_change(timed):
     step, inputs = problem(ft.remat(), ft.accumulate(2), ft.clip(1.0))
     assert wrappers(timed(step, inputs, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
-    # As it is given it is a candidate, whatever it computes.
+    # The step as given is a candidate too.
     trials = timed(
         step,
         inputs,
@@ -120,74 +123,75 @@ def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed
     assert repr(trials.step) == repr(step)
 
 
-def test_pieces_that_are_clipped_stay_as_they_are(timed):
-    """Others would be another update."""
+def test_clipped_microbatches_do_not_change(timed):
+    """Clipping other microbatches would be another update."""
     step, inputs = problem(ft.clip(1.0), ft.accumulate(4))
     trials = timed(step, inputs, memory=peak(step, inputs) - 1)
     assert wrappers(trials.step) == ["remat", "clip", "accumulate"]
     assert {each.text for each in trials.step.wrappers} >= {"accumulate(4)", "clip(norm<=1)"}
 
 
-def test_only_whole_pieces(timed):
+def test_the_number_of_microbatches_divides_the_batch(timed):
     step, _ = problem()
     assert [row.microbatches for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
     assert [row.microbatches for row in timed(step, batch(7, WIDTH), memory="1GB").rows] == [1, 7]
     assert [row.microbatches for row in timed(step, batch(1, WIDTH), memory="1GB").rows] == [1]
 
 
-def summed(model, batch):
+def summed_squares(model, batch):
     return squares(model, batch) * batch["x"].numel()
 
 
-def of_what_counts(model, batch):
-    """A mean over the examples that count: a plain number, which does not say how many these are."""
+def weighted_mean(model, batch):
+    """Return a weighted mean as a plain number, which does not hold the total weight."""
     return ((model(batch["x"]) - batch["y"]).square().mean(1) * batch["w"]).sum() / batch["w"].sum()
 
 
-def comparing(model, batch):
-    actual = F.normalize(model(batch["x"]), dim=1) @ F.normalize(batch["y"], dim=1).T
-    return F.cross_entropy(actual, torch.arange(len(actual)))
+def contrastive(model, batch):
+    """Return a loss that compares each example with all others of the batch."""
+    logits = F.normalize(model(batch["x"]), dim=1) @ F.normalize(batch["y"], dim=1).T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
 
 
-def weighed(model, batch):
-    """The same as one that says so."""
-    return ft.Mean(of_what_counts(model, batch) * batch["w"].sum(), batch["w"].sum())
+def weighted_mean_with_weight(model, batch):
+    """Return `weighted_mean` with the total weight, so that it can be computed in microbatches."""
+    return ft.Mean(weighted_mean(model, batch) * batch["w"].sum(), batch["w"].sum())
 
 
-PIECES = {squares: 2, weighed: 2, summed: 1, of_what_counts: 1, comparing: 1}
-"""Loss -> into how many pieces its batch may be split."""
+MICROBATCHES = {squares: 2, weighted_mean_with_weight: 2, summed_squares: 1, weighted_mean: 1, contrastive: 1}
+"""Loss -> the largest number of microbatches that the test expects among the trials."""
 
 
 @pytest.mark.parametrize(
-    ("wrappers", "criterion", "pieces"),
+    ("wrappers", "criterion", "microbatches"),
     [
-        # Within autocast one loss of each kind.
+        # With autocast, `make test` takes one loss that may be split and one that may not.
         pytest.param(
             wrappers,
             criterion,
-            pieces,
-            id=f"{name}-{criterion.__name__}-{pieces}",
-            marks=pytest.mark.exhaustive if wrappers and criterion not in (squares, of_what_counts) else [],
+            microbatches,
+            id=f"{name}-{criterion.__name__}-{microbatches}",
+            marks=pytest.mark.exhaustive if wrappers and criterion not in (squares, weighted_mean) else [],
         )
         for name, wrappers in (("", ()), ("bf16", (ft.with_amp("bf16"),)))
-        for criterion, pieces in PIECES.items()
+        for criterion, microbatches in MICROBATCHES.items()
     ],
 )
-def test_a_loss_that_pieces_would_change_stays_whole(timed, criterion, pieces, wrappers):
+def test_a_loss_that_microbatches_would_change_is_not_split(timed, criterion, microbatches, wrappers):
     step = make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=criterion, drop=0.1)
     inputs = {**batch(64, WIDTH), "w": torch.arange(64.0)}
     trials = timed(step, inputs, memory="1GB")
-    assert max(row.microbatches for row in trials.rows if row.predicted) == pieces
+    assert max(row.microbatches for row in trials.rows if row.predicted) == microbatches
     refused = [row for row in trials.rows if "does not apply" in row.verdict]
-    assert len(refused) == (pieces == 1)
+    assert len(refused) == (microbatches == 1)
     if refused:
         assert "the loss of the batch is" in refused[0].verdict
         assert "return a Mean(total, weight)" in repr(trials)
 
 
-def test_a_loss_that_is_no_mean_stays_in_the_pieces_it_is_given_in(timed, monkeypatch):
+def test_the_microbatches_of_a_loss_that_is_no_mean_do_not_change(timed, monkeypatch):
     monkeypatch.setattr(search, "memory_report", lambda *step: [])
-    step = make(ft.accumulate(4), width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=summed)
+    step = make(ft.accumulate(4), width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=summed_squares)
     inputs = batch(64, WIDTH)
     trials = timed(step, inputs, memory="1GB")
     assert {row.microbatches for row in trials.rows if row.predicted} == {4}
@@ -195,7 +199,7 @@ def test_a_loss_that_is_no_mean_stays_in_the_pieces_it_is_given_in(timed, monkey
         timed(step, inputs, memory=int(1.01 * sum(leaf.nbytes for leaf in tree.leaves((step.init(), inputs)))))
 
 
-def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
+def test_a_loss_that_cannot_be_evaluated_is_taken_to_be_a_mean(timed):
     def criterion(model, batch):
         if not model.training:
             raise ValueError("for training alone")
@@ -206,25 +210,25 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
 
 
 @pytest.mark.parametrize("choice", [search.NO_REMAT, search.FULL])
-def test_two_of_many_pieces_show_how_large_all_are(choice):
+def test_the_memory_of_many_microbatches_follows_from_two(choice):
     step, inputs = problem(ft.clip(1.0))
-    actual = search.Search(step, None, inputs, "1GB")._predict(8, choice)
-    expected = ft.anatomy(actual.step, None, inputs)
-    assert actual.predicted == pytest.approx(expected.peak, rel=1e-3)
-    assert actual.flops == pytest.approx(sum(expected.flops.values()), rel=1e-2)
+    trial = search.Search(step, None, inputs, "1GB")._predict(8, choice)
+    expected = ft.anatomy(trial.step, None, inputs)
+    assert trial.predicted == pytest.approx(expected.peak, rel=1e-3)
+    assert trial.flops == pytest.approx(sum(expected.flops.values()), rel=1e-2)
 
 
-def test_a_model_without_blocks_is_cut_alone(timed):
+def test_a_model_without_blocks_is_only_split_into_microbatches(timed):
     loss = ft.from_module(torch.nn.Linear(WIDTH, WIDTH), lambda model, b: (model(b["x"]) - b["y"]).square().mean())
     step, inputs = ft.train_step(loss, ft.optim.sgd(0.1)), batch(LENGTH, WIDTH)
     trials = timed(step, inputs, memory=int(0.9 * peak(step, inputs)))
     assert verdicts(trials)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
-    # Which is said once, and not for each policy.
+    # One row says so, not a row for each policy.
     assert {row.policy for row in trials.rows} == {"none", "full"}
     assert wrappers(trials.step) == ["accumulate"]
 
 
-def test_a_model_that_no_machine_holds():
+def test_a_model_larger_than_the_memory_of_the_machine():
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(30_000, 30_000)) for _ in range(4)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
@@ -239,32 +243,32 @@ def test_a_model_that_no_machine_holds():
     assert chosen.microbatches == 2
 
 
-def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
+def test_a_step_that_measures_above_the_limit_is_not_chosen(timed, monkeypatch):
     step, inputs = problem()
     measured = comparison.Original.measured_peak
 
-    def pretending(original, candidate, *more):
+    def measured_as_large(original, candidate, *more):
         return 10**9 if not candidate.wrappers else measured(original, candidate, *more)
 
-    monkeypatch.setattr(comparison.Original, "measured_peak", pretending)
+    monkeypatch.setattr(comparison.Original, "measured_peak", measured_as_large)
     trials = timed(step, inputs, {"accumulate": 2.0}, memory="100MB")
     assert wrappers(trials.step) == ["accumulate"]
     assert verdicts(trials)[1, "none"] == "too large: 953.7 MiB measured"
 
 
-def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predicted(timed, monkeypatch):
+def test_a_step_that_is_out_of_memory_only_while_measured_is_chosen_by_its_prediction(timed, monkeypatch):
     step, inputs = problem()
 
-    def short(*inputs, **options):
+    def out_of_memory(*inputs, **options):
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(comparison, "measure", short)
+    monkeypatch.setattr(comparison, "measure", out_of_memory)
     trials = timed(step, inputs, memory="1GB")
     assert trials.rows[0].verdict == "<- fastest; not measured"
     assert trials.rows[0].measured is None
 
 
-def test_no_example_and_no_parameter_is_no_fault(timed):
+def test_an_empty_batch_and_empty_parameters_are_tuned(timed):
     step, _ = problem()
     trials = timed(step, batch(0, WIDTH), memory="1GB")
     assert [(row.microbatches, row.policy) for row in trials.rows] == [(1, "none")]
@@ -273,7 +277,7 @@ def test_no_example_and_no_parameter_is_no_fault(timed):
     assert repr(trials.step) == repr(step)
 
 
-def test_what_runs_out_of_memory_is_not_taken(timed):
+def test_a_step_that_runs_out_of_memory_is_not_chosen(timed):
     step, inputs = problem()
     oom = torch.OutOfMemoryError("on purpose")
     trials = timed(step, inputs, {"value_and_grad update": oom}, memory="100MB")
@@ -285,26 +289,26 @@ def test_what_runs_out_of_memory_is_not_taken(timed):
         timed(step, inputs, {"loss": oom}, memory="100MB")
 
 
-def test_the_memory_of_the_device_is_the_limit_unless_told(timed, monkeypatch):
+def test_the_memory_of_the_device_is_the_default_limit(timed, monkeypatch):
     step, inputs = problem()
     record, state = ft.backends.get("cpu"), step.init()
     at_rest = sum(leaf.nbytes for leaf in tree.leaves((state.params, state.opt_state, inputs)))
 
-    def having(free):
+    def set_free_memory(free):
         changed = dataclasses.replace(record, free=lambda: free)
         monkeypatch.setitem(ft.backends.registry._records, "cpu", changed)
 
-    having(10**9)
+    set_free_memory(10**9)
     assert timed(step, inputs).memory == 10**9 + at_rest
-    having(peak(step, inputs) - at_rest - 1)
+    set_free_memory(peak(step, inputs) - at_rest - 1)
     assert wrappers(timed(step, inputs).step) != []
-    having(None)
+    set_free_memory(None)
     with pytest.raises(DeviceError, match=r"tune: .* does not report its free memory; pass memory=, such as '8GB'"):
         timed(step, inputs)
 
 
-class Remembering(nn.Module):
-    """A state of the size of the batch, which cannot be cut."""
+class WithBatchSizedBuffer(nn.Module):
+    """A buffer has the length of the batch, so the model runs on no smaller one."""
 
     def __init__(self):
         super().__init__()
@@ -315,18 +319,22 @@ class Remembering(nn.Module):
         return torch.tanh(self.inner(x) + self.held).square().mean()
 
 
-def test_a_batch_that_cannot_be_cut_stays_whole():
-    step = ft.train_step(ft.from_module(Remembering(), lambda model, batch: model(batch["x"])), ft.optim.adamw(1e-3))
+def test_a_batch_that_cannot_be_split_stays_whole():
+    step = ft.train_step(
+        ft.from_module(WithBatchSizedBuffer(), lambda model, batch: model(batch["x"])), ft.optim.adamw(1e-3)
+    )
     trials = ft.trials(step, step.init(), {"x": torch.randn(8, 4)}, memory="1MB", rounds=1)
     assert trials.step is not None
     assert [row.microbatches for row in trials.rows if row.seconds] == [1]
     assert "the loss fails for half of the batch: The size of tensor" in str(trials)
-    unseen = ft.trials(step, None, {"x": torch.randn(8, 4)}, memory="1MB")
-    assert {row.microbatches for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
+    predicted = ft.trials(step, None, {"x": torch.randn(8, 4)}, memory="1MB")
+    assert {row.microbatches for row in predicted.rows if row.predicted} == {1, 8}  # One example is broadcast to eight.
 
 
-def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
-    monkeypatch.setattr(rates, "launch_seconds", lambda device: 1.0)  # However long it takes on this machine.
+def test_tune_logs_hints_for_the_chosen_step(caplog, monkeypatch):
+    monkeypatch.setattr(
+        rates, "launch_seconds", lambda device: 1.0
+    )  # So that the hint does not depend on this machine.
     step, inputs = make(width=4), batch(8, 4)
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), inputs, memory="1GB", rounds=1)
@@ -335,14 +343,14 @@ def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
     assert not ft.trials(step, None, inputs, memory="1GB").hints
 
 
-def test_nothing_fits():
-    """The state alone takes more."""
+def test_the_error_when_nothing_fits_explains_the_memory():
+    """The state alone is larger than the limit."""
     step, inputs = make(width=WIDTH), batch(4, WIDTH)
     with pytest.raises(DeviceError) as caught:
         ft.tune(step, step.init(), inputs, memory="300 KiB")
     text = str(caught.value)
     assert text.startswith("tune: nothing fits into 300.0 KiB; with ")
-    for line in (
+    for expected in (
         "remat=",
         "at the peak, predicted",
         "parameters",
@@ -352,10 +360,10 @@ def test_nothing_fits():
         "ft.optim.adafactor",
         "trainable=",
     ):
-        assert line in text
+        assert expected in text
 
 
-def test_nothing_fits_in_the_microbatches_that_must_not_change(monkeypatch):
+def test_the_error_when_nothing_fits_is_about_a_step_with_the_microbatches_that_must_not_change(monkeypatch):
     explained = []
     monkeypatch.setattr(search, "memory_report", lambda step, state, batch: explained.append(step) or ["a report"])
     step, inputs = make(ft.clip(1.0), ft.accumulate(4)), batch(8)
@@ -365,7 +373,7 @@ def test_nothing_fits_in_the_microbatches_that_must_not_change(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", ["8", "8 apples", "GB", "-1GB", 0, -5, 1.5, True, ["1GB"]])
-def test_no_amount_of_memory(memory):
+def test_an_invalid_amount_of_memory_is_refused(memory):
     step, inputs = problem()
     with pytest.raises(OptionError, match=r"tune: memory is .*; needs bytes, as a number or as in '8GB' or '512MiB'"):
         ft.tune(step, step.init(), inputs, memory=memory)
@@ -382,10 +390,10 @@ def test_amounts_of_memory():
         12: 12,
     }
     assert parse_bytes("tune", 8e9) == 8 * 10**9
-    assert {each: parse_bytes("tune", each) for each in amounts} == amounts
+    assert {amount: parse_bytes("tune", amount) for amount in amounts} == amounts
 
 
-def test_what_tune_refuses():
+def test_tune_refuses_other_steps_other_states_no_rounds_and_spent_states():
     step, inputs = problem()
     with pytest.raises(ComposeError, match="tune: the step is function; needs a Step"):
         ft.tune(lambda state, batch: (state, {}), step.init(), inputs)
@@ -399,13 +407,13 @@ def test_what_tune_refuses():
         ft.tune(step, spent, inputs, memory="1GB")
 
 
-def test_what_was_tried_is_shown_and_logged(timed, caplog):
+def test_the_trials_are_printed_and_logged(timed, caplog):
     step, inputs = problem()
     trials = timed(step, inputs, memory=peak(step, inputs) - 1)
     text = repr(trials)
     assert text.startswith("2,048 examples within ")
-    for part in ("microbatches  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
-        assert part in text
+    for expected in ("microbatches  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
+        assert expected in text
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), inputs, memory="1GB", rounds=1)
     assert "<- fastest" in caplog.text

@@ -1,4 +1,4 @@
-"""Schedules of every kind, and what their functions take."""
+"""Arguments for each function that makes a schedule, and strategies that draw schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,6 @@ rates = st.floats(min_value=1e-8, max_value=1e3)
 counts = st.integers(min_value=0, max_value=60)
 factors = st.floats(min_value=0.01, max_value=1.0)
 
-# Name -> (function, arguments it takes).
 FUNCTIONS: dict[str, tuple[Callable[..., Schedule], dict[str, Any]]] = {
     "constant": (s.constant, {"value": 1.0}),
     "linear": (s.linear, {"start": 1.0, "end": 0.5, "steps": 10}),
@@ -42,15 +41,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Schedule], dict[str, Any]]] = {
         {"peak": 1.0, "warmup": 3, "total": 10, "decay": 4, "end": 0.5, "start": 0.1},
     ),
 }
+"""Name -> the function, and valid values of all its numeric arguments."""
 
 
-def ours(schedule: Schedule, steps: int = STEPS) -> list[float]:
+def first_values(schedule: Schedule, steps: int = STEPS) -> list[float]:
     return [schedule(k) for k in range(steps)]
 
 
 @st.composite
 def decays(draw: st.DrawFn) -> tuple[Schedule, float, float, int, int]:
-    """A warmed-up decay and its ``(peak, end, warmup, total)``."""
+    """Draw a decay after a warm-up, and its ``peak, end, warmup, total``."""
     peak, warmup = draw(rates), draw(counts)
     end = draw(st.one_of(st.just(0.0), rates))
     total = warmup + draw(counts)
@@ -62,7 +62,7 @@ def decays(draw: st.DrawFn) -> tuple[Schedule, float, float, int, int]:
 
 @st.composite
 def stables(draw: st.DrawFn) -> tuple[Schedule, float, float, float, int, int, int]:
-    """A warm-up, stable stretch and decay, and its ``(start, peak, end, warmup, total, decay)``."""
+    """Draw a `warmup_stable_decay`, and its ``start, peak, end, warmup, total, decay``."""
     start, peak, end = (draw(st.one_of(st.just(0.0), rates)) for _ in range(3))
     warmup, decay = draw(counts), draw(counts)
     total = warmup + decay + draw(counts)
@@ -73,45 +73,47 @@ def stables(draw: st.DrawFn) -> tuple[Schedule, float, float, float, int, int, i
 
 @st.composite
 def points(draw: st.DrawFn) -> dict[int, float]:
+    """Draw the points of a `piecewise` schedule."""
     steps = sorted(draw(st.sets(counts, min_size=1, max_size=5)))
     return {step: draw(rates) for step in steps}
 
 
 @st.composite
 def cycles(draw: st.DrawFn) -> Schedule:
-    three = draw(st.booleans())
+    """Draw a `one_cycle`."""
+    three_phase = draw(st.booleans())
     return s.one_cycle(
         draw(rates),
         draw(st.integers(1, 100)),
-        rise=draw(st.floats(0.0, 0.5 if three else 0.99)),
+        rise=draw(st.floats(0.0, 0.5 if three_phase else 0.99)),
         start=draw(st.one_of(st.none(), rates)),
         end=draw(st.one_of(st.none(), rates)),
         shape=draw(st.sampled_from(["cosine", "linear"])),
-        three_phase=three,
+        three_phase=three_phase,
     )
 
 
 @st.composite
 def any_schedule(draw: st.DrawFn) -> Schedule:
-    some = st.integers(1, 60)
-    kinds = {
+    counts_from_1 = st.integers(1, 60)
+    factories = {
         "constant": lambda: s.constant(draw(rates)),
         "linear": lambda: s.linear(draw(rates), draw(rates), draw(counts)),
         "cosine": lambda: s.cosine(draw(rates), draw(counts), draw(rates), draw(st.floats(0.1, 5.0))),
-        "cosine_restarts": lambda: s.cosine_restarts(draw(rates), draw(counts), draw(some), draw(rates)),
+        "cosine_restarts": lambda: s.cosine_restarts(draw(rates), draw(counts), draw(counts_from_1), draw(rates)),
         "polynomial": lambda: s.polynomial(draw(rates), draw(counts), draw(rates), draw(rates)),
-        "inverse_sqrt": lambda: s.inverse_sqrt(draw(rates), draw(some)),
-        "step_decay": lambda: s.step_decay(draw(rates), draw(some), draw(factors)),
-        "exponential": lambda: s.exponential(draw(rates), draw(factors), draw(some)),
+        "inverse_sqrt": lambda: s.inverse_sqrt(draw(rates), draw(counts_from_1)),
+        "step_decay": lambda: s.step_decay(draw(rates), draw(counts_from_1), draw(factors)),
+        "exponential": lambda: s.exponential(draw(rates), draw(factors), draw(counts_from_1)),
         "one_cycle": lambda: draw(cycles()),
         "piecewise": lambda: s.piecewise(draw(points()), draw(st.sampled_from(["constant", "linear", "cosine"]))),
         "ahead": lambda: s.ahead(s.warmup_constant(draw(rates), draw(counts)), draw(counts)),
         "scale": lambda: s.scale(s.cosine(1.0, draw(counts)), draw(rates)),
         "warmup_constant": lambda: s.warmup_constant(draw(rates), draw(counts)),
         "warmup_inverse_sqrt": lambda: s.warmup_inverse_sqrt(
-            draw(rates), draw(counts), draw(st.one_of(st.none(), some))
+            draw(rates), draw(counts), draw(st.one_of(st.none(), counts_from_1))
         ),
         "decay": lambda: draw(decays())[0],
         "stable": lambda: draw(stables())[0],
     }
-    return kinds[draw(st.sampled_from(sorted(kinds)))]()
+    return factories[draw(st.sampled_from(sorted(factories)))]()

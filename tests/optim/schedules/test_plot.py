@@ -1,3 +1,5 @@
+"""Plots of schedules: files, titles, legends, axes and errors."""
+
 import builtins
 import math
 import re
@@ -16,15 +18,16 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def lines(figure) -> dict[str, tuple[list[float], list[float]]]:
+    """Return label -> the x and y values of each line."""
     (axes,) = figure.axes
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
 
 
-@pytest.mark.parametrize(("suffix", "kind"), [(".png", str), (".SVG", Path)])
-def test_writes_a_file_whose_bytes_are_those_of_the_drawing(tmp_path: Path, suffix: str, kind: type) -> None:
+@pytest.mark.parametrize(("suffix", "path_type"), [(".png", str), (".SVG", Path)])
+def test_the_same_plot_writes_the_same_bytes_without_a_date(tmp_path: Path, suffix: str, path_type: type) -> None:
     files = [tmp_path / f"{i}{suffix}" for i in range(2)]
     for file in files:
-        schedules.plot({"a": SCHEDULE, "b": 0.1}, 120, kind(file), log=True)
+        schedules.plot({"a": SCHEDULE, "b": 0.1}, 120, path_type(file), log=True)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert not re.search(rb"20\d\d-\d\d-\d\d", files[0].read_bytes())
     if suffix == ".png":
@@ -33,7 +36,7 @@ def test_writes_a_file_whose_bytes_are_those_of_the_drawing(tmp_path: Path, suff
         assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
 
 
-def test_one_schedule_is_the_title() -> None:
+def test_the_title_is_the_text_of_one_schedule() -> None:
     figure = schedules.plot(SCHEDULE, 50)
     (axes,) = figure.axes
     assert axes.get_title() == repr(SCHEDULE)
@@ -44,7 +47,7 @@ def test_one_schedule_is_the_title() -> None:
     assert schedules.plot(SCHEDULE, 50, title="Mine").axes[0].get_title() == "Mine"
 
 
-def test_several_have_a_legend() -> None:
+def test_several_schedules_have_a_legend() -> None:
     optimizer = ft.optim.sgd(SCHEDULE)
     figure = schedules.plot({**optimizer.schedules, "other": lambda step: step / 10}, 20)
     assert list(lines(figure)) == [*optimizer.schedules, "other"]
@@ -75,19 +78,19 @@ def test_a_logarithmic_axis_and_no_global_state(tmp_path: Path) -> None:
         ({"path": "schedule"}, "path is '.*schedule'; it must end in .png or .svg"),
     ],
 )
-def test_errors(arguments: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=f"^plot: {message}"):
         schedules.plot(**{"schedules": SCHEDULE, "steps": 10, **arguments})  # type: ignore[arg-type]
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    actual = builtins.__import__
+    import_module = builtins.__import__
 
-    def missing(name: str, *arguments: object, **options: object) -> object:
+    def without_matplotlib(name: str, *arguments: object, **options: object) -> object:
         if name.partition(".")[0] == "matplotlib":
             raise ModuleNotFoundError(name)
-        return actual(name, *arguments, **options)  # type: ignore[arg-type]
+        return import_module(name, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(FtrainError, match=r"^plot: needs matplotlib, .* pip install 'matplotlib>=3\.8'$"):
         schedules.plot(SCHEDULE, 10)

@@ -1,3 +1,5 @@
+"""The text of schedules, from which they can be made again; equality, pickling, and `as_schedule`."""
+
 import pickle
 import sys
 
@@ -31,7 +33,7 @@ from ftrain.optim.schedules import (
     warmup_stable_decay,
 )
 from ftrain.types import Schedule
-from tests.optim.schedules.cases import UNTIMED, any_schedule, ours
+from tests.optim.schedules.cases import UNTIMED, any_schedule, first_values
 
 
 class TestText:
@@ -74,7 +76,7 @@ class TestText:
             (scale(cosine(1.0, 10, 0.1), 3e-4), "scale(cosine(1, 10, end=0.1), 3e-4)"),
         ],
     )
-    def test_repr(self, schedule: Schedule, text: str) -> None:
+    def test_the_repr_is_the_shortest_call(self, schedule: Schedule, text: str) -> None:
         assert repr(schedule) == text
         assert describe(schedule) == text
 
@@ -95,31 +97,31 @@ class TestText:
             (sys.float_info.max, "1.7976931348623157e308"),
         ],
     )
-    def test_numbers(self, value: float, text: str) -> None:
+    def test_the_text_of_numbers(self, value: float, text: str) -> None:
         assert describe(value) == text
 
     @UNTIMED
     @given(st.floats(allow_nan=False, allow_infinity=False))
-    def test_numbers_lose_no_digit(self, value: float) -> None:
+    def test_the_text_of_a_number_gives_the_same_number(self, value: float) -> None:
         assert float(describe(value)) == value
 
     @UNTIMED
     @given(st.lists(any_schedule(), min_size=1, max_size=3))
-    def test_repr_makes_the_schedule_again(self, parts: list[Schedule]) -> None:
+    def test_evaluating_the_repr_gives_an_equal_schedule(self, parts: list[Schedule]) -> None:
         for schedule in (*parts, chain(parts, range(1, len(parts)))):
             assert eval(repr(schedule), vars(schedules).copy()) == schedule
 
     @UNTIMED
     @given(any_schedule())
-    def test_pickle(self, schedule: Schedule) -> None:
-        for each in (schedule, chain([schedule, constant(1.0)], [5])):
-            again = pickle.loads(pickle.dumps(each))
-            assert again == each
-            assert hash(again) == hash(each)
-            assert ours(again) == ours(each)
+    def test_an_unpickled_schedule_is_equal(self, schedule: Schedule) -> None:
+        for original in (schedule, chain([schedule, constant(1.0)], [5])):
+            copy = pickle.loads(pickle.dumps(original))
+            assert copy == original
+            assert hash(copy) == hash(original)
+            assert first_values(copy) == first_values(original)
 
-    def test_different_calls_differ(self) -> None:
-        made = [
+    def test_schedules_of_different_calls_are_not_equal(self) -> None:
+        distinct = [
             cosine(1.0, 10),
             cosine(1.0, 11),
             cosine(1.0, 10, 0.5),
@@ -144,20 +146,20 @@ class TestText:
             piecewise({0: 1.0, 10: 0.1}, "linear"),
             scale(cosine(1.0, 10), 2.0),
         ]
-        assert len(set(made)) == len(made)
+        assert len(set(distinct)) == len(distinct)
 
-    def test_is_frozen(self) -> None:
+    def test_attributes_cannot_be_set(self) -> None:
         with pytest.raises(AttributeError):
             constant(1.0).value = 2.0  # type: ignore[attr-defined]
 
 
 class TestAsSchedule:
-    def test_number(self) -> None:
+    def test_a_number_is_a_constant(self) -> None:
         assert as_schedule(0.1) == constant(0.1)
         assert as_schedule(1) == constant(1.0)
         assert as_schedule(np.float64(0.25)) == constant(0.25)
 
-    def test_callable_is_left_alone(self) -> None:
+    def test_a_function_is_returned_as_it_is(self) -> None:
         def halves(step: int) -> float:
             return 0.5**step
 

@@ -1,3 +1,5 @@
+"""Values of schedules: warm-up, decay and end, chains, and edge cases."""
+
 import itertools
 import math
 
@@ -37,7 +39,7 @@ from tests.optim.schedules.cases import (
     cycles,
     decays,
     factors,
-    ours,
+    first_values,
     points,
     rates,
     stables,
@@ -47,7 +49,7 @@ from tests.optim.schedules.cases import (
 class TestValues:
     @UNTIMED
     @given(decays())
-    def test_warmup_rises_in_equal_parts_to_the_peak(self, case) -> None:
+    def test_warmup_rises_linearly_to_the_peak(self, case) -> None:
         schedule, peak, end, warmup, total = case
         rise = [schedule(k) for k in range(warmup)]
         assert rise == [peak * (k / warmup) for k in range(warmup)]
@@ -89,17 +91,18 @@ class TestValues:
             (cosine(peak, total, end), warmup_cosine(peak, 0, total, end)),
             (polynomial(peak, total, end, 2.0), warmup_polynomial(peak, 0, total, end, 2.0)),
         ]
-        for bare, warmed in pairs:
-            assert ours(bare) == ours(warmed)
+        for without_warmup, warmup_of_0 in pairs:
+            assert first_values(without_warmup) == first_values(warmup_of_0)
 
     @UNTIMED
     @given(rates, counts, counts, rates)
     def test_linear_is_a_polynomial_of_power_one(self, peak, warmup, decay, end) -> None:
         total = warmup + decay
-        line, power = ours(warmup_linear(peak, warmup, total, end)), ours(warmup_polynomial(peak, warmup, total, end))
+        line = first_values(warmup_linear(peak, warmup, total, end))
+        power = first_values(warmup_polynomial(peak, warmup, total, end))
         assert line == pytest.approx(power, rel=1e-12, abs=4 * math.ulp(peak))
 
-    def test_by_hand(self) -> None:
+    def test_values_computed_by_hand(self) -> None:
         assert [linear(1.0, 3.0, 4)(k) for k in range(6)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
         assert [warmup_polynomial(4.0, 2, 4, 0.0, 2)(k) for k in range(6)] == [0.0, 2.0, 4.0, 1.0, 0.0, 0.0]
         assert warmup_cosine(2.0, 10, 30, end=1.0)(20) == 1.5
@@ -107,7 +110,7 @@ class TestValues:
 
     @UNTIMED
     @given(any_schedule())
-    def test_before_the_first_step_the_first_value_holds(self, schedule: Schedule) -> None:
+    def test_negative_steps_have_the_first_value(self, schedule: Schedule) -> None:
         assert schedule(-3) == schedule(0)
 
     @UNTIMED
@@ -120,11 +123,11 @@ class TestValues:
 class TestChain:
     @UNTIMED
     @given(st.lists(any_schedule(), min_size=1, max_size=4), st.data())
-    def test_each_counts_from_its_own_boundary(self, parts: list[Schedule], data: st.DataObject) -> None:
+    def test_each_schedule_counts_from_its_own_boundary(self, parts: list[Schedule], data: st.DataObject) -> None:
         size = len(parts) - 1
         boundaries = sorted(data.draw(st.lists(st.integers(0, 80), min_size=size, max_size=size)))
         schedule = chain(parts, boundaries)
-        for part, start, stop in zip(parts, [0, *boundaries], [*boundaries, 200], strict=True):
+        for part, (start, stop) in zip(parts, itertools.pairwise([0, *boundaries, 200]), strict=True):
             assert [schedule(k) for k in range(start, stop)] == [part(k) for k in range(stop - start)]
 
     def test_numbers_and_plain_functions(self) -> None:
@@ -137,18 +140,18 @@ class TestChain:
         assert [chain([constant(5.0), inner], [3])(k) for k in (0, 3, 5, 7)] == [5.0, 1.0, 1.0, 0.5]
 
 
-class TestOtherFamilies:
+class TestOtherSchedules:
     @UNTIMED
     @given(stables())
-    def test_stable_stretch(self, case) -> None:
+    def test_warmup_stable_decay_holds_the_peak_and_the_end(self, case) -> None:
         schedule, start, peak, end, warmup, total, decay = case
-        assert set(ours(schedule)[warmup : total - decay]) <= {peak}
+        assert set(first_values(schedule)[warmup : total - decay]) <= {peak}
         assert schedule(total) == schedule(total + 1000) == end
         if warmup:
             assert schedule(0) == start
         lowest, highest = min(start, peak, end), max(start, peak, end)
         slack = 2 * math.ulp(highest)
-        assert all(lowest - slack <= value <= highest + slack for value in ours(schedule))
+        assert all(lowest - slack <= value <= highest + slack for value in first_values(schedule))
 
     @UNTIMED
     @given(rates, counts, st.integers(1, 60), st.integers(1, 50), rates)
@@ -157,40 +160,43 @@ class TestOtherFamilies:
         schedule = warmup_cosine_restarts(peak, warmup, total, cycles, end)
         assert [schedule(warmup + cycle * length) for cycle in range(cycles)] == [peak] * cycles
         assert schedule(total) == schedule(total + 1000) == end
-        once = ours(cosine(peak, length, end))[:length]
+        one_cycle_values = first_values(cosine(peak, length, end))[:length]
         slack = 1e-12 * max(peak, end)
         for cycle in range(cycles):
             actual = [schedule(warmup + cycle * length + k) for k in range(length)]
-            assert actual == pytest.approx(once, rel=0, abs=slack)
+            assert actual == pytest.approx(one_cycle_values, rel=0, abs=slack)
 
     @UNTIMED
     @given(rates, st.integers(1, 60), st.integers(1, 60))
-    def test_inverse_sqrt_halves_at_four_times(self, peak: float, warmup: int, timescale: int) -> None:
+    def test_inverse_sqrt_halves_when_the_time_quadruples(self, peak: float, warmup: int, timescale: int) -> None:
         assert warmup_inverse_sqrt(peak, warmup)(4 * warmup) == peak / 2
         assert warmup_inverse_sqrt(peak, warmup, timescale)(warmup + 3 * timescale) == peak / 2
-        assert ours(inverse_sqrt(peak, timescale)) == ours(warmup_inverse_sqrt(peak, 0, timescale))
-        assert ours(inverse_sqrt(peak)) == ours(warmup_inverse_sqrt(peak, 0))
+        assert first_values(inverse_sqrt(peak, timescale)) == first_values(warmup_inverse_sqrt(peak, 0, timescale))
+        assert first_values(inverse_sqrt(peak)) == first_values(warmup_inverse_sqrt(peak, 0))
 
     @UNTIMED
     @given(rates, factors, st.integers(1, 60))
-    def test_stairs_touch_the_smooth_fall(self, value: float, factor: float, steps: int) -> None:
-        stairs, smooth = step_decay(value, steps, factor), exponential(value, factor, steps)
+    def test_step_decay_touches_exponential_decay_at_each_step_down(
+        self, value: float, factor: float, steps: int
+    ) -> None:
+        stairs = step_decay(value, steps, factor)
+        smooth = exponential(value, factor, steps)
         assert [stairs(k * steps) for k in range(20)] == [smooth(k * steps) for k in range(20)]
         assert all(stairs(k) >= smooth(k) for k in range(200))
         assert all(stairs(k) == stairs(k - k % steps) for k in range(200))
 
     @UNTIMED
     @given(cycles())
-    def test_cycle_goes_up_and_down(self, schedule: Schedule) -> None:
+    def test_one_cycle_stays_between_its_start_peak_and_end(self, schedule: Schedule) -> None:
         arguments = schedule.arguments  # type: ignore[attr-defined]
         peak, total, start, end = (arguments[name] for name in ("peak", "total", "start", "end"))
         start = peak / 25.0 if start is None else start
         end = start / 1e4 if end is None else end
         slack = 4 * math.ulp(max(start, peak, end))
-        assert all(min(start, peak, end) - slack <= v <= max(start, peak, end) + slack for v in ours(schedule))
+        assert all(min(start, peak, end) - slack <= v <= max(start, peak, end) + slack for v in first_values(schedule))
         assert schedule(total - 1) == schedule(total + 1000) == pytest.approx(end, rel=0, abs=slack)
 
-    def test_cycle_by_hand(self) -> None:
+    def test_one_cycle_computed_by_hand(self) -> None:
         cycle = one_cycle(1.0, 20, rise=0.25, start=0.5, end=0.0, shape="linear", three_phase=True)
         assert [cycle(k) for k in (0, 2, 4, 6, 8, 19, 20)] == [0.5, 0.75, 1.0, 0.75, 0.5, 0.0, 0.0]
         assert one_cycle(1.0, 1)(0) == 1.0 / 25.0 / 1e4
@@ -198,12 +204,12 @@ class TestOtherFamilies:
 
     @UNTIMED
     @given(points(), st.sampled_from(["constant", "linear", "cosine"]))
-    def test_pieces_go_through_their_points(self, given: dict[int, float], between: str) -> None:
-        schedule = piecewise(given, between)
-        assert {step: schedule(step) for step in given} == given
-        assert schedule(0) == given[min(given)]
-        assert schedule(10**6) == given[max(given)]
-        for (begin, first), (end, last) in itertools.pairwise(given.items()):
+    def test_piecewise_goes_through_its_points(self, value_at: dict[int, float], between: str) -> None:
+        schedule = piecewise(value_at, between)
+        assert {step: schedule(step) for step in value_at} == value_at
+        assert schedule(0) == value_at[min(value_at)]
+        assert schedule(10**6) == value_at[max(value_at)]
+        for (begin, first), (end, last) in itertools.pairwise(value_at.items()):
             inside = [schedule(k) for k in range(begin, end)]
             slack = 2 * math.ulp(max(first, last))
             assert all(min(first, last) - slack <= value <= max(first, last) + slack for value in inside)
@@ -212,41 +218,41 @@ class TestOtherFamilies:
 
     @UNTIMED
     @given(points())
-    def test_pieces_are_a_chain(self, given: dict[int, float]) -> None:
-        steps, values = list(given), list(given.values())
-        assert ours(piecewise(given)) == ours(chain(values, steps[1:]))
-        lines = [linear(a, b, end - begin) for (begin, a), (end, b) in itertools.pairwise(given.items())]
+    def test_piecewise_is_a_chain(self, value_at: dict[int, float]) -> None:
+        steps, values = list(value_at), list(value_at.values())
+        assert first_values(piecewise(value_at)) == first_values(chain(values, steps[1:]))
+        lines = [linear(a, b, end - begin) for (begin, a), (end, b) in itertools.pairwise(value_at.items())]
         chained = chain([values[0], *lines, values[-1]], steps)
-        assert ours(piecewise(given, "linear")) == pytest.approx(ours(chained), rel=1e-12)
+        assert first_values(piecewise(value_at, "linear")) == pytest.approx(first_values(chained), rel=1e-12)
 
     @UNTIMED
     @given(any_schedule(), rates)
-    def test_scale(self, schedule: Schedule, factor: float) -> None:
-        assert ours(scale(schedule, factor)) == [factor * value for value in ours(schedule)]
+    def test_scale_multiplies_each_value(self, schedule: Schedule, factor: float) -> None:
+        assert first_values(scale(schedule, factor)) == [factor * value for value in first_values(schedule)]
 
-    def test_cosine_in_waves(self) -> None:
+    def test_cosine_of_a_whole_wave(self) -> None:
         schedule = cosine(1.0, 8, waves=1.0)
         assert [round(schedule(k), 3) for k in (0, 2, 4, 6, 8, 100)] == [1.0, 0.5, 0.0, 0.5, 1.0, 1.0]
 
 
 class TestEdges:
-    """No warm-up, nothing but warm-up, no steps at all."""
+    """Runs of warm-up alone or of no steps, peaks of zero or below the end, steps far beyond the end."""
 
-    def test_warmup_is_all(self) -> None:
+    def test_warmup_alone(self) -> None:
         for make in (warmup_linear, warmup_cosine, warmup_polynomial):
-            assert ours(make(1.0, 4, 4, end=0.5), 7) == [0.0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.5]
-        assert ours(warmup_cosine_restarts(1.0, 4, 4, 3), 7) == [0.0, 0.25, 0.5, 0.75, 0.0, 0.0, 0.0]
-        assert ours(warmup_stable_decay(1.0, 4, 4, 0, end=0.5), 7) == [0.0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.5]
+            assert first_values(make(1.0, 4, 4, end=0.5), 7) == [0.0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.5]
+        assert first_values(warmup_cosine_restarts(1.0, 4, 4, 3), 7) == [0.0, 0.25, 0.5, 0.75, 0.0, 0.0, 0.0]
+        assert first_values(warmup_stable_decay(1.0, 4, 4, 0, end=0.5), 7) == [0.0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.5]
 
     def test_no_steps(self) -> None:
         for make in (cosine, polynomial):
-            assert ours(make(1.0, 0, 0.5), 3) == [0.5, 0.5, 0.5]
-        assert ours(cosine_restarts(1.0, 0, 2, 0.5), 3) == [0.5, 0.5, 0.5]
-        assert ours(warmup_stable_decay(1.0, 0, 0, 0, 0.5), 3) == [0.5, 0.5, 0.5]
+            assert first_values(make(1.0, 0, 0.5), 3) == [0.5, 0.5, 0.5]
+        assert first_values(cosine_restarts(1.0, 0, 2, 0.5), 3) == [0.5, 0.5, 0.5]
+        assert first_values(warmup_stable_decay(1.0, 0, 0, 0, 0.5), 3) == [0.5, 0.5, 0.5]
 
     def test_a_peak_of_zero_or_below_the_end(self) -> None:
         for make in (cosine, polynomial):
-            assert ours(make(0.0, 10), 3) == [0.0, 0.0, 0.0]
+            assert first_values(make(0.0, 10), 3) == [0.0, 0.0, 0.0]
             assert make(0.0, 10, 1.0)(5) == 0.5
             assert make(1.0, 10, 3.0)(5) == pytest.approx(2.0)
             assert math.isfinite(make(1e-300, 10, 1e300)(5))
@@ -257,11 +263,11 @@ class TestEdges:
             assert 0.0 <= schedule(10**12) < 1e-5
         assert warmup_inverse_sqrt(1.0, 1)(10**12) == 1e-6
 
-    def test_the_step_is_that_of_the_optimizer(self) -> None:
-        asked = []
+    def test_a_schedule_is_called_with_the_number_of_the_update(self) -> None:
+        steps = []
 
         def schedule(step: int) -> float:
-            asked.append(step)
+            steps.append(step)
             return 0.1
 
         def loss(params, batch):
@@ -269,7 +275,7 @@ class TestEdges:
 
         step = ft.accumulate(4)(ft.train_step(loss, ft.optim.sgd(schedule)))
         state = step.init({"w": torch.ones(())})
-        asked.clear()
+        steps.clear()  # Of `init`, which checks the schedule.
         for _ in range(3):
             state, _ = step(state, torch.ones(8))
-        assert asked == [0, 1, 2]
+        assert steps == [0, 1, 2]
