@@ -95,7 +95,7 @@ def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_rank
 
 @pytest.fixture(scope="module")
 def import_report():
-    """Return the modules that `import ftrain` imports, all modules after a device is chosen, and the seconds for that."""
+    """Return the modules that `import ftrain` imports, all modules after the choice of a device, and its seconds."""
     root = Path(ft.__file__).parents[1]
     process = subprocess.run([sys.executable, "-c", REPORT], cwd=root, capture_output=True, text=True, check=True)
     return json.loads(process.stdout)
