@@ -1,4 +1,4 @@
-"""Settings of every test: one thread, so that results do not depend on how many cores there are."""
+"""Settings of every test: one thread, so that results do not depend on the number of cores."""
 
 import gc
 
@@ -14,17 +14,17 @@ hypothesis.settings.load_profile("ftrain")
 
 
 def pytest_collection_finish():
-    """Exclude all that is imported by now from garbage collection, and let forked processes run autograd."""
+    """Exclude the objects that exist now from garbage collection, and let forked processes run autograd."""
     gc.collect()
     gc.freeze()
-    # A backward pass before the first fake tensor. A torch built for CUDA takes a fake tensor for a device and starts a
-    # thread for it in its first backward pass; after that, no forked process can run a backward pass.
+    # This backward pass must come before the first fake tensor. A torch built for CUDA treats a fake tensor as a
+    # device, and starts a thread for it in the first backward pass. No process forked later can run a backward pass.
     torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)
-def _each_test_alone():
-    """Each test draws the same numbers whatever ran before it, and starts with no compiled code of other tests."""
+def _isolate_test():
+    """Seed torch before each test, and discard its compiled code afterwards."""
     # `torch.manual_seed` records a stack trace for each type of device that is not in use, which takes milliseconds.
     seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
     seed(0)

@@ -4,17 +4,17 @@ import pytest
 
 
 def exhaustive(cases):
-    """Mark each case, a value of one argument: it proves the same as the cases that are not marked."""
+    """Return the cases of one argument, each marked: they prove the same as the cases that are not marked."""
     return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def exhaustive_rows(rows):
-    """Mark each case, a row with a value for each of several arguments."""
+    """Return the cases of several arguments, each a row of values, and each marked."""
     return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
 
 
 def choose(cases, chosen):
-    """Mark the cases that are not among the chosen ones.
+    """Return the cases, of which those that are not chosen are marked.
 
     Raises:
         ValueError: when a chosen case is not among the cases.

@@ -6,6 +6,7 @@ A `text` block that follows a Python block is what that block prints; `...` stan
 import contextlib
 import doctest
 import io
+import itertools
 import re
 import types
 
@@ -15,7 +16,7 @@ from ftrain.backends import registry
 from ftrain.profiling import timing
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def fences(text):
@@ -23,13 +24,13 @@ def fences(text):
     return [(match[1], text.count("\n", 0, match.start(2)), match[2]) for match in FENCE.finditer(text)]
 
 
-def execute(code, path, line, scope):
+def execute(code, path, line, namespace):
     """Run one block and return what it prints; a traceback names the page and its line."""
     # Compiling is tested elsewhere, and takes half a minute.
     code = code.replace("ft.compiled()", 'ft.compiled(backend="eager")')
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile("\n" * line + code, str(path), "exec"), scope)
+        exec(compile("\n" * line + code, str(path), "exec"), namespace)
     return printed.getvalue()
 
 
@@ -37,24 +38,24 @@ def run(path, directory):
     """Run all Python blocks of a page.
 
     Raises:
-        AssertionError: when a block prints something else than the page shows.
+        AssertionError: when the output of a block is not the output that the page shows.
         Exception: what a block raises.
     """
     blocks = fences(path.read_text(encoding="utf-8"))
-    scope = {"__name__": "documentation"}
+    namespace = {"__name__": "documentation"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(registry, "_records", dict(registry._records))
-        # Times do not matter here: short turns, and no garbage collection before each.
+        # The measured times do not matter here: measure for 2 ms at a time, and collect no garbage before it.
         patch.setattr(timing, "TURN", 0.002)
-        patch.setattr(timing, "gc", types.SimpleNamespace(collect=int))
-        for index, (language, line, code) in enumerate(blocks):
+        patch.setattr(timing, "gc", types.SimpleNamespace(collect=lambda: None))
+        # The empty block is what follows the last one.
+        for (language, line, code), (next_language, _, shown) in itertools.pairwise([*blocks, ("", 0, "")]):
             if language != "python":
                 continue
-            printed = execute(code, path, line, scope)
-            if blocks[index + 1 : index + 2] and blocks[index + 1][0] == "text":
-                shown = blocks[index + 1][2]
-                matches = doctest.OutputChecker().check_output(shown, printed, PRINTED)
+            printed = execute(code, path, line, namespace)
+            if next_language == "text":
+                matches = doctest.OutputChecker().check_output(shown, printed, OUTPUT_FLAGS)
                 assert matches, f"{path}:{line}: the page shows\n{shown}\nand the block prints\n{printed}"
 
 

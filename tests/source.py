@@ -8,7 +8,9 @@ import ftrain
 
 ROOT = Path(ftrain.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+MODULE_NAMES = {
+    path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES
+}
 
 
 @cache
@@ -17,17 +19,18 @@ def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def unit(path):
-    """The place of the staircase that a file belongs to."""
+def layer(path):
+    """Return the layer that a file belongs to: a folder of the package, or a file beside `__init__.py`."""
     return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
 def label(path):
+    """Return the path of a file relative to the package."""
     return path.relative_to(ROOT).as_posix()
 
 
 def imports(path):
-    """Yield the dotted name of everything that a file imports, also within functions: `from a import b` is a.b."""
+    """Yield the dotted names that a file imports, also within functions; `from a import b` yields "a.b"."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -36,9 +39,12 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(path):
-    """Yield the dotted name of each file or folder of this package that a file imports: the longest that exists."""
-    modules = set(NAMES.values())
+def package_imports(path):
+    """Yield the dotted name, without "ftrain.", of each module of this package that a file imports.
+
+    A name within a module is left out: `from ftrain.types import Mean` yields "types".
+    """
+    modules = set(MODULE_NAMES.values())
     for name in imports(path):
         if name.split(".")[0] == "ftrain":
             parts = name.split(".")[1:]
@@ -46,10 +52,11 @@ def own_imports(path):
             yield ".".join(parts[: lengths[0]]) if lengths else ""
 
 
-def where(path, nodes):
+def lines_of(path, nodes):
+    """Return the place and the source of each syntax node, as text."""
     return [f"ftrain/{label(path)}:{node.lineno}: {ast.unparse(node)}" for node in nodes]
 
 
-def offenders(search, leaving_out=()):
-    """Return the lines that `search(path)` lists, for every file outside the units in `leaving_out`."""
-    return [line for path in FILES if unit(path) not in leaving_out for line in search(path)]
+def violations(search, except_in=()):
+    """Return what `search(path)` lists for every file of the package, except those of the layers in `except_in`."""
+    return [violation for path in FILES if layer(path) not in except_in for violation in search(path)]

@@ -1,4 +1,4 @@
-"""The public names and signatures: a change here is a change for users, and meant to be noticed."""
+"""The public names and signatures. A change of this file is a change for users."""
 
 import ast
 import inspect
@@ -234,7 +234,7 @@ MODULES = {
     ],
 }
 
-# Imported from their module by those who write wrappers, optimizers or backends of their own.
+# Modules that are not in `ft.__all__`: authors of wrappers, optimizers and backends import from them.
 INNER = {
     "types": [
         "Adapters",
@@ -271,7 +271,7 @@ INNER = {
 
 
 def defined(path):
-    """What a file defines or re-exports (`a as a`) under a public name; other imports are its own affair."""
+    """Return the public names that a file defines or re-exports (`import a as a`), sorted."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -282,15 +282,15 @@ def defined(path):
             names.add(node.target.id)
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname for alias in node.names if alias.asname == alias.name}
-    return sorted(each for each in names if not each.startswith("_"))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def test_public_names():
     assert {*ft.__all__} == {*NAMES, *MODULES, "__version__"}
-    # Some are imported when they are first used.
+    # `vars` lacks the names that are imported when they are first used.
     public = {name: getattr(ft, name) for name in {*vars(ft), *ft._IMPORTED_WHEN_USED} if not name.startswith("_")}
     assert sorted(name for name, value in public.items() if not isinstance(value, types.ModuleType)) == NAMES
-    # A function that is exported under the name of one of these modules would hide it.
+    # A function that is exported under the name of a module would hide the module.
     assert all(isinstance(public[name], types.ModuleType) for name in MODULES)
 
 
@@ -306,13 +306,13 @@ def test_modules_list_their_names_and_help_shows_them(name):
         assert sorted(module.__all__) == MODULES[name]
     else:
         assert defined(Path(module.__file__)) == MODULES[name]
-    functions = [each for each in MODULES[name] if inspect.isfunction(getattr(module, each))]
-    shown = pydoc.plaintext.document(module)
-    assert [each for each in functions if f"\n    {each}(" not in shown] == []
+    functions = [member for member in MODULES[name] if inspect.isfunction(getattr(module, member))]
+    help_text = pydoc.plaintext.document(module)
+    assert [function for function in functions if f"\n    {function}(" not in help_text] == []
 
 
 def test_no_function_has_the_name_of_a_file_or_folder_beside_it():
-    """Importing that would put the module in the place of the function."""
+    """An import of that module would replace the function in the package."""
     assert [name for name in NAMES if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()] == []
 
 
@@ -321,8 +321,8 @@ def test_names_of_inner_modules(name):
     assert defined(ROOT / f"{name}.py") == INNER[name]
 
 
-class Bare:
-    """Prints a default as its name."""
+class FunctionName:
+    """The default of a parameter that is a function: its repr is the name of the function."""
 
     def __init__(self, name):
         self.name = name
@@ -331,16 +331,15 @@ class Bare:
         return self.name
 
 
-def shape(function):
-    """A signature without its annotations."""
+def signature_text(function):
+    """Return the text of a signature without its annotations."""
     signature = inspect.signature(function)
-    parameters = [
-        each.replace(
-            annotation=each.empty,
-            default=Bare(each.default.__name__) if inspect.isfunction(each.default) else each.default,
-        )
-        for each in signature.parameters.values()
-    ]
+    parameters = []
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        if inspect.isfunction(default):
+            default = FunctionName(default.__name__)
+        parameters.append(parameter.replace(annotation=parameter.empty, default=default))
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
@@ -484,8 +483,8 @@ SIGNATURES = {
     "random.dropout": "(key, x, p)",
 }
 
-# What grows: these come first, in this order and with these defaults, and more may follow.
-BEGINNINGS = {
+# Signatures to which parameters may be added: they begin like this.
+SIGNATURE_STARTS = {
     "Checkpoints.__init__": "(self, directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
     "anatomy": "(step, state, batch, *, measure=True",
     "ladder": "(step, state, batch, *, data=None, techniques=None, stacked=True, throughput=None, rounds=9)",
@@ -510,19 +509,19 @@ def look_up(name):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
-    assert shape(look_up(name)) == SIGNATURES[name]
+    assert signature_text(look_up(name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", BEGINNINGS)
-def test_signatures_that_grow(name):
-    assert shape(look_up(name)).startswith(BEGINNINGS[name])
+@pytest.mark.parametrize("name", SIGNATURE_STARTS)
+def test_signatures_to_which_parameters_may_be_added(name):
+    assert signature_text(look_up(name)).startswith(SIGNATURE_STARTS[name])
 
 
 def test_clip_without_a_number_is_a_norm_of_one():
     assert ft.clip().text == "clip(norm<=1)"
 
 
-def test_results_that_are_unpacked():
+def test_a_fit_result_unpacks_to_state_and_history():
     assert ft.FitResult._fields == ("state", "history")
 
 
@@ -534,9 +533,9 @@ def test_types_are_shipped():
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ftrain._version.__version__"}
 
 
-@pytest.mark.parametrize("name", [*SIGNATURES, *BEGINNINGS])
+@pytest.mark.parametrize("name", [*SIGNATURES, *SIGNATURE_STARTS])
 def test_public_functions_are_annotated(name):
     function = inspect.unwrap(look_up(name))
-    missing = [each for each in inspect.signature(function).parameters if each not in function.__annotations__]
+    missing = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
     assert missing in ([], ["self"])
     assert "return" in function.__annotations__

@@ -1,20 +1,20 @@
-"""The staircase: which folders may import which, and which files of a folder each other."""
+"""The layers of the package: which folders may import which, and which files of a folder each other."""
 
 import graphlib
 import re
 import sys
 import tomllib
 
-from tests.source import FILES, NAMES, ROOT, imports, label, offenders, own_imports, unit
+from tests.source import FILES, MODULE_NAMES, ROOT, imports, label, layer, package_imports, violations
 
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
 
-# Folders and files at the root: each may import only those before it, and its own files in any order without a circle.
-STAIRCASE = [
+# Folders and files at the root: each may import only those before it, and its own files without a cycle.
+LAYERS = [
     *("_version", "_context", "errors", "_torch", "_plotting", "types", "tree", "backends", "losses", "checkpoint"),
     *("random", "optim", "step", "data", "parallel", "transforms", "profiling", "training", "__main__", "__init__"),
 ]
-# Folders whose files are variants of one thing do not import each other, but for what they share.
+# In these folders each file is one variant, such as one optimizer. It may import only the files that are named here.
 SHARED = {
     "backends": {"registry", "copying", "device_module", "cuda", "format_bytes", "generators", "graph_recorder"}
     | {"transfers", "host_memory"},
@@ -24,57 +24,56 @@ SHARED = {
     "optim.schedules": {"call", "checks", "warmup_and_decay", "phases", "combine"},
     "transforms": {"amp", "compile", "lora", "offload", "remat"},
 }
-DRAWN = "optim/schedules", "profiling/anatomy", "profiling/ladder"
+DRAWING = "optim/schedules", "profiling/anatomy", "profiling/ladder"
 
 
-def test_every_file_has_its_place_on_the_staircase():
-    assert {unit(path) for path in FILES} == set(STAIRCASE)
-    assert len(STAIRCASE) == len(set(STAIRCASE))
+def test_every_file_is_in_a_layer():
+    assert {layer(path) for path in FILES} == set(LAYERS)
+    assert len(LAYERS) == len(set(LAYERS))
 
 
-def test_imports_go_down_the_staircase():
-    def climbing(path):
-        below = {*STAIRCASE[: STAIRCASE.index(unit(path))], unit(path)}
-        return [
-            f"{label(path)} imports {name or 'ftrain'}" for name in own_imports(path) if name.split(".")[0] not in below
-        ]
+def test_a_layer_imports_only_layers_before_it():
+    def imports_of_later_layers(path):
+        allowed = LAYERS[: LAYERS.index(layer(path)) + 1]
+        names = [name for name in package_imports(path) if name.split(".")[0] not in allowed]
+        return [f"{label(path)} imports {name or 'ftrain'}" for name in names]
 
-    assert not offenders(climbing)
-
-
-def test_the_staircase_is_real():
-    """An order in which nothing imports anything would prove nothing: each step but the last few carries another."""
-    arrows = {(unit(path), name.split(".")[0]) for path in FILES for name in own_imports(path)}
-    used = {to for start, to in arrows if start not in {to, "__init__"}}
-    assert set(STAIRCASE) - used == {"losses", "training", "__main__", "__init__"}
+    assert not violations(imports_of_later_layers)
 
 
-def test_files_of_a_folder_do_not_import_each_other_in_circles():
-    graph = {name: {other for other in own_imports(path) if other != name} for path, name in NAMES.items()}
-    # What a package itself offers is made of its files.
+def test_every_layer_but_four_is_imported_by_another():
+    """If no layer imported another, any order of the layers would pass the test above."""
+    edges = {(layer(path), name.split(".")[0]) for path in FILES for name in package_imports(path)}
+    imported = {target for source, target in edges if source not in {target, "__init__"}}
+    assert set(LAYERS) - imported == {"losses", "training", "__main__", "__init__"}
+
+
+def test_imports_have_no_cycles():
+    # The `__init__.py` of a folder imports names from the files of the folder, which counts as an import of itself.
+    graph = {name: set(package_imports(path)) - {name} for path, name in MODULE_NAMES.items()}
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_variants_of_one_thing_do_not_import_each_other():
-    def sideways(path):
-        folder, _, file = NAMES[path].rpartition(".")
-        inside = {
-            name.removeprefix(f"{folder}.").split(".")[0] for name in own_imports(path) if name.startswith(folder)
-        }
-        wrong = inside - SHARED.get(folder, inside) - {file}
-        return [f"{label(path)} imports {name}" for name in wrong] if path.stem != "__init__" else []
+def test_variants_do_not_import_each_other():
+    def imports_of_variants(path):
+        folder, _, file = MODULE_NAMES[path].rpartition(".")
+        if path.stem == "__init__" or folder not in SHARED:
+            return []
+        in_folder = [name for name in package_imports(path) if name.startswith(folder)]
+        siblings = {name.removeprefix(f"{folder}.").split(".")[0] for name in in_folder}
+        return [f"{label(path)} imports {name}" for name in siblings - SHARED[folder] - {file}]
 
-    assert not offenders(sideways)
+    assert not violations(imports_of_variants)
 
 
 def test_imports_are_declared():
-    expected = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    required = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
     optional = {"training/progress.py": {"rich"}, "_plotting.py": {"matplotlib"}}
-    optional |= {f"{folder}/{file}.py": {"matplotlib"} for folder in DRAWN for file in ("drawing", "record")}
+    optional |= {f"{folder}/{file}.py": {"matplotlib"} for folder in DRAWING for file in ("drawing", "record")}
 
     def undeclared(path):
-        known = {*sys.stdlib_module_names, *expected, *optional.get(label(path), ()), "ftrain"}
+        known = {*sys.stdlib_module_names, *required, *optional.get(label(path), ()), "ftrain"}
         return [f"{label(path)} imports {name}" for name in imports(path) if name.split(".")[0] not in known]
 
-    assert not offenders(undeclared)
-    assert expected <= {name.split(".")[0] for path in FILES for name in imports(path)}
+    assert not violations(undeclared)
+    assert required <= {name.split(".")[0] for path in FILES for name in imports(path)}

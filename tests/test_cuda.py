@@ -1,4 +1,4 @@
-"""What only a GPU can show: real kernels, their replay, memory that runs out, and that nothing waits for the device."""
+"""Tests that need a GPU: its kernels, replayed graphs, lack of memory, and that no step waits for the device."""
 
 import warnings
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ from ftrain.random.torch_ops import Keyed
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and `make test-gpu`, which shows it"),
-    # Torch's own, when Inductor compiles for a GPU.
+    # Torch warns of these when Inductor compiles for a GPU.
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
-    # Of torchao, about a function of torch.
+    # torchao calls a deprecated function of torch.
     pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
 ]
 
 
 @contextmanager
 def waiting_is_an_error():
-    """Torch raises at a synchronisation of the host with the device."""
+    """Make torch raise an error when the host waits for the device."""
     with warnings.catch_warnings():
         # Torch says that the mode is a prototype.
         warnings.simplefilter("ignore")
@@ -37,7 +37,7 @@ def waiting_is_an_error():
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        # A bias before a BatchNorm has no gradient but rounding errors, which Adam would make full steps of.
+        # The gradient of a bias before a BatchNorm is only rounding errors, which Adam would scale up to full steps.
         self.up, self.norm, self.down = nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 16)
 
     def forward(self, x):
@@ -78,24 +78,25 @@ def deterministic_algorithms():
 
 
 def test_a_replayed_run_is_the_same_to_the_bit(tmp_path):
-    """With code that is compiled anew, too, since none is chosen by its measured speed."""
+    """The other run compiles its own code: under deterministic algorithms Inductor chooses none by measured speed."""
     with deterministic_algorithms():
         step = make(ft.compiled(donate=True))
-        actual, losses = train(step, batches(8))
-        expected, wanted = train(make(ft.compiled(donate=True, replay=False, cache_dir=tmp_path)), batches(8))
-    assert torch.equal(losses, wanted)
+        state, losses = train(step, batches(8))
+        without_replay = make(ft.compiled(donate=True, replay=False, cache_dir=tmp_path))
+        expected_state, expected_losses = train(without_replay, batches(8))
+    assert torch.equal(losses, expected_losses)
     assert len(set(losses.tolist())) == 8
-    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
+    for a, b in zip(tree.leaves(state), tree.leaves(expected_state), strict=True):
         assert torch.equal(a, b)
     assert "replay" in repr(step)
     assert "no replay" not in repr(step)
 
 
 def test_compiled_agrees_with_eager():
-    actual, losses = train(make(ft.compiled(donate=True)), batches(8))
-    expected, wanted = train(make(), batches(8))
-    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
-    for a, b in zip(tree.leaves(actual.params), tree.leaves(expected.params), strict=True):
+    state, losses = train(make(ft.compiled(donate=True)), batches(8))
+    expected_state, expected_losses = train(make(), batches(8))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-5)
+    for a, b in zip(tree.leaves(state.params), tree.leaves(expected_state.params), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
@@ -103,18 +104,18 @@ def test_compiled_agrees_with_eager():
     "wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=["plain", "guarded", "compiled"]
 )
 def test_nothing_waits_for_the_device_between_two_readings(wrappers):
-    """The one reading is at the end, after the mode is off."""
+    """`fit` reads the metrics once, after the last batch, when waiting is allowed again."""
     step = make(*wrappers)
     state = step.init(device="cuda")
     data = [batch.pin_memory() for batch in batches(12)]
     state, _ = step(state, data[0].cuda())
     state, _ = step(state, data[1].cuda())
 
-    def watched():
+    def batches_while_waiting_is_an_error():
         with waiting_is_an_error():
             yield from data[2:]
 
-    _, history = ft.fit(step, state, watched(), log_every=100, progress=False, donate=False)
+    _, history = ft.fit(step, state, batches_while_waiting_is_an_error(), log_every=100, progress=False, donate=False)
     assert len(history) == 10
 
 
@@ -126,7 +127,7 @@ def test_fit_keeps_one_copy_of_the_state():
     assert [leaf.data_ptr() for leaf in tree.leaves(state.params)] == addresses
 
 
-def wide(*wrappers):
+def make_wide(*wrappers):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.Linear(256, 16))
     loss = ft.from_module(model, lambda model, batch: (model(batch).float() ** 2).mean())
@@ -143,27 +144,27 @@ def test_float8_trains_as_bf16_does(rows, more):
     pytest.importorskip("torchao")
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(rows, 256, generator=generator) for _ in range(8)]
-    actual, losses = train(wide(ft.with_amp("fp8"), *more), data)
-    expected, wanted = train(wide(ft.with_amp("bf16"), *more), data)
-    torch.testing.assert_close(losses, wanted, rtol=0.1, atol=1e-2)
-    assert not torch.equal(actual.params["0.weight"], expected.params["0.weight"])
+    state, losses = train(make_wide(ft.with_amp("fp8"), *more), data)
+    expected_state, expected_losses = train(make_wide(ft.with_amp("bf16"), *more), data)
+    torch.testing.assert_close(losses, expected_losses, rtol=0.1, atol=1e-2)
+    assert not torch.equal(state.params["0.weight"], expected_state.params["0.weight"])
 
 
-def cut(count):
-    """Batches that are not contiguous."""
+def strided_batches(count):
+    """Return the same batches, not contiguous in memory."""
     return [torch.cat([batch, batch[:, :1]], 1)[:, :-1] for batch in batches(count)]
 
 
-def test_a_recording_reads_batches_of_the_strides_that_they_have():
+def test_a_recording_reads_batches_that_are_not_contiguous():
     step, losses = make(ft.compiled(donate=True)), []
     state = step.init(device="cuda")
-    for batch in cut(5):
+    for batch in strided_batches(5):
         device = torch.empty_strided(batch.shape, batch.stride(), device="cuda").copy_(batch)
         state, metrics = step(state, device)
         losses.append(metrics["loss"])
-    _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(5))
-    # The kernels for such strides may be others.
-    torch.testing.assert_close(torch.stack(losses), wanted, rtol=1e-4, atol=1e-6)
+    _, expected = train(make(ft.compiled(donate=True, replay=False)), batches(5))
+    # For other strides torch may choose other kernels.
+    torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_state_that_is_restored_is_recorded_again():
@@ -194,8 +195,8 @@ def test_two_steps_have_recordings_that_do_not_disturb_each_other():
                 torch.cuda.empty_cache()
             state, metrics = second(state, batch.cuda())
             losses.append(metrics["loss"])
-        _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
-    assert torch.equal(torch.stack(losses), wanted)
+        _, expected = train(make(ft.compiled(donate=True, replay=False)), batches(8))
+    assert torch.equal(torch.stack(losses), expected)
 
 
 def test_a_recording_is_made_while_a_loader_pins_memory():
@@ -206,8 +207,8 @@ def test_a_recording_is_made_while_a_loader_pins_memory():
     assert "no replay" not in repr(step)
 
 
-def test_what_a_loss_makes_of_constants_is_part_of_a_recording():
-    """The host would wait for its copy in each step."""
+def test_constants_of_a_loss_are_part_of_a_recording():
+    """Without a recording the host waits in each step for their copy to the device."""
 
     def loss(params, batch):
         own = torch.tensor([0.5, 2.0, 1.0]).to(batch.device)
@@ -277,11 +278,12 @@ WRAPPERS = {
 @pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_compute_what_they_compute_on_a_cpu(name, more):
-    """Dropout included: the keys draw the same numbers."""
+    """Dropout is included: a key gives the same numbers on every device."""
     _, actual = train(make(WRAPPERS[name](), *more), batches(6))
-    alike = () if name.startswith(("offload", "empty_cache")) else (WRAPPERS[name](),)
-    _, wanted = train(make(*alike), batches(6), "cpu")
-    torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-3, atol=1e-5)
+    needs_gpu = name.startswith(("offload", "empty_cache"))
+    wrappers = () if needs_gpu else (WRAPPERS[name](),)
+    _, expected = train(make(*wrappers), batches(6), "cpu")
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_updates_in_the_backward_pass_are_those_of_a_cpu():
@@ -293,8 +295,8 @@ def test_updates_in_the_backward_pass_are_those_of_a_cpu():
     torch.manual_seed(0)
     _, actual = train(step(), batches(6))
     torch.manual_seed(0)
-    _, wanted = train(step(), batches(6), "cpu")
-    torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-3, atol=1e-5)
+    _, expected = train(step(), batches(6), "cpu")
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
@@ -302,8 +304,8 @@ def test_updates_in_the_backward_pass_are_those_of_a_cpu():
 def test_mixed_precision_trains_as_float32_does(dtype, more):
     step = make(ft.with_amp(dtype), *more)
     state, actual = train(step, batches(6))
-    _, wanted = train(make(), batches(6))
-    torch.testing.assert_close(actual, wanted, rtol=0.1, atol=1e-2)
+    _, expected = train(make(), batches(6))
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=1e-2)
     assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
 
 
@@ -313,20 +315,20 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, more):
         step = make(ft.with_amp("bf16"), *more)
         return ft.fit(step, step.init(device="cuda"), batches(12), steps=steps, progress=False, **options)
 
-    # Without them Inductor measures which code is fastest, and may choose another one in the next run.
+    # Otherwise Inductor measures which code is fastest, and may choose other code in the next run.
     with deterministic_algorithms():
-        wanted, _ = run(12)
+        expected, _ = run(12)
         run(6, checkpoints=ft.Checkpoints(tmp_path, every=3))
         actual, history = run(12, checkpoints=ft.Checkpoints(tmp_path, every=3))
     assert int(actual.step) == 12
     assert len(history) == 12
-    for a, b in zip(tree.leaves(actual), tree.leaves(wanted), strict=True):
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert a.device == b.device
         assert torch.equal(a, b)
 
 
 class Tokens(nn.Module):
-    """An embedding, whose gradient adds to the same rows from many threads."""
+    """A model with an embedding: in its backward pass many threads add to the same row of the gradient."""
 
     def __init__(self):
         super().__init__()
@@ -345,9 +347,10 @@ def test_deterministic_algorithms_give_the_same_bits(more):
         return train(step, torch.randint(8, (6, 64, 128), generator=torch.Generator().manual_seed(1)).unbind())
 
     with deterministic_algorithms():
-        (actual, losses), (wanted, others) = run(), run()
-    assert torch.equal(losses, others)
-    for a, b in zip(tree.leaves(actual), tree.leaves(wanted), strict=True):
+        state, losses = run()
+        other_state, other_losses = run()
+    assert torch.equal(losses, other_losses)
+    for a, b in zip(tree.leaves(state), tree.leaves(other_state), strict=True):
         assert torch.equal(a, b)
 
 
@@ -361,8 +364,8 @@ def test_parameters_of_one_element_are_part_of_one_graph(width):
     step = ft.compiled(donate=True, lowering="whole")(eager)
     data = [torch.randn(8, 1) for _ in range(5)]
     _, actual = train(step, data)
-    _, wanted = train(eager, data)
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
+    _, expected = train(eager, data)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_many_parameters_are_part_of_one_graph():
@@ -379,24 +382,24 @@ def test_many_parameters_are_part_of_one_graph():
     eager = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.clip(0.1))
     data = [torch.randn(3) for _ in range(4)]
     _, actual = train(ft.compiled(donate=True, lowering="whole")(eager), data)
-    _, wanted = train(eager, data)
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
+    _, expected = train(eager, data)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("classes", [1000, 1001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_loss_of_a_linear_layer_is_that_of_its_logits(dtype, classes):
-    """In 16 bits its gradients are added in 32 by the matmuls; classes are padded where there are 1001."""
+    """With 16-bit inputs the matmuls add its gradients in float32; 1001 classes are padded."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64, device="cuda", dtype=dtype), torch.randn(classes, 64, device="cuda")
     inputs, labels = (hidden.requires_grad_(), weight.requires_grad_()), torch.randint(classes, (300,), device="cuda")
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
         actual = ft.losses.linear_cross_entropy(hidden, weight, labels, chunk=128, label_smoothing=0.1).total
     logits = hidden.double() @ weight.to(dtype).double().T
-    wanted = nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    expected = nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
     rtol = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(actual.double(), wanted, rtol=rtol, atol=0)
-    for a, b in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=0)
+    for a, b in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True):
         assert (a.double() - b.double()).norm() < rtol * b.double().norm()
 
 
@@ -408,29 +411,29 @@ def test_a_batch_that_does_not_fit_is_split():
     state, data = step.init(device="cuda"), [torch.randn(1 << 17, 512) for _ in range(2)]
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
-    # A batch takes 0.27 GB, and the activations of twelve layers twelve times as much.
+    # A batch takes 0.27 GB, and the activations of the twelve layers 3.2 GB: more than the 2.5 GB that are left.
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2.5e9) / total)
     try:
         _, history = ft.fit(step, state, data, on_oom="split", progress=False, donate=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert history[0]["split"] > 1
-    _, wanted = ft.fit(step, state, data, progress=False, donate=False)
-    torch.testing.assert_close(torch.tensor(history["loss"]), torch.tensor(wanted["loss"]), rtol=1e-4, atol=1e-6)
+    _, expected = ft.fit(step, state, data, progress=False, donate=False)
+    torch.testing.assert_close(torch.tensor(history["loss"]), torch.tensor(expected["loss"]), rtol=1e-4, atol=1e-6)
 
 
-def test_an_evaluation_is_that_of_a_cpu():
+def test_an_evaluation_gives_what_it_gives_on_a_cpu():
     step = make()
     state, _ = train(step, batches(4))
     host = tree.to(state, "cpu")
-    wanted = ft.evaluate(ft.eval_step(step.loss), host, batches(4))
+    expected = ft.evaluate(ft.eval_step(step.loss), host, batches(4))
     for evaluation in (ft.eval_step(step.loss), ft.compiled()(ft.eval_step(step.loss))):
-        assert ft.evaluate(evaluation, state, batches(4)) == pytest.approx(wanted, rel=1e-4)
+        assert ft.evaluate(evaluation, state, batches(4)) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("more", [(), (ft.compiled(),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_one_rank_connected_by_nccl_computes_what_no_mesh_does(level, more):
     _, actual = train(make(ft.sharded(ft.parallel.mesh(), level=level), *more), batches(4))
-    _, wanted = train(make(), batches(4))
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    _, expected = train(make(), batches(4))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

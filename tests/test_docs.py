@@ -1,4 +1,4 @@
-"""What the documentation says is there: links, names, commands, figures. Its code blocks run by `tests/pages.py`."""
+"""Links, names, commands and figures of the documentation are right. `tests/pages.py` runs its code blocks."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ import ftrain as ft
 from bench.report import PARALLEL_PAGE, fill_claims
 from bench.rows import TIME, WITHIN, read
 from tests import pages
-from tests.test_architecture import STAIRCASE
+from tests.test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -18,11 +18,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.
 ROWS = read(ROOT / "bench/results")
 BUDGET = "ftrain, remat(budget=0.3)"
 LINK = re.compile(r"(?<!`)\[(?:[^][`]|`[^`]*`)+\]\(([^)\s]+)\)")
-
-
 NAME = re.compile(r"`(?:ftrain|ft)\.(\w+(?:\.\w+)*)[`(]")
 LOGGERS = {"compiling"}
-"""Loggers below ``ftrain``, which are named like modules and are none."""
+"""Loggers of the package whose names are not names of modules."""
 
 
 def prose(path):
@@ -37,9 +35,9 @@ def anchors(path):
 
 
 def median(question, variant, metric):
-    """Return a figure of the bench; the rows of a question may come from several runs, which then agree."""
-    wanted = (question, variant, metric)
-    (value,) = {row.median for row in ROWS if (row.question, row.variant, row.metric) == wanted}
+    """Return the median that the bench has measured. Rows of several runs must have the same one."""
+    key = (question, variant, metric)
+    (value,) = {row.median for row in ROWS if (row.question, row.variant, row.metric) == key}
     return value
 
 
@@ -86,10 +84,10 @@ def test_times_of_the_optimizers_are_those_of_the_bench():
         if not theirs:
             question, variant = "C8 others, 148 leaves", f"ftrain update, {name}"
         assert float(ours) == float(f"{median(question, variant, TIME) / 1e3:.2g}"), name
-        others = [
-            row.median for row in ROWS if (row.question, row.metric) == (question, TIME) and row.variant != variant
-        ]
-        assert not theirs or float(theirs) == float(f"{min(others) / 1e3:.2g}"), name
+        if theirs:
+            rows = [row for row in ROWS if (row.question, row.metric) == (question, TIME)]
+            fastest = min(row.median for row in rows if row.variant != variant)
+            assert float(theirs) == float(f"{fastest / 1e3:.2g}"), name
 
 
 @pytest.mark.parametrize(
@@ -135,12 +133,12 @@ def test_a_page_whose_code_is_right_passes(tmp_path):
     pages.run(tmp_path / "page.md", tmp_path)
 
 
-def test_the_picture_of_the_house_shows_every_folder_in_order():
+def test_the_list_of_layers_in_contributing_is_that_of_the_test():
     blocks = pages.fences((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    picture = next(code for language, _, code in blocks if language == "text")
-    shown = [re.split(r"[/ ]|\.py", line)[0] for line in picture.splitlines()]
-    assert shown == [name for name in STAIRCASE if name in shown]
-    assert set(STAIRCASE) - set(shown) == {"_version"}
+    layers = next(code for language, _, code in blocks if language == "text")
+    shown = [re.split(r"[/ ]|\.py", line)[0] for line in layers.splitlines()]
+    assert shown == [name for name in LAYERS if name in shown]
+    assert set(LAYERS) - set(shown) == {"_version"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -150,7 +148,7 @@ def test_paths_of_the_repository_exist(path):
 
 
 def resolve(name):
-    """Return what a dotted name below `ftrain` stands for; of a field without a default its name."""
+    """Return the object with a dotted name in `ftrain`; for a field of a dataclass, the name of the field."""
     value, path = ft, "ftrain"
     for part in name.split("."):
         path = f"{path}.{part}"
@@ -161,15 +159,15 @@ def resolve(name):
     return value
 
 
-def test_nothing_says_to_install_the_package_of_this_name_on_pypi():
-    """It is another project; extras of this one are installed from its folder."""
+def test_only_the_warning_of_the_readme_names_the_package_on_pypi():
+    """It is another project. The extras of this one are installed from its folder."""
     texts = [path.read_text(encoding="utf-8") for path in (*DOCUMENTS, *(ROOT / "ftrain").rglob("*.py"))]
-    said = [line for text in texts for line in re.findall(r"pip install ['\"]?ftrain[^`]*", text)]
-    assert said == ["pip install ftrain"]  # The warning of the README.
+    commands = [line for text in texts for line in re.findall(r"pip install ['\"]?ftrain[^`]*", text)]
+    assert commands == ["pip install ftrain"]
 
 
 @pytest.mark.parametrize("folder", ["ftrain", "documents"])
-def test_dotted_names_are_there(folder):
+def test_dotted_names_exist(folder):
     paths = DOCUMENTS if folder == "documents" else sorted((ROOT / folder).rglob("*.py"))
     names = {name: path for path in paths for name in NAME.findall(path.read_text(encoding="utf-8"))}
     assert len(names) > 50

@@ -1,4 +1,4 @@
-"""Where warnings point, which rank logs, and what counts as a switch and as a number."""
+"""The line that a warning names, the rank that logs, and the values that are accepted as flags and numbers."""
 
 import warnings
 from pathlib import Path
@@ -10,35 +10,35 @@ import torch
 import ftrain as ft
 from ftrain.errors import OptionError, warn
 
-OF_THE_PACKAGE = """
+PACKAGE_FILE = """
 import contextlib
 import torch
 from ftrain.errors import OptionError, warn
 
 def plainly():
-    warn("found")
+    warn("careful")
 
 @contextlib.contextmanager
 def at_exit():
     yield
-    warn("found")
+    warn("careful")
 
 def in_torch():
-    torch.vmap(lambda row: warn("found") or row)(torch.ones(2))
+    torch.vmap(lambda row: warn("careful") or row)(torch.ones(2))
 """
 
 
 @pytest.fixture
 def package():
-    """Functions that warn, as if they were in a file of the package."""
-    names = {}
-    exec(compile(OF_THE_PACKAGE, Path(ft.__file__).with_name("warning.py"), "exec"), names)
-    return names
+    """Return functions that warn, by name, as if a file of the package defined them."""
+    functions = {}
+    exec(compile(PACKAGE_FILE, Path(ft.__file__).with_name("warning.py"), "exec"), functions)
+    return functions
 
 
 def test_a_warning_points_at_the_users_line(package):
-    def here():
-        warn("found")
+    def directly():
+        warn("careful")
 
     def plainly():
         package["plainly"]()
@@ -50,18 +50,18 @@ def test_a_warning_points_at_the_users_line(package):
         with package["at_exit"]():
             pass
 
-    for call in (here, plainly, in_torch, at_exit):
-        with pytest.warns(UserWarning, match="found") as caught:
+    for call in (directly, plainly, in_torch, at_exit):
+        with pytest.warns(UserWarning, match="careful") as caught:
             call()
         (warning,) = caught
         assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno + 1), call.__name__
 
 
-def test_a_line_warns_once_by_default():
+def test_a_line_that_warns_again_is_shown_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            warn("found")
+            warn("careful")
     assert len(caught) == 1
 
 
@@ -73,7 +73,7 @@ def test_only_the_first_rank_logs(caplog, monkeypatch):
     assert caplog.messages == ["of None", "of 0"]
 
 
-SWITCHES = {
+FLAGS = {
     "stochastic_rounding": lambda value: ft.optim.adamw(1e-3, stochastic_rounding=value),
     "nesterov": lambda value: ft.optim.muon(1e-3, nesterov=value),
     "decoupled_weight_decay": lambda value: ft.optim.radam(1e-3, decoupled_weight_decay=value),
@@ -88,7 +88,7 @@ SWITCHES = {
 }
 
 
-def test_a_text_is_no_switch_of_a_measurement_or_a_run(tmp_path):
+def test_a_flag_of_a_measurement_or_a_run_must_be_a_bool(tmp_path):
     step = ft.train_step(lambda params, batch: (params * batch).sum(), ft.optim.sgd(0.1))
     state, batch = step.init(torch.ones(2)), torch.ones(2)
     calls = {
@@ -102,15 +102,15 @@ def test_a_text_is_no_switch_of_a_measurement_or_a_run(tmp_path):
             call()
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_text_is_no_switch(name):
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_of_a_factory_must_be_a_bool(name):
     for value in (True, False, np.True_):
-        SWITCHES[name](value)
+        FLAGS[name](value)
     with pytest.raises(OptionError, match=f"{name} is 'no', needs True or False"):
-        SWITCHES[name]("no")
+        FLAGS[name]("no")
 
 
-def test_numbers_of_numpy_are_those_of_python():
+def test_numbers_of_numpy_are_taken_as_those_of_python():
     def step(number):
         optimizer = ft.optim.adamw(number(0.25), b1=number(0.9), b2=number(0.999), weight_decay=number(0.1))
         base = ft.train_step(lambda params, batch: (params["w"] * batch).square().sum(), optimizer)

@@ -5,21 +5,21 @@ import re
 
 import pytest
 
-from tests.source import FILES, ROOT, imports, label, offenders, tree_of, unit, where
+from tests.source import FILES, ROOT, imports, label, layer, lines_of, tree_of, violations
 
 LONGEST_FILE = 400
-# Profiling measures rates and times; the others talk to whoever runs the training.
-TALKERS = {"profiling", "training"}
-TALKING_FILES = {"transforms/compile/log_if_slow.py"}
+# Layers and files that may print and read clocks: profiling measures times, training reports progress.
+LAYERS_THAT_PRINT = {"profiling", "training"}
+FILES_THAT_PRINT = {"transforms/compile/log_if_slow.py"}
 CLOCKS = {"time", "datetime"}
 DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hip", "ipu", "vulkan", "privateuseone"}
-# And what is one platform's own: packages, libraries, compilers, collectives.
+# Packages, libraries, compilers and collectives of one platform.
 DEVICES |= {"rocm", "tpu", "cudnn", "mkldnn", "mudnn", "torch_npu", "torch_mlu", "torch_musa", "torch_xla"}
 DEVICES |= {"habana_frameworks", "hpu_backend", "openxla", "nccl", "gloo", "xccl", "hccl", "cncl", "mccl"}
-# The host is no platform: keys live there, and so does a tree without a tensor.
+# These layers may name the CPU: keys are on the host, and so is a tree without tensors.
 NAMES_THE_HOST = {"tree", "random"}
 SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
-# (file, function) that waits for the device and says so in its docstring.
+# The functions (file, name) that wait for the device, and say so in their docstrings.
 WAITS = {
     ("data/device_prefetch.py", "_copy"),
     ("data/worker_messages.py", "_to_bytes"),
@@ -37,7 +37,7 @@ WAITS = {
     ("transforms/compile/capture.py", "_identity"),
 }
 
-# What a file raises that is not our own: errors of the system, to those who make ours of them.
+# What else a file raises: exceptions that it has caught or received, and those that another file of ours catches.
 RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "checkpoint/ranks.py": {"error"},
@@ -58,40 +58,40 @@ RAISED = {
 
 
 def docstrings(tree):
-    """The nodes that are text for people: docstrings, and strings that stand alone below a constant."""
-    return {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+    """Return the ids of the nodes that are docstrings, also of constants: a string that is a statement."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return {id(node.value) for node in statements if isinstance(node.value, ast.Constant)}
 
 
 def test_files_are_short():
     assert not [label(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE]
 
 
-def test_no_drawers():
+def test_no_file_or_folder_is_called_utils():
     assert not [path for path in FILES if {"utils", "util", "common", "helpers", "misc"} & {path.stem, *path.parts}]
 
 
 def test_warnings_point_at_the_users_call():
-    def elsewhere(path):
-        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
-        return where(path, (node for node in calls if ast.unparse(node) == "warnings.warn"))
+    def uses_of_warnings_warn(path):
+        attributes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+        return lines_of(path, (node for node in attributes if ast.unparse(node) == "warnings.warn"))
 
-    # That of torch's version is told at the import.
-    assert not offenders(elsewhere, leaving_out={"_torch"})
+    # `_torch` warns of the version of torch while it is imported, which is no call of a user.
+    assert not violations(uses_of_warnings_warn, except_in={"_torch"})
 
 
 def test_no_asserts():
-    assert not offenders(
-        lambda path: where(path, (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)))
-    )
+    def asserts(path):
+        return lines_of(path, (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)))
+
+    assert not violations(asserts)
 
 
 def devices_named(tree, forbidden):
-    """The nodes of a file that name a device or what is one platform's own; docstrings may."""
-    text = docstrings(tree)
+    """Yield the nodes of a file, except docstrings, that name a device or a package of one platform."""
+    docs = docstrings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in text:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             if node.value.split(":")[0].split(".")[0] in forbidden:
                 yield node
         elif isinstance(node, ast.Attribute):
@@ -106,10 +106,10 @@ def devices_named(tree, forbidden):
 
 def test_only_backends_name_devices():
     def named(path):
-        forbidden = DEVICES if unit(path) in NAMES_THE_HOST else DEVICES | {"cpu"}
-        return where(path, devices_named(tree_of(path), forbidden))
+        forbidden = DEVICES if layer(path) in NAMES_THE_HOST else DEVICES | {"cpu"}
+        return lines_of(path, devices_named(tree_of(path), forbidden))
 
-    assert not offenders(named, leaving_out={"backends"})
+    assert not violations(named, except_in={"backends"})
 
 
 @pytest.mark.parametrize(
@@ -137,53 +137,49 @@ def test_the_search_for_names_of_devices_finds_them(code):
     assert not list(devices_named(ast.parse(f'def f():\n    """{code}"""'), DEVICES | {"cpu"}))
 
 
-def test_only_training_and_profiling_talk_and_read_clocks():
-    def talking(path):
-        if label(path) in TALKING_FILES or path.stem == "__main__":
+def test_only_training_and_profiling_print_and_read_clocks():
+    def prints_and_clocks(path):
+        if label(path) in FILES_THAT_PRINT or path.stem == "__main__":
             return []
         # A timedelta is a length of time and reads no clock.
         clocks = {name.split(".")[0] for name in imports(path) if name != "datetime.timedelta"} & CLOCKS
-        spoken = [
+        prints = [
             node
             for node in ast.walk(tree_of(path))
             if (isinstance(node, ast.Name) and node.id in {"print", "input"})
             or (isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"})
         ]
-        return [*(f"{label(path)} imports {clock}" for clock in clocks), *where(path, spoken)]
+        return [*(f"{label(path)} imports {clock}" for clock in clocks), *lines_of(path, prints)]
 
-    assert not offenders(talking, leaving_out=TALKERS)
+    assert not violations(prints_and_clocks, except_in=LAYERS_THAT_PRINT)
 
 
-def functions(tree, name="", parent=None):
-    """Every function with its name, the class it is in, and whether all of that is public."""
+def definitions(tree, parent=None):
+    """Yield each function and class, and the class that defines it or None; not those defined within functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield name, node, parent
+            yield node, parent
             if isinstance(node, ast.ClassDef):
-                yield from functions(node, node.name, node)
+                yield from definitions(node, node)
 
 
-def test_what_waits_for_the_device_says_so():
+def test_functions_that_wait_for_the_device_say_so():
     unseen = set(WAITS)
 
     def waiting(path):
-        for _, function, _ in functions(tree_of(path)):
-            calls = [
-                node
-                for node in ast.walk(function)
-                if isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in SYNCHRONISING
-            ]
+        for function, _ in definitions(tree_of(path)):
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            methods = [node for node in calls if isinstance(node.func, ast.Attribute)]
+            synchronising = [node for node in methods if node.func.attr in SYNCHRONISING]
             if (label(path), function.name) in WAITS:
                 unseen.discard((label(path), function.name))
-                assert calls, f"{label(path)}: {function.name} does not wait"
+                assert synchronising, f"{label(path)}: {function.name} does not wait"
                 assert "wait" in (ast.get_docstring(function) or "")
             else:
-                yield from where(path, calls)
+                yield from lines_of(path, synchronising)
 
-    # What goes to the disk must be there first.
-    assert not offenders(waiting, leaving_out={"backends", "checkpoint"})
+    # A checkpoint must be on the host before it can be written to a disk.
+    assert not violations(waiting, except_in={"backends", "checkpoint"})
     assert not unseen
 
 
@@ -196,27 +192,24 @@ def test_public_names_have_docstrings():
         assert ast.get_docstring(tree_of(path)), f"{path} has none"
         return [
             f"ftrain/{label(path)}:{node.lineno}: {node.name}"
-            for _, node, parent in functions(tree_of(path))
+            for node, parent in definitions(tree_of(path))
             if (public(node, parent) or (node.name == "__call__" and public(parent, None)))
             and not ast.get_docstring(node)
         ]
 
-    assert not offenders(missing)
+    assert not violations(missing)
 
 
 def raises(function):
-    """Whether a function, or one defined in it, raises something that is its own to raise."""
+    """Return whether a function, or one defined in it, raises a new exception; a bare `raise` does not count."""
     return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(function))
 
 
 def test_docstrings_say_what_is_raised():
     def silent(path):
-        for _, node, parent in functions(tree_of(path)):
-            if (
-                isinstance(node, ast.ClassDef)
-                or not raises(node)
-                or (parent is not None and parent.name.startswith("_"))
-            ):
+        for node, parent in definitions(tree_of(path)):
+            in_private_class = parent is not None and parent.name.startswith("_")
+            if isinstance(node, ast.ClassDef) or in_private_class or not raises(node):
                 continue
             text = ast.get_docstring(node) or ""
             if node.name == "__init__":
@@ -226,26 +219,25 @@ def test_docstrings_say_what_is_raised():
             if not re.search(r"\b[Rr]aises\b", text):
                 yield f"ftrain/{label(path)}:{node.lineno}: {node.name}"
 
-    assert not offenders(silent)
+    assert not violations(silent)
 
 
 def test_errors_are_our_own():
-    """Whoever catches `FtrainError` catches all that is raised on purpose; AttributeError is Python's protocol."""
-    known = {node.name for node in tree_of(ROOT / "errors.py").body if isinstance(node, ast.ClassDef)} | {
-        "AttributeError"
-    }
+    """`except FtrainError` catches every error of ftrain but AttributeError, which `hasattr` and `getattr` need."""
+    known = {node.name for node in tree_of(ROOT / "errors.py").body if isinstance(node, ast.ClassDef)}
+    known.add("AttributeError")
 
     def other(path):
-        makers = {
+        factories = {
             node.name
             for node in ast.walk(tree_of(path))
             if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) in known
         }
-        allowed = {*known, *makers, *RAISED.get(label(path), ())}
+        allowed = {*known, *factories, *RAISED.get(label(path), ())}
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Raise) and node.exc is not None:
-                kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-                if ast.unparse(kind) not in allowed:
-                    yield from where(path, [node])
+                exception = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                if ast.unparse(exception) not in allowed:
+                    yield from lines_of(path, [node])
 
-    assert not offenders(other)
+    assert not violations(other)

@@ -37,21 +37,21 @@ USED_LATER = {
 Together they take a sixth of the time of the import if they are imported with the package.
 """
 
-SHOWN = """
+REPORT = """
 import json, sys, time, torch
 before = {*sys.modules}
 import ftrain as ft
-brought = {*sys.modules} - before
-began = time.process_time()
+imported = {*sys.modules} - before
+start = time.process_time()
 ft.backends.names()
 ft.backends.default()
-print(json.dumps([[*brought], [*sys.modules], time.process_time() - began]))
+print(json.dumps([[*imported], [*sys.modules], time.process_time() - start]))
 """
 
 WITHOUT_DISTRIBUTED = """
 import sys
 
-# Torch looks for these functions in its C++ part, which it has imported before.
+# Hides these functions once torch has imported its C++ part, before torch.distributed looks for them there.
 class Hide:
     def find_spec(self, name, path=None, target=None):
         if name == "torch.distributed":
@@ -88,27 +88,27 @@ def test_a_torch_without_torch_distributed_trains_on_one_device_and_refuses_rank
     assert process.returncode == 0, process.stderr
     refusals = process.stdout.splitlines()
     expected = [f"DeviceError {name}: torch {torch.__version__} was built" for name in ("mesh", "sharded", "mesh")]
-    assert [each.partition(" without torch.distributed")[0] for each in refusals[:3]] == expected
+    assert [line.partition(" without torch.distributed")[0] for line in refusals[:3]] == expected
     assert len(refusals) == 4
     assert refusals[3].startswith("FtrainError with_amp(fp8): ")
 
 
 @pytest.fixture(scope="module")
-def shown():
-    """The modules that `import ftrain` imports; all modules after a device was chosen; the seconds for the choice."""
+def import_report():
+    """Return the modules that `import ftrain` imports, all modules after the choice of a device, and its seconds."""
     root = Path(ft.__file__).parents[1]
-    process = subprocess.run([sys.executable, "-c", SHOWN], cwd=root, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", REPORT], cwd=root, capture_output=True, text=True, check=True)
     return json.loads(process.stdout)
 
 
-def test_nothing_heavy_is_imported(shown):
-    brought = shown[0]
-    assert "ftrain.step" in brought
-    assert not (HEAVY | USED_LATER) & {*brought}
+def test_nothing_heavy_is_imported(import_report):
+    imported = import_report[0]
+    assert "ftrain.step" in imported
+    assert not (HEAVY | USED_LATER) & {*imported}
 
 
-def test_nothing_of_a_vendor_is_imported_before_it_is_asked_for(shown):
-    _, imported, took = shown
+def test_the_choice_of_a_device_imports_no_package_of_a_vendor(import_report):
+    _, imported, seconds = import_report
     packages = {package.split(".")[0] for package in standins.PACKAGES.values()}
     assert not packages & {name.split(".")[0] for name in imported}
-    assert took < 1.0
+    assert seconds < 1.0

@@ -1,4 +1,4 @@
-"""Paths that functions take: of the home directory, relative ones, and links."""
+"""Paths as arguments: in the home directory, relative ones, and links."""
 
 import json
 import os
@@ -13,16 +13,21 @@ from torch._dynamo import register_backend
 import ftrain as ft
 
 
-def adapters():
+def lora_step():
     loss = ft.from_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), lambda model, x: model(x).square().mean())
     return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(1, targets=["0"]))
 
 
 def save_adapters():
-    step = adapters()
+    step = lora_step()
     ft.adapters.save("~/here", step, step.init())
     ft.adapters.load("~/here", step, step.init())
     ft.adapters.like("~/here")
+
+
+def open_checkpoints():
+    with ft.Checkpoints("~/here", every=1):
+        pass
 
 
 def write_and_read_tokens():
@@ -46,7 +51,7 @@ def init_from_file():
 
 
 @register_backend
-def ftrain_writing_where_inductor_would(graph, inputs):
+def ftrain_makes_inductors_cache_folder(graph, inputs):
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir()
     return graph.forward
 
@@ -54,13 +59,13 @@ def ftrain_writing_where_inductor_would(graph, inputs):
 def compile_into_a_cache():
     step = ft.compose(
         ft.train_step(lambda params, x: (params["w"] * x).square().sum(), ft.optim.sgd(0.1)),
-        ft.compiled(cache_dir="~/here", backend="ftrain_writing_where_inductor_would"),
+        ft.compiled(cache_dir="~/here", backend="ftrain_makes_inductors_cache_folder"),
     )
     step(step.init({"w": torch.ones(2)}), torch.ones(2))
 
 
 CASES = {
-    "Checkpoints": lambda: ft.Checkpoints("~/here", every=1).__enter__().__exit__(None, None, None),
+    "Checkpoints": open_checkpoints,
     "jsonl": lambda: ft.loggers.jsonl("~/here")({"step": 1}),
     "plot": lambda: ft.schedules.plot(ft.schedules.constant(1.0), steps=3, path="~/here.png"),
     "offload": lambda: ft.offload("opt_state", directory="~/here"),
@@ -83,7 +88,7 @@ def test_a_path_may_begin_with_the_home_directory(name, tmp_path, monkeypatch):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_name_that_is_no_user_stays(tmp_path, monkeypatch):
+def test_a_tilde_before_an_unknown_user_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ft.checkpoint.save("~nobody-of-this-name", {"x": torch.ones(2)})
     assert (tmp_path / "~nobody-of-this-name").is_dir()
@@ -103,12 +108,12 @@ def test_a_relative_path_stays_when_the_program_changes_its_directory(tmp_path, 
     options = {"evaluate": evaluate, "evaluate_every": 2, "log_every": 1, "progress": False}
     ft.fit(step, state, data, checkpoints=checkpoints, loggers=loggers, **options)
     assert ft.Checkpoints(tmp_path / "run", every=1).latest().step == 4
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 6  # Four steps and two evaluations.
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def as_in_the_cache_of_hugging_face(directory):
-    """Replace each file of a directory by a link to it."""
+def replace_files_by_links(directory):
+    """Move each file of a directory elsewhere and put a link in its place, as the cache of Hugging Face does."""
     blobs = directory.with_name("blobs")
     blobs.mkdir()
     for number, file in enumerate([*directory.iterdir()]):
@@ -124,7 +129,7 @@ def test_files_of_a_model_may_be_links(name, tmp_path):
         safetensors.torch.save_file({key: tensor}, directory / f"{key}.safetensors")
     index = {"weight_map": {key: f"{key}.safetensors" for key in model.state_dict()}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    as_in_the_cache_of_hugging_face(directory)
+    replace_files_by_links(directory)
     (tmp_path / "link").symlink_to("model")
     loss = ft.from_module(torch.nn.Linear(2, 2), lambda model, x: model(x).mean())
     state = ft.train_step(loss, ft.optim.sgd(0.1)).init(tmp_path / name)
@@ -133,10 +138,10 @@ def test_files_of_a_model_may_be_links(name, tmp_path):
 
 
 def test_files_of_adapters_may_be_links(tmp_path):
-    step = adapters()
+    step = lora_step()
     state = step.init(seed=3)
     ft.adapters.save(tmp_path / "adapter", step, state)
-    as_in_the_cache_of_hugging_face(tmp_path / "adapter")
+    replace_files_by_links(tmp_path / "adapter")
     loaded = ft.adapters.load(tmp_path / "adapter", step, step.init(seed=4))
     trained = [name for name, leaf in state.params.items() if leaf is not None]
     assert all(torch.equal(loaded.params[name], state.params[name]) for name in trained)

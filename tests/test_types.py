@@ -1,3 +1,5 @@
+"""The records of `ftrain.types`: Mean, TrainState and Gradients; and the classes of errors."""
+
 import copy
 import dataclasses
 import functools
@@ -30,7 +32,7 @@ pairs = st.tuples(st.integers(-1000, 1000), st.integers(1, 1000))
 
 @given(st.lists(pairs, min_size=1, max_size=6), st.data())
 def test_means_add_up_to_the_mean_of_all(parts, data):
-    """Whole numbers, so that no order of summation rounds."""
+    """The numbers are integers, so that a sum is exact in any order."""
     means = [mean(float(total), float(weight)) for total, weight in parts]
     for order in (means, data.draw(st.permutations(means))):
         whole = functools.reduce(Mean.pooled, order)
@@ -68,14 +70,14 @@ def test_arithmetic_is_an_error_with_what_to_write(compute):
         compute(mean(6.0, 3.0), mean(2.0, 1.0))
 
 
-def test_no_weight_adds_nothing():
+def test_a_mean_without_weight_adds_nothing():
     assert float(mean(6.0, 3.0).pooled(mean(0.0, 0.0))) == 2.0
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(4), torch.tensor(4.0), torch.tensor(4, dtype=torch.int32)])
 def test_value_has_the_dtype_of_the_total(weight):
-    actual = Mean(torch.tensor(2.0, dtype=torch.float64), weight).value
-    assert (actual.shape, actual.dtype, float(actual)) == ((), torch.float64, 0.5)
+    value = Mean(torch.tensor(2.0, dtype=torch.float64), weight).value
+    assert (value.shape, value.dtype, float(value)) == ((), torch.float64, 0.5)
 
 
 def test_value_is_differentiable_in_the_total():
@@ -93,7 +95,7 @@ def test_float_and_format():
 
 
 @pytest.mark.parametrize(("one", "other"), [(True, True), (True, False), (False, False)])
-def test_a_sum_is_plain_when_all_of_it_is(one, other):
+def test_a_pooled_mean_is_plain_if_both_means_are(one, other):
     whole = mean(1.0, 1.0, plain=one).pooled(mean(1.0, 1.0, plain=other))
     assert whole.plain == (one and other)
 
@@ -130,12 +132,13 @@ def make_state(*wrappers):
 
 
 def equal(one, other):
-    (ours, spec), (theirs, wanted) = tree.flatten(one), tree.flatten(other)
-    return spec == wanted and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    leaves, spec = tree.flatten(one)
+    other_leaves, other_spec = tree.flatten(other)
+    return spec == other_spec and all(torch.equal(a, b) for a, b in zip(leaves, other_leaves, strict=True))
 
 
-def test_fields():
-    assert [each.name for each in dataclasses.fields(TrainState)] == FIELDS
+def test_fields_of_a_state():
+    assert [field.name for field in dataclasses.fields(TrainState)] == FIELDS
     state = make_state()
     assert (state.step.dtype, state.step.shape) == (torch.int64, ())
     assert (state.rng.dtype, state.rng.shape) == (torch.int64, (2,))
@@ -200,19 +203,19 @@ def test_copies_are_states_that_train_on(way, stepped):
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "clone"])
 def test_copies_survive_donation(way):
     state = make_state()
-    wanted = tree.clone(state)
+    expected = tree.clone(state)
     copied = COPIES[way](state)
     make_step(ft.donated())(state, BATCH)
-    assert equal(copied, wanted)
+    assert equal(copied, expected)
     with pytest.raises(ConsumedError):
         _ = state.params
 
 
-def test_replace():
+def test_replace_keeps_the_other_fields():
     state = make_state()
-    other = dataclasses.replace(state, params={"w": torch.zeros(2), "b": torch.zeros(1)}, slots={})
-    assert float(other.params["w"].sum()) == 0
-    assert other.opt_state is state.opt_state
+    changed = dataclasses.replace(state, params={"w": torch.zeros(2), "b": torch.zeros(1)}, slots={})
+    assert float(changed.params["w"].sum()) == 0
+    assert changed.opt_state is state.opt_state
     with pytest.raises(TypeError, match="unknown"):
         dataclasses.replace(state, unknown=1)
 
@@ -282,15 +285,15 @@ def test_states_compare_by_identity_and_hash():
 
 
 def test_gradients_is_a_tree():
-    actual = Gradients({"w": torch.ones(2)}, mean(1.0, 2.0), {"m": mean(3.0, 4.0)}, {"b": torch.ones(1)})
+    gradients = Gradients({"w": torch.ones(2)}, mean(1.0, 2.0), {"m": mean(3.0, 4.0)}, {"b": torch.ones(1)})
     names = ["grads.w", "loss.total", "loss.weight", "metrics.m.total", "metrics.m.weight", "buffers.b"]
-    assert tree.leaf_names(actual) == names
-    assert tree.leaf_names(dataclasses.replace(actual, finite=torch.tensor(True))) == [*names, "finite"]
-    assert isinstance(tree.clone(actual), Gradients)
+    assert tree.leaf_names(gradients) == names
+    assert tree.leaf_names(dataclasses.replace(gradients, finite=torch.tensor(True))) == [*names, "finite"]
+    assert isinstance(tree.clone(gradients), Gradients)
 
 
-def test_errors_are_of_their_builtin_kind_and_ours():
-    kinds = {
+def test_errors_are_also_builtin_errors():
+    builtins = {
         "ComposeError": TypeError,
         "OptionError": ValueError,
         "RankError": RuntimeError,
@@ -306,9 +309,9 @@ def test_errors_are_of_their_builtin_kind_and_ours():
         "UnreachableError": RuntimeError,
         "VersionError": ImportError,
     }
-    actual = {name: kind for name, kind in vars(ft.errors).items() if inspect.isclass(kind) and name.endswith("Error")}
-    assert set(actual) == {"FtrainError", *kinds}
-    for name, builtin in kinds.items():
-        assert issubclass(actual[name], FtrainError)
-        assert issubclass(actual[name], builtin)
+    classes = {name: value for name, value in vars(ft.errors).items() if inspect.isclass(value)}
+    assert {name for name in classes if name.endswith("Error")} == {"FtrainError", *builtins}
+    for name, builtin in builtins.items():
+        assert issubclass(classes[name], FtrainError)
+        assert issubclass(classes[name], builtin)
     assert FtrainError("x").result is None

@@ -1,4 +1,4 @@
-"""Which versions of torch are accepted, and that what ftrain needs of torch's private names is asked for at import."""
+"""Which versions of torch are accepted, and that private names of torch are looked up at import."""
 
 import re
 import runpy
@@ -24,8 +24,8 @@ ROOT = Path(_torch.__file__).parents[2]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)
 
 
-def run_again(monkeypatch, version):
-    """Import the module once more, with another version of torch."""
+def import_with_torch(version, monkeypatch):
+    """Run `ftrain/_torch/__init__.py` as if torch had another version."""
     monkeypatch.setattr(torch, "__version__", version)
     return runpy.run_path(_torch.__file__)
 
@@ -33,36 +33,28 @@ def run_again(monkeypatch, version):
 @pytest.mark.parametrize("version", ["1.13.1+cu117", "2.10.0"])
 def test_an_older_torch_is_refused(version, monkeypatch):
     with pytest.raises(VersionError, match=rf"torch is {version.replace('+', '.')}; needs {OLDEST} or newer") as error:
-        run_again(monkeypatch, version)
+        import_with_torch(version, monkeypatch)
     assert isinstance(error.value, ImportError)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.15.0a0+git1234567"])
-def test_tested_versions_are_taken_in_silence(version, monkeypatch):
+def test_tested_versions_are_accepted_without_a_warning(version, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_again(monkeypatch, version)
+        import_with_torch(version, monkeypatch)
 
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.101.0.dev20300101", "3.0.0"])
-def test_a_newer_torch_is_warned_of(version, monkeypatch):
-    with pytest.warns(UserWarning, match=rf"torch is {version}; ftrain is tested with {OLDEST} to {NEWEST}") as actual:
-        run_again(monkeypatch, version)
-    assert len(actual) == 1
-    assert "\n" not in str(actual[0].message)
+def test_a_newer_torch_is_a_warning(version, monkeypatch):
+    with pytest.warns(UserWarning, match=rf"torch is {version}; ftrain is tested with {OLDEST} to {NEWEST}") as caught:
+        import_with_torch(version, monkeypatch)
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
 
 
 def look_up_private_names():
     for file in ("__init__.py", "workers.py"):
         runpy.run_path(str(ROOT / "ftrain/_torch" / file))
-
-
-def renamed(init):
-    def __init__(self, target_frame_ref, gid):  # noqa: N807
-        def keep(x):
-            return x
-
-    return __init__
 
 
 @pytest.mark.parametrize(
@@ -94,7 +86,7 @@ def test_a_private_name_of_inductor_that_is_gone_is_an_error_where_it_is_used(mo
         inductor_random([2], torch.tensor(0), "rand")
 
 
-def test_the_engine_gives_the_gradients_that_autograd_gives():
+def test_run_backward_returns_or_adds_gradients():
     used, unused = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
     grads = _torch.run_backward((used**2).sum(), torch.tensor(0.5), [used, unused])
     assert grads[0].tolist() == [1.0, 2.0]
@@ -112,7 +104,7 @@ def test_views_share_their_version_and_their_storage():
     assert _torch.storage_id(tensor) == _torch.storage_id(view) != _torch.storage_id(other)
 
 
-def test_tensors_without_values_have_a_storage_too():
+def test_fake_tensors_have_a_storage():
     with _torch.FakeTensorMode():
         tensor, other = torch.zeros(4), torch.zeros(4)
         assert _torch.is_fake(tensor)
@@ -120,11 +112,11 @@ def test_tensors_without_values_have_a_storage_too():
     assert not _torch.is_fake(torch.zeros(4))
 
 
-def test_an_operation_of_aten_that_is_unknown_is_left_out():
+def test_an_unknown_operation_of_aten_is_left_out():
     assert _torch.aten_operations("mm", "no_such_operation") == {torch.ops.aten.mm.default}
 
 
-def test_the_dicts_of_a_module_hold_its_own_tensors():
+def test_the_tensors_of_submodules_are_left_out():
     module = nn.Sequential(nn.BatchNorm1d(2))
     assert not _torch.parameters_of(module)
     assert _torch.parameters_of(module[0])["weight"] is module[0].weight
@@ -132,8 +124,13 @@ def test_the_dicts_of_a_module_hold_its_own_tensors():
 
 
 def test_a_hook_of_another_name_is_an_error_at_import(monkeypatch):
-    """By its name alone a recomputation is known, which must not draw other dropout masks in silence."""
-    monkeypatch.setattr(checkpoint._recomputation_hook, "__init__", renamed)
+    """ftrain recognises a recomputation by the name of its hook. If it did not, dropout would draw other masks."""
+
+    def init(self, target_frame_ref, gid):
+        def hook_of_another_name(x):
+            return x
+
+    monkeypatch.setattr(checkpoint._recomputation_hook, "__init__", init)
     with pytest.raises(VersionError, match=r"changed something private.*pack_hook"):
         runpy.run_path(_torch.__file__)
 
@@ -145,8 +142,8 @@ def test_the_versions_are_the_same_everywhere():
     assert _torch.TESTED[0] <= tuple(map(int, pinned.groups())) <= _torch.TESTED[1]
     assert f"torch {OLDEST} to {NEWEST}" in (ROOT / "README.md").read_text(encoding="utf-8")
     command = ["make", "--no-print-directory", "--always-make", "-n", "test-oldest"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"torch=={OLDEST}.0" in asked
+    commands = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"torch=={OLDEST}.0" in commands
 
 
 OLD_TORCH = """
@@ -154,13 +151,13 @@ import torch
 from torch.utils import _python_dispatch
 
 torch.__version__ = "2.10.0"
-# As if it did not have this yet, without which most modules of ftrain cannot be imported.
+# A name that most modules of ftrain need at import, and that an old torch may not have.
 del _python_dispatch._disable_current_modes
 import ftrain
 """
 
 
-def test_the_version_is_asked_for_before_anything_else():
+def test_the_version_is_checked_before_any_other_import():
     command = [sys.executable, "-c", OLD_TORCH]
-    actual = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert actual.stderr.splitlines()[-1].startswith("ftrain.errors.VersionError: ftrain: torch is 2.10.0; needs")
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert process.stderr.splitlines()[-1].startswith("ftrain.errors.VersionError: ftrain: torch is 2.10.0; needs")

@@ -1,6 +1,7 @@
-"""What a user's type checker sees. Never run.
+"""Right and wrong calls of the public functions, for the type checker only: this file never runs.
 
-`make lint` fails where a line with an error is without it, or has another one: mypy warns of comments without a use.
+A comment `type: ignore[...]` names the error that mypy must report for its line. `make lint` fails if it reports
+another error or none, since mypy also reports comments that are not needed.
 """
 
 from typing import assert_type

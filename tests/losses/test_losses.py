@@ -1,3 +1,5 @@
+"""The losses equal those of torch, add up over pieces of a batch, and refuse wrong arguments."""
+
 import functools
 import itertools
 import math
@@ -40,12 +42,13 @@ def value_and_grad(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Te
     return value.detach(), torch.autograd.grad(value, at)[0]
 
 
-def check_parity(actual: Callable[[Tensor], Mean], wanted: Callable[[Tensor], Tensor], at: Tensor) -> None:
+def check_parity(actual: Callable[[Tensor], Mean], expected: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    """Check that a loss of ours and one of torch have the same value, gradient and dtype at a tensor."""
     value, grad = value_and_grad(lambda x: actual(x).value, at)
-    their_value, their_grad = value_and_grad(wanted, at)
-    assert value.dtype == their_value.dtype
-    torch.testing.assert_close(value, their_value, **EXACT)
-    torch.testing.assert_close(grad, their_grad, **EXACT)
+    expected_value, expected_grad = value_and_grad(expected, at)
+    assert value.dtype == expected_value.dtype
+    torch.testing.assert_close(value, expected_value, **EXACT)
+    torch.testing.assert_close(grad, expected_grad, **EXACT)
 
 
 def is_scalar(mean: Mean, dtype: torch.dtype) -> bool:
@@ -53,6 +56,7 @@ def is_scalar(mean: Mean, dtype: torch.dtype) -> bool:
 
 
 def numbers(mean: Mean) -> tuple[float, float]:
+    """Return the total and the weight."""
     return float(mean.total.detach()), float(mean.weight)
 
 
@@ -78,7 +82,9 @@ class TestCrossEntropyParity:
         logits, labels, w, s = randn(6, CLASSES), torch.tensor([0, 1, 2, 3, 4, -100]), class_weights(), 0.1
         logp = logits.log_softmax(-1)
         kept = range(5)
-        total = sum(-(1 - s) * w[i] * logp[i, i] - s / CLASSES * (w * logp[i]).sum() for i in kept)
+        of_labels = sum(w[i] * logp[i, i] for i in kept)
+        of_all_classes = sum((w * logp[i]).sum() for i in kept)
+        total = -(1 - s) * of_labels - s / CLASSES * of_all_classes
         loss = cross_entropy(logits, labels, label_smoothing=s, weight=w)
         torch.testing.assert_close(loss.total, total, **EXACT)
         assert float(loss.weight) == 6.5
@@ -140,21 +146,22 @@ class TestCrossEntropyWithNothingToCount:
 
 
 class TestExtremes:
-    # One wrong label of five at +1e4; at -1e4 the other four share the probability: log 4 for each.
+    # At +1e4 one label of five is wrong and costs 1e4. At -1e4 four labels are right and cost 1e4 each, and the four
+    # classes beside the one with the low logit share the probability: log 4 for every row.
     @pytest.mark.parametrize("dtype", [torch.float32, F64])
-    @pytest.mark.parametrize(("scale", "wanted"), [(1e4, 1e4), (-1e4, 4e4 + 5 * math.log(4))])
-    def test_huge_logits(self, dtype: torch.dtype, scale: float, wanted: float) -> None:
+    @pytest.mark.parametrize(("scale", "expected"), [(1e4, 1e4), (-1e4, 4e4 + 5 * math.log(4))])
+    def test_huge_logits(self, dtype: torch.dtype, scale: float, expected: float) -> None:
         logits, labels = torch.eye(CLASSES, dtype=dtype) * scale, torch.tensor([1, 1, 2, 3, 4])
         total, grad = value_and_grad(lambda x: cross_entropy(x, labels).total, logits)
-        assert float(total) == pytest.approx(wanted, rel=1e-6)
+        assert float(total) == pytest.approx(expected, rel=1e-6)
         assert torch.isfinite(grad).all()
 
-    @pytest.mark.parametrize(("scale", "wanted"), [(1e4, 0.0), (-1e4, 1e4)])
-    def test_huge_binary_logits(self, scale: float, wanted: float) -> None:
+    @pytest.mark.parametrize(("scale", "expected"), [(1e4, 0.0), (-1e4, 1e4)])
+    def test_huge_binary_logits(self, scale: float, expected: float) -> None:
         labels = torch.tensor([True, False])
         logits = torch.tensor([scale, -scale])
         value, grad = value_and_grad(lambda x: binary_cross_entropy(x, labels).value, logits)
-        assert float(value) == wanted
+        assert float(value) == expected
         assert torch.isfinite(grad).all()
 
     def test_minus_infinity_rules_a_class_out(self) -> None:
@@ -163,9 +170,9 @@ class TestExtremes:
         masked[:, 3:] = -torch.inf
         labels = torch.tensor([0, 1, 2, 0, 1, 2])
         value, grad = value_and_grad(lambda x: cross_entropy(x, labels).value, masked)
-        less, less_grad = value_and_grad(lambda x: cross_entropy(x, labels).value, full[:, :3])
-        torch.testing.assert_close(value, less, **EXACT)
-        torch.testing.assert_close(grad[:, :3], less_grad, **EXACT)
+        expected, expected_grad = value_and_grad(lambda x: cross_entropy(x, labels).value, full[:, :3])
+        torch.testing.assert_close(value, expected, **EXACT)
+        torch.testing.assert_close(grad[:, :3], expected_grad, **EXACT)
         assert torch.equal(grad[:, 3:], torch.zeros(6, 2, dtype=F64))
 
     def test_label_ruled_out_costs_infinity(self) -> None:
@@ -203,19 +210,20 @@ def pieces(draw: st.DrawFn, size: int) -> list[slice]:
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[Callable[[slice, Tensor], Mean], Tensor, list[slice]]:
-    """A loss of a slice of a batch, the batch's outputs, and slices that make up the batch."""
+    """Draw a loss of a slice of a batch, the outputs of the batch, and slices that make up the batch."""
     size, seed = draw(st.integers(0, 12)), draw(st.integers(0, 10**6))
     labels = some_labels(size, 3, seed=seed)
     targets = torch.rand(size, 3, CLASSES, generator=torch.Generator().manual_seed(seed), dtype=F64)
-    each = draw(st.sampled_from([None, targets > 0.4, targets + 0.1]))
+    weight = draw(st.sampled_from([None, targets > 0.4, targets + 0.1]))
     options = {
         "label_smoothing": draw(st.sampled_from([0.0, 0.3])),
         "weight": draw(st.sampled_from([None, class_weights()])),
     }
     losses: dict[str, Callable[[slice, Tensor], Mean]] = {
         "cross_entropy": lambda s, x: cross_entropy(x[s], labels[s], **options),
-        "binary": lambda s, x: binary_cross_entropy(x[s], targets[s], weight=None if each is None else each[s]),
-        "mse": lambda s, x: mse(x[s], targets[s], weight=None if each is None else each[s]),
+        "binary": lambda s, x: binary_cross_entropy(x[s], targets[s], weight=None if weight is None else weight[s]),
+        "mse": lambda s, x: mse(x[s], targets[s], weight=None if weight is None else weight[s]),
+        # The second Mean, of weight 0, gives the accuracy a gradient of 0.
         "accuracy": lambda s, x: accuracy(x[s], labels[s]).pooled(Mean(0.0 * x.sum(), torch.zeros((), dtype=F64))),
     }
     loss = losses[draw(st.sampled_from(sorted(losses)))]
@@ -235,13 +243,11 @@ class TestAdditivity:
         grads = [torch.autograd.grad(mean.total, outputs)[0] for mean in (parts, whole)]
         torch.testing.assert_close(*grads, **EXACT)
 
-    def test_the_mean_of_means_is_something_else(self) -> None:
-        logits, labels = randn(4, CLASSES), torch.tensor([0, -100, -100, 1])
-        one, rest = cross_entropy(logits[:3], labels[:3]), cross_entropy(logits[3:], labels[3:])
-        uneven = cross_entropy(logits[:1], labels[:1]).pooled(cross_entropy(logits[1:], labels[1:]))
-        torch.testing.assert_close(one.pooled(rest).value, uneven.value, **EXACT)
-        three = cross_entropy(logits, torch.tensor([0, 2, 3, 1]))
-        assert abs(float(three) - float(one.pooled(rest))) > 1e-3
+    def test_the_pooled_mean_is_not_the_mean_of_means(self) -> None:
+        logits, labels = randn(4, CLASSES), torch.tensor([0, 2, 3, 1])
+        three, one = cross_entropy(logits[:3], labels[:3]), cross_entropy(logits[3:], labels[3:])
+        torch.testing.assert_close(three.pooled(one).value, cross_entropy(logits, labels).value, **EXACT)
+        assert abs(float(three.pooled(one)) - (float(three) + float(one)) / 2) > 1e-3
 
 
 ELEMENTWISE = [(mse, F.mse_loss), (binary_cross_entropy, F.binary_cross_entropy_with_logits)]
@@ -256,7 +262,7 @@ class TestElementwise:
         assert float(ours(randn(*shape), targets).weight) == targets.numel()
 
     @pytest.mark.parametrize("shape", [(), (4,), (3, 1)])
-    def test_weight_of_the_label_1(self, shape) -> None:
+    def test_pos_weight(self, shape) -> None:
         targets, weight, pos_weight = randn(3, 4, seed=3).sigmoid(), randn(4, seed=4).abs(), randn(*shape, seed=5).abs()
         check_parity(
             lambda x: binary_cross_entropy(x, targets, weight=weight, pos_weight=pos_weight),
@@ -282,10 +288,10 @@ class TestElementwise:
     def test_mask_as_weight(self, loss) -> None:
         outputs, targets = randn(3, 4), torch.rand(3, 4)
         mask = torch.tensor([[True], [False], [True]])
-        wanted = loss(outputs[::2], targets[::2])
+        expected = loss(outputs[::2], targets[::2])
         for weight in (mask, mask.int()):
             actual = loss(outputs, targets, weight=weight)
-            torch.testing.assert_close(actual.value, wanted.value, **EXACT)
+            torch.testing.assert_close(actual.value, expected.value, **EXACT)
             assert float(actual.weight) == 8
 
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
@@ -304,18 +310,18 @@ class TestElementwise:
     def test_dtype_is_that_of_the_outputs(self, loss) -> None:
         targets = torch.tensor([0, 1])
         for dtype in (torch.float32, F64):
-            for given_targets in (targets, targets.bool(), targets.double()):
-                assert is_scalar(loss(randn(2, dtype=dtype), given_targets), dtype)
+            for converted in (targets, targets.bool(), targets.double()):
+                assert is_scalar(loss(randn(2, dtype=dtype), converted), dtype)
 
-    @pytest.mark.parametrize("held", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
-    def test_elements_without_weight_may_hold_anything(self, loss, held) -> None:
+    def test_elements_without_weight_may_be_infinite_or_nan(self, loss, value) -> None:
         weight = torch.tensor([1.0, 0.0, 0.0, 2.0])
-        outputs = torch.tensor([0.5, held, 0.5, 0.25], requires_grad=True)
-        actual = loss(outputs, torch.tensor([1.0, 0.0, held, 0.0]), weight=weight)
-        wanted = loss(outputs[[0, 3]], torch.tensor([1.0, 0.0]), weight=weight[[0, 3]])
-        assert numbers(actual) == numbers(wanted)
-        grads = [torch.autograd.grad(each.total, outputs)[0] for each in (actual, wanted)]
+        outputs = torch.tensor([0.5, value, 0.5, 0.25], requires_grad=True)
+        actual = loss(outputs, torch.tensor([1.0, 0.0, value, 0.0]), weight=weight)
+        expected = loss(outputs[[0, 3]], torch.tensor([1.0, 0.0]), weight=weight[[0, 3]])
+        assert numbers(actual) == numbers(expected)
+        grads = [torch.autograd.grad(mean.total, outputs)[0] for mean in (actual, expected)]
         assert torch.equal(*grads)
         assert grads[0][1] == 0
 
@@ -371,15 +377,15 @@ TRACED: dict[str, Callable[[Tensor, Tensor], Mean]] = {
 @pytest.mark.parametrize("name", TRACED)
 class TestTracing:
     def test_make_fx_with_fake_values(self, name: str) -> None:
-        # A read of a tensor's values on the host raises under fake tensors.
+        # With fake tensors, reading a value on the host is an error.
         def program(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             loss = TRACED[name](logits, labels)
             return loss.total, loss.weight
 
         graph = make_fx(program, tracing_mode="fake")(randn(4, 3, CLASSES), some_labels(4, 3))
         logits, labels = randn(4, 3, CLASSES, seed=8), some_labels(4, 3, seed=9)
-        for actual, wanted in zip(graph(logits, labels), program(logits, labels), strict=True):
-            torch.testing.assert_close(actual, wanted, **EXACT)
+        for actual, expected in zip(graph(logits, labels), program(logits, labels), strict=True):
+            torch.testing.assert_close(actual, expected, **EXACT)
 
     def test_one_compiled_graph_for_any_batch(self, name: str) -> None:
         torch._dynamo.reset()
@@ -391,12 +397,12 @@ class TestTracing:
 
         for size in (4, 6):
             logits, labels = randn(size, 3, CLASSES).requires_grad_(), some_labels(size, 3)
-            wanted = TRACED[name](logits, labels)
+            expected = TRACED[name](logits, labels)
             total, weight = program(logits, labels)
-            torch.testing.assert_close(total, wanted.total, **EXACT)
-            torch.testing.assert_close(weight, wanted.weight, **EXACT)
+            torch.testing.assert_close(total, expected.total, **EXACT)
+            torch.testing.assert_close(weight, expected.weight, **EXACT)
             if total.requires_grad:
-                grads = [torch.autograd.grad(x, logits)[0] for x in (total, wanted.total)]
+                grads = [torch.autograd.grad(x, logits)[0] for x in (total, expected.total)]
                 torch.testing.assert_close(*grads, **EXACT)
 
     def test_vmap(self, name: str) -> None:
@@ -406,9 +412,9 @@ class TestTracing:
 
         logits, labels = randn(4, 3, CLASSES), some_labels(4, 3)
         total, weight = torch.func.vmap(program)(logits, labels)
-        each = [program(x, y) for x, y in zip(logits, labels, strict=True)]
-        torch.testing.assert_close(total, torch.stack([t for t, _ in each]), **EXACT)
-        torch.testing.assert_close(weight, torch.stack([w for _, w in each]), **EXACT)
+        totals, weights = zip(*(program(x, y) for x, y in zip(logits, labels, strict=True)), strict=True)
+        torch.testing.assert_close(total, torch.stack(totals), **EXACT)
+        torch.testing.assert_close(weight, torch.stack(weights), **EXACT)
 
 
 LOGITS, LABELS = torch.zeros(4, 10), torch.zeros(4, dtype=torch.int64)
@@ -478,13 +484,13 @@ class TestErrors:
         (lambda: linear_cross_entropy((LOGITS,), LOGITS, LABELS), "linear_cross_entropy: hidden states are tuple"),
     ],
 )
-def test_what_is_no_tensor_is_named(call, message):
+def test_an_argument_that_is_no_tensor_is_refused(call, message):
     with pytest.raises(LossError, match=message):
         call()
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy, mse], ids=lambda loss: loss.__name__)
-def test_a_complex_weight(loss):
+def test_a_complex_weight_is_refused(loss):
     targets = torch.zeros(2, dtype=torch.int64) if loss is cross_entropy else torch.zeros(2, 3)
     with pytest.raises(LossError, match=rf"^{loss.__name__}: the weight is complex64\[3\]; it must be real"):
         loss(torch.zeros(2, 3), targets, weight=torch.ones(3, dtype=torch.complex64))

@@ -1,4 +1,4 @@
-"""Keys and draws: published vectors, golden bits, one answer however it is run, and stock operations under Keyed."""
+"""Keys and draws: published vectors, golden bits, the same bits in every mode, and torch operations under Keyed."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = settings(max_examples=30, deadline=None)
 
-# Random123's kat_vectors: counter, key, result.
+# (counter, key, result) of philox4x32-10 from the file kat_vectors of Random123 (Salmon et al. 2011).
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -36,12 +36,13 @@ KNOWN = [
 ]
 
 
-def hexes(text):
+def parse_words(text):
+    """Return the integers of hexadecimal words."""
     return [int(word, 16) for word in text.split()]
 
 
 def same(a, b):
-    """Bitwise equality of trees of tensors: dtype, shape and every value, NaN and signed zero included."""
+    """Check that two trees of tensors have the same bits, also of NaN and -0.0, the same dtypes and shapes."""
     a, b = (torch.utils._pytree.tree_leaves(tree) for tree in (a, b))
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
@@ -50,8 +51,8 @@ def same(a, b):
         assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-def everything(key, x):
-    """Every draw in the module."""
+def all_draws(key, x):
+    """Return a result of each drawing function of `ftrain.random`."""
     return (
         random.bits(key, (3, 5)),
         random.split(key, 3),
@@ -73,7 +74,7 @@ def everything(key, x):
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 def test_philox_known_answers(counter, key, result):
-    counter, key, result = hexes(counter), hexes(key), hexes(result)
+    counter, key, result = parse_words(counter), parse_words(key), parse_words(result)
     words = philox.philox(torch.tensor(key), torch.tensor(counter).unbind())
     assert [int(word) for word in words] == result
     assert list(philox.philox_host(tuple(key), tuple(counter))) == result
@@ -115,7 +116,7 @@ def test_counters_beyond_32_bits():
     assert len({tuple(block) for block in words}) == 5
 
 
-def test_domains_never_meet():
+def test_bits_split_and_fold_in_give_different_words():
     key, num = random.key(3), 4096
     drawn = random.bits(key, (4 * num,)).reshape(-1, 4)[:, :2]
     folded = random.fold_in(key, torch.arange(num))
@@ -129,7 +130,7 @@ def test_children_draw_different_numbers():
     assert len({tuple(pair) for pair in drawn}) == len(drawn)
 
 
-# -- golden bits: a change here changes every run there is --------------------------------------------------
+# -- golden bits: a change of these changes the result of every run -----------------------------------------
 
 GOLDEN = {
     "key": (lambda key: random.key(-2), [4294967294, 4294967295]),
@@ -204,32 +205,31 @@ def test_golden_key_data_of_stock_operations():
     assert random.seed_of((2024, 0)) == 3868510427109012549
 
 
-# normal's float64 draws are left to the last bits of log and cos.
+# The last bits of normal's float64 draws depend on how the platform computes log and cos.
 def test_golden_normal_fp64():
     drawn = random.normal(random.key(2024), (2,), dtype=torch.float64)
     expected = torch.tensor([0.999983317211061, -0.0970705468542187], dtype=torch.float64)
     torch.testing.assert_close(drawn, expected, rtol=1e-14, atol=0)
 
 
-# -- one answer, however it is run --------------------------------------------------------------------------
+# -- the same bits in every mode ----------------------------------------------------------------------------
 
 
 def test_traced_and_compiled_are_bitwise_eager():
     key, x = random.key(11), torch.linspace(-1, 1, 10)
-    expected = everything(key, x)
-    traced = make_fx(everything, tracing_mode="fake")(random.key(0), x)
+    expected = all_draws(key, x)
+    traced = make_fx(all_draws, tracing_mode="fake")(random.key(0), x)
     same(traced(key, x), expected)
-    # Compiling takes a third of a second a draw: those that no test below compiles.
-    some = lambda key: (  # noqa: E731
-        random.split(key, 3),
-        random.uniform(key, (2, 3), low=-0.3, high=0.8),
-        random.exponential(key, (5,)),
-        random.randint(key, (5,), -3, 11),
-    )
-    same(torch.compile(some, backend="aot_eager", fullgraph=True)(key), some(key))
+
+    # Compiling takes a third of a second per draw, so this has only the draws that no test below compiles.
+    def some_draws(key):
+        uniform = random.uniform(key, (2, 3), low=-0.3, high=0.8)
+        return random.split(key, 3), uniform, random.exponential(key, (5,)), random.randint(key, (5,), -3, 11)
+
+    same(torch.compile(some_draws, backend="aot_eager", fullgraph=True)(key), some_draws(key))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # raised by importing inductor
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # From the import of Inductor.
 def test_inductor_is_bitwise_eager():
     def draw(key, x):
         return random.dropout(key, x, 0.4), random.normal(random.fold_in(key, 1), (33,))
@@ -247,8 +247,9 @@ def test_dynamic_shapes():
 
 def test_vmap_over_keys_equals_a_loop():
     keys, x = random.split(random.key(13), 4), torch.linspace(-1, 1, 10)
-    looped = [torch.stack(each) for each in zip(*(everything(key, x) for key in keys), strict=True)]
-    same(torch.func.vmap(everything, in_dims=(0, None))(keys, x), tuple(looped))
+    by_key = [all_draws(key, x) for key in keys]
+    looped = [torch.stack(results) for results in zip(*by_key, strict=True)]
+    same(torch.func.vmap(all_draws, in_dims=(0, None))(keys, x), tuple(looped))
 
 
 def test_recomputed_draws_are_the_same():
@@ -274,7 +275,7 @@ def test_a_small_draw_begins_a_large_one(small, large):
         same(draw(key, (small,)), draw(key, (large,))[:small])
 
 
-# -- for some examples of a batch ----------------------------------------------------------------------------
+# -- for some examples of a batch ---------------------------------------------------------------------------
 
 
 @FEW
@@ -283,7 +284,7 @@ def test_a_small_draw_begins_a_large_one(small, large):
     shape=st.lists(st.integers(0, 4), max_size=3),
     folds=st.integers(0, 2),
 )
-def test_pieces_draw_what_their_examples_have_in_the_whole(lengths, shape, folds):
+def test_pieces_draw_the_numbers_of_their_examples(lengths, shape, folds):
     total, key = sum(lengths), random.key(21)
     draws = [random.bits, random.exponential, random.normal, random.uniform]
     draws += [lambda key, shape, f=f: f(key, shape, dtype=torch.float64) for f in draws[1:]]
@@ -308,13 +309,16 @@ def test_pieces_of_pieces():
     same(random.dropout(piece, torch.ones(4, 3), 0.5), random.dropout(key, torch.ones(10, 3), 0.5)[5:9])
 
 
-def test_what_is_not_by_example_is_the_same_in_every_piece():
-    key, pieces = random.key(23), [random.for_examples(random.key(23), start, 4) for start in (0, 4, 8)]
+def test_draws_that_are_not_by_example_are_the_same_in_every_piece():
+    key = random.key(23)
+    pieces = [random.for_examples(key, start, 4) for start in (0, 4, 8)]
     for shape in ((), (5,), (3, 7)):
         for piece in pieces:
             same(random.normal(piece, shape), random.normal(key, shape))
-    for made in (lambda key: random.split(key, 3), lambda key: random.fold_in(key, 1)):
-        assert all(torch.equal(made(piece)[..., :2], made(key)) for piece in pieces)
+    for derive in (lambda key: random.split(key, 3), lambda key: random.fold_in(key, 1)):
+        for piece in pieces:
+            # Behind the two words of its key, the key of a piece holds where the piece begins.
+            same(derive(piece)[..., :2], derive(key))
     assert {random.key_data(piece) for piece in pieces} == {random.key_data(key)}
     with pytest.raises(OptionError, match=r"for_examples: start = -1, length = 2"):
         random.for_examples(key, -1, 2)
@@ -323,7 +327,7 @@ def test_what_is_not_by_example_is_the_same_in_every_piece():
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
-def test_keys_of_examples_under_vmap_draw_apart_in_every_piece(size):
+def test_keys_of_examples_under_vmap_draw_different_numbers_in_every_piece(size):
     drawn = []
     for start in (0, 3):
         keys = random.split(random.for_examples(random.key(24), start, 3), 3)
@@ -332,7 +336,7 @@ def test_keys_of_examples_under_vmap_draw_apart_in_every_piece(size):
     assert len(set(drawn)) == len(drawn)
 
 
-def test_keys_of_numbered_examples_under_vmap_draw_what_they_have_in_the_whole():
+def test_keys_of_numbered_examples_under_vmap_draw_the_same_in_a_piece():
     def draw(key, numbers):
         keys = random.fold_in(key[:2], numbers)
         return torch.func.vmap(lambda key: random.normal(random.fold_in(key, 1), (3,)))(keys)
@@ -342,7 +346,7 @@ def test_keys_of_numbered_examples_under_vmap_draw_what_they_have_in_the_whole()
 
 
 def test_pieces_traced_compiled_and_under_vmap():
-    """One graph for every piece: where it begins is an input."""
+    """One graph serves every piece, because the start of a piece is an input."""
 
     def draws(key):
         return random.normal(key, (4, 3)), random.bernoulli(random.fold_in(key, 1), 0.5, (8, 3)), random.bits(key, ())
@@ -355,10 +359,8 @@ def test_pieces_traced_compiled_and_under_vmap():
     for key, drawn in zip(keys, expected, strict=True):
         same(traced(key), drawn)
         same(compiled(key), drawn)
-    same(
-        torch.func.vmap(lambda key: draws(key)[:2])(keys),
-        tuple(torch.stack(each) for each in list(zip(*expected, strict=True))[:2]),
-    )
+    normals, masks, _ = zip(*expected, strict=True)
+    same(torch.func.vmap(lambda key: draws(key)[:2])(keys), (torch.stack(normals), torch.stack(masks)))
 
 
 def test_stock_operations_for_some_examples():
@@ -369,22 +371,22 @@ def test_stock_operations_for_some_examples():
 
     with Keyed(key) as stream:
         before, whole = torch.rand(2), draw(x)
-    ends = stream.offset
+    end = stream.offset
     with Keyed(key) as stream:
         same(torch.rand(2), before)
-        begins = stream.offset
-        with stream.for_examples(0, 3, begins):
-            same(draw(x[:3]), tuple(each[:3] for each in whole))
-        with stream.for_examples(3, 5, begins):
+        start = stream.offset
+        with stream.for_examples(0, 3, start):
+            same(draw(x[:3]), tuple(tensor[:3] for tensor in whole))
+        with stream.for_examples(3, 5, start):
             with stream.for_examples(1, 4, stream.offset):
-                same(draw(x[4:]), tuple(each[4:] for each in whole))
-            with stream.rewound(begins):
+                same(draw(x[4:]), tuple(tensor[4:] for tensor in whole))
+            with stream.rewound(start):
                 F.dropout(x[3:], 0.5)
-        assert stream.offset == ends
+        assert stream.offset == end
         assert stream.examples is None
         after = torch.rand(3)
     with Keyed(key) as stream:
-        stream.offset = ends
+        stream.offset = end
         same(torch.rand(3), after)
 
 
@@ -402,34 +404,35 @@ def test_shapes(shape):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compares its bits with the CPU's")
 def test_gpu_draws_the_same_bits():
     key, x = random.key(11), torch.linspace(-1, 1, 10)
-    on_gpu = everything(key.cuda(), x.cuda())
-    assert all(each.is_cuda for each in on_gpu)
-    same([each.cpu() for each in on_gpu], list(everything(key, x)))
+    on_gpu = all_draws(key.cuda(), x.cuda())
+    assert all(tensor.is_cuda for tensor in on_gpu)
+    same([tensor.cpu() for tensor in on_gpu], list(all_draws(key, x)))
     with Keyed(key):
         drawn = F.dropout(x.cuda(), 0.5)
-    # Equal, and not the same bits: on a CPU torch multiplies, so that a dropped negative number is -0.0.
+    # Equal, but not the same bits: on a CPU torch multiplies by 0, so that a dropped negative number is -0.0.
     with Keyed(key):
         assert torch.equal(drawn.cpu(), F.dropout(x, 0.5))
 
 
 def test_the_global_generator_is_left_alone():
     before = torch.get_rng_state()
-    everything(random.key(0), torch.ones(10))
+    all_draws(random.key(0), torch.ones(10))
     with Keyed(random.key(0)):
         F.dropout(torch.randn(8), 0.5)
     same(torch.get_rng_state(), before)
 
 
-# -- distributions (fixed seeds: these pass always or never) ------------------------------------------------
+# -- distributions (with fixed seeds, so that a test passes always or never) --------------------------------
 
 MANY = 1 << 16
 
 
-def test_bits_are_even():
+def test_the_values_of_each_byte_are_equally_frequent():
     words = random.bits(random.key(21), (MANY,))
     assert 0 <= int(words.min()) < int(words.max()) < 2**32
     for shift in (0, 8, 16, 24):
         counts = torch.bincount((words >> shift) & 255, minlength=256).double()
+        # Chi-squared of 255 degrees of freedom has the mean 255 and the variance 510.
         chi2 = float(((counts - MANY / 256) ** 2).sum() / (MANY / 256))
         assert 255 - 5 * math.sqrt(510) < chi2 < 255 + 5 * math.sqrt(510)
 
@@ -447,21 +450,21 @@ def test_moments(draw, mean, variance, fourth, dtype):
     drawn = draw(random.key(22), (MANY,), dtype=dtype)
     assert drawn.dtype == dtype
     drawn = drawn.double()
-    # Half a step of rounding down, for uniform draws of few digits.
+    # A uniform draw of few digits is rounded down, so that its mean is lower by half a step.
     step = torch.finfo(dtype).eps / 4 if draw is random.uniform else torch.finfo(dtype).eps / 8
     assert abs(float(drawn.mean()) - mean) < 4 * math.sqrt(variance / MANY) + step
     assert abs(float(drawn.var()) - variance) < 4 * math.sqrt((fourth - variance**2) / MANY) + step
     for lag in (1, 2, 4):
-        moved = (drawn[lag:] - mean) * (drawn[:-lag] - mean)
-        assert abs(float(moved.mean())) < 4 * variance / math.sqrt(MANY) + step
+        products = (drawn[lag:] - mean) * (drawn[:-lag] - mean)
+        assert abs(float(products.mean())) < 4 * variance / math.sqrt(MANY) + step
 
 
 def test_normal_tails():
     drawn = random.normal(random.key(23), (MANY,), dtype=torch.float64)
     for bound in (0.5, 1.0, 2.0, 3.0):
         p = math.erfc(bound / math.sqrt(2))
-        actual = float((drawn.abs() > bound).double().mean())
-        assert abs(actual - p) < 4 * math.sqrt(p * (1 - p) / MANY)
+        share = float((drawn.abs() > bound).double().mean())
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / MANY)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
@@ -489,17 +492,17 @@ def test_randint_and_permutation():
 # -- ranges -------------------------------------------------------------------------------------------------
 
 
-def extreme(word):
-    """Make every word of every block `word`."""
+def fixed_word(word):
+    """Make the generator return `word` for every word of every block."""
     return mock.patch.object(keys, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_unit_uniform_is_every_multiple_below_one(dtype):
     key, digits = random.key(0), keys._DIGITS[dtype]
-    with extreme(2**32 - 1):
+    with fixed_word(2**32 - 1):
         assert float(random.uniform(key, (), dtype=dtype)) == 1 - 2.0**-digits
-    with extreme(0):
+    with fixed_word(0):
         assert float(random.uniform(key, (), dtype=dtype)) == 0
     if digits == 8:
         values = random.uniform(key, (MANY,), dtype=dtype).unique()
@@ -512,7 +515,7 @@ def test_unit_uniform_is_every_multiple_below_one(dtype):
 def test_uniform_stays_inside_its_range(dtype, low, width):
     high = low + width
     for word in (0, 1, 2**31, 2**32 - 1):
-        with extreme(word):
+        with fixed_word(word):
             drawn = random.uniform(random.key(0), (4,), dtype=dtype, low=low, high=high)
         assert drawn.dtype == dtype
         assert all(low <= x < high for x in drawn.tolist())
@@ -522,7 +525,7 @@ def test_uniform_stays_inside_its_range(dtype, low, width):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @given(value=st.floats(-60000, 60000))
-def test_round_down_is_tight(dtype, value):
+def test_round_down_gives_the_largest_number_that_is_not_above(dtype, value):
     below = torch.tensor(keys._round_down(value, dtype), dtype=dtype)
     assert float(below) == keys._round_down(value, dtype) <= value
     assert float(torch.nextafter(below, torch.tensor(math.inf, dtype=dtype))) > value
@@ -531,7 +534,7 @@ def test_round_down_is_tight(dtype, value):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_extreme_bits_give_finite_draws(dtype):
     for word in (0, 2**32 - 1):
-        with extreme(word):
+        with fixed_word(word):
             assert random.normal(random.key(0), (4,), dtype=dtype).isfinite().all()
             drawn = random.exponential(random.key(0), (4,), dtype=dtype)
         assert (drawn.isfinite() & (drawn > 0)).all()
@@ -551,12 +554,12 @@ def test_dropout_and_its_gradient(dtype):
     assert 0 < int(keep.sum()) < 64
 
 
-def test_dropout_of_none_and_of_all():
+def test_dropout_with_probability_0_and_1():
     x = torch.tensor([1.0, torch.finfo(torch.float32).max], requires_grad=True)
     assert random.dropout(random.key(0), x, 0.0) is x
-    gone = random.dropout(random.key(0), x, 1.0)
-    same(gone.detach(), torch.zeros(2))
-    same(torch.autograd.grad(gone.sum(), x)[0], torch.zeros(2))
+    dropped = random.dropout(random.key(0), x, 1.0)
+    same(dropped.detach(), torch.zeros(2))
+    same(torch.autograd.grad(dropped.sum(), x)[0], torch.zeros(2))
 
 
 def test_dropout_never_makes_nan():
@@ -566,16 +569,16 @@ def test_dropout_never_makes_nan():
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-def test_dropout_moves_the_key():
+def test_dropout_takes_a_key_on_another_device():
     assert random.dropout(random.key(0), torch.ones(3, device="meta"), 0.5).device.type == "meta"
 
 
-def test_bernoulli_of_the_certain():
+def test_bernoulli_with_probability_0_and_1():
     assert random.bernoulli(random.key(0), 1.0, (MANY,)).all()
     assert not random.bernoulli(random.key(0), 0.0, (MANY,)).any()
-    with extreme(2**32 - 1):
+    with fixed_word(2**32 - 1):
         assert random.bernoulli(random.key(0), 1, ())
-    with extreme(0):
+    with fixed_word(0):
         assert not random.bernoulli(random.key(0), 0, ())
 
 
@@ -629,7 +632,7 @@ def test_a_seed_must_be_an_integer(seed):
 
 
 def stock(x):
-    """Torch's own random operations: (operation, what it must draw from its key)."""
+    """Return pairs: a call of a random operation of torch, and a function from a key to what it must draw."""
     half = torch.full((8,), 0.5)
     return [
         (lambda: torch.rand(8), lambda k: random.uniform(k, (8,))),
@@ -661,17 +664,17 @@ def stock(x):
     ]
 
 
-def test_each_stock_operation_draws_from_its_own_fold():
+def test_each_stock_operation_draws_from_a_fold_of_the_key():
     key, cases = random.key(41), stock(torch.linspace(-1, 1, 8))
     assert len(cases) < torch_ops._CHUNK
-    cases *= 2  # beyond the first chunk of keys
+    cases *= 2  # More than the first chunk of keys.
     with Keyed(key) as stream:
         drawn = [draw() for draw, _ in cases]
     assert stream.offset == len(cases)
     same(drawn, [expected(random.fold_in(key, n)) for n, (_, expected) in enumerate(cases)])
 
 
-def test_modules_draw_by_key_and_replay():
+def test_modules_draw_by_key_and_repeat_when_rewound():
     net = nn.Sequential(nn.Dropout(0.5), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))
     x = torch.ones(4, 8, 8)
 
@@ -692,7 +695,7 @@ def test_modules_draw_by_key_and_replay():
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
 
 
-def test_replay_restores_after_an_error():
+def test_rewound_restores_the_offset_after_an_error():
     stream = Keyed(random.key(0))
     stream.offset = 5
 
@@ -705,7 +708,7 @@ def test_replay_restores_after_an_error():
     assert stream.offset == 5
 
 
-def test_current_is_the_innermost():
+def test_the_current_stream_is_the_innermost():
     assert torch_ops.current() is None
     with Keyed(random.key(0)) as outer:
         assert torch_ops.current() is outer
@@ -716,7 +719,7 @@ def test_current_is_the_innermost():
     assert torch_ops.current() is None
 
 
-def test_recomputation_with_replay_gives_the_same_gradient():
+def test_a_recomputation_that_is_rewound_gives_the_same_gradient():
     def block(x):
         return F.dropout(x.sin(), 0.5).exp()
 
@@ -751,16 +754,16 @@ def test_a_traced_gradient_has_no_random_operation_and_the_same_bits():
     params, x = dict(net.named_parameters()), torch.randn(4, 8)
 
     def step(key, x, params):
-        leaves = {name: each.detach().requires_grad_() for name, each in params.items()}
+        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
         with Keyed(key):
             loss = torch.func.functional_call(net, leaves, (x,))
             return loss, torch.autograd.grad(loss, list(leaves.values()))
 
     before = torch.get_rng_state()
     traced = make_fx(step, tracing_mode="fake")(random.key(0), x, params)
-    targets = [node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert len(targets) > 100
-    assert not [op for op in targets if torch.Tag.nondeterministic_seeded in op.tags]
+    operations = [node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert len(operations) > 100
+    assert not [op for op in operations if torch.Tag.nondeterministic_seeded in op.tags]
     assert not [node for node in traced.graph.nodes if node.op == "get_attr"]
     losses = set()
     for seed in (0, 1):
@@ -811,7 +814,7 @@ def test_fused_attention_is_refused_only_with_dropout():
 
 
 class Kernels(_torch.TorchDispatchMode):
-    """Records for each operation whether the fused kernels of GPUs, which draw within, could run."""
+    """Records for each operation which fused kernels of GPUs, which draw random numbers, are enabled."""
 
     def __init__(self):
         super().__init__()
@@ -847,7 +850,7 @@ MODELS = [lambda rate, _: functools.partial(attend, rate=rate), heads, recurrent
 
 
 @pytest.mark.parametrize("make", MODELS, ids=["attention", "heads", "recurrent", "packed"])
-def test_what_draws_within_a_fused_kernel_runs_without_it_except_on_the_host(make):
+def test_fused_kernels_with_dropout_are_off_except_on_the_host(make):
     def fused(rate, device):
         model = make(rate, device)
         with Keyed(random.key(0)) as stream, Kernels() as kernels:
@@ -859,7 +862,7 @@ def test_what_draws_within_a_fused_kernel_runs_without_it_except_on_the_host(mak
     assert fused(0.0, "meta") == fused(0.5, "cpu") == {(True,) * 4}
 
 
-def test_what_is_recomputed_draws_without_fused_kernels_too():
+def test_fused_kernels_with_dropout_are_off_in_a_recomputation():
     def repeatable(offset, x):
         with torch_ops.current().rewound(offset), kernels:
             return attend(x, 0.5)
@@ -881,12 +884,12 @@ def test_inference_mode_draws_the_same():
         same(drawn.clone(), expected)
 
 
-def test_a_mode_of_functions_around_inference_mode():
+def test_two_unfused_modes_work_in_inference_mode():
     with Keyed(random.key(2)), torch.inference_mode(), Unfused(), Unfused():
         assert attend(torch.ones(1, 1, 4, 8, device="meta"), 0.5).is_meta
 
 
-def test_draws_go_to_the_device_asked_for():
+def test_draws_are_on_the_device_of_the_call():
     with Keyed(random.key(0)):
         assert torch.rand(2, device="meta").device.type == "meta"
         assert F.dropout(torch.ones(2, device="meta"), 0.5).device.type == "meta"
@@ -901,15 +904,15 @@ def test_keyed_inside_vmap_is_refused():
         torch.func.vmap(draw, randomness="different")(random.split(random.key(0)))
 
 
-def test_vmap_inside_keyed_draws_for_each():
+def test_vmap_inside_keyed_draws_different_numbers_for_each_row():
     with Keyed(random.key(0)):
         drawn = torch.func.vmap(lambda x: F.dropout(x, 0.5), randomness="different")(torch.ones(3, 32))
     assert len({tuple(row) for row in drawn.tolist()}) == 3
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish, F.gelu, F.softplus], ids=lambda function: function.__name__)
-def test_operations_with_a_kernel_of_their_own_keep_their_bits(function):
-    """A first step under `Keyed` would differ from later ones, which draw nothing and run without it."""
+def test_operations_that_draw_nothing_have_the_same_bits_under_keyed(function):
+    """A first step runs under `Keyed`; if the loss draws nothing, later steps run without it."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     with Keyed(random.key(0)):

@@ -1,4 +1,4 @@
-"""Gradients of microbatches that are added up within the backward pass: whose memory they are, and what they are."""
+"""Gradients of microbatches that are added up within the backward pass: their memory and their values."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.parallel.ranks import run
 
 
 def both(params, batch):
-    # Their gradients are views of one memory.
+    # The two gradients are views of the same memory.
     return ((params["a"].view(6) + params["b"].view(6)) * batch["x"].sum(0)).sum()
 
 
@@ -39,7 +39,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_sums_write_into_memory_of_their_own(name, weighted):
+def test_sums_of_gradients_overwrite_no_other_tensor(name, weighted):
     loss, params = LOSSES[name]
 
     def weighing(params, batch):
@@ -74,14 +74,14 @@ def test_pieces_of_any_weight_are_a_weighted_mean(weights):
     new, metrics = ft.accumulate(3)(step)(state, batch)
     grad = (batch["x"] * weight).sum() / weight.sum() if weight.sum() else torch.zeros(())
     torch.testing.assert_close(new.params["w"], 1.0 - grad.double(), rtol=1e-12, atol=1e-12)
-    whole, known = step(state, batch)
-    torch.testing.assert_close(whole.params["w"], new.params["w"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(metrics["loss"], known["loss"], rtol=1e-12, atol=1e-12, equal_nan=True)
+    expected, expected_metrics = step(state, batch)
+    torch.testing.assert_close(new.params["w"], expected.params["w"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(metrics["loss"], expected_metrics["loss"], rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("weights", [[1.0, 60000.0], [60000.0, 1.0], [0.0, 60000.0]])
 def test_scaled_gradients_of_pieces_of_any_weight_do_not_overflow(weights):
-    """A mean does not, and neither does the sum: none is more than that of a mean."""
+    """The gradient of a mean does not overflow, and no sum of weighted pieces is larger than that of a mean."""
 
     def loss(model, batch):
         weight = batch["weight"].sum()
@@ -109,7 +109,7 @@ def test_a_piece_whose_gradient_is_not_finite_spoils_the_sum():
             assert torch.equal(a, b)
 
 
-def test_a_parameter_that_the_loss_does_not_use():
+def test_a_parameter_that_the_loss_does_not_use_is_refused_or_left_alone():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
 
     def loss(params, batch):
@@ -126,7 +126,7 @@ def test_a_parameter_that_the_loss_does_not_use():
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
-    """An expert, say. The first gradients of two are one tensor, which must not become the memory of both sums."""
+    """Such as an expert. `b` and `c` get one tensor as their first gradient, which must not become both sums."""
     params = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
 
     def loss(params, batch):
@@ -141,7 +141,7 @@ def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
 
 
 def test_one_compiled_loss_serves_all_pieces():
-    """Leaves that have a gradient already are of the same kind for Dynamo as those that have none."""
+    """Dynamo does not compile again because the leaves have a gradient from the second piece on."""
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.train_step(loss, optim.sgd(0.1))
     state, batch = step.init(), {"x": torch.randn(8, 3)}
@@ -157,7 +157,7 @@ def test_one_compiled_loss_serves_all_pieces():
 
 
 def averaged(params, batch):
-    """The mean of what counts, multiplied by how much that is again: of nothing, NaN x 0."""
+    """Return a mean times its weight, as the total of a Mean: NaN x 0 if nothing counts."""
     count = batch["kept"].sum()
     kept = batch["x"] * batch["kept"] * params["a"]
     value = nn.functional.mse_loss(kept.sum() / batch["kept"].sum().clamp_min(1), torch.tensor(1.0))
@@ -181,20 +181,20 @@ FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
     ids=["plain", "skip_nonfinite", "clip", "fp16", "whole"],
 )
 @pytest.mark.parametrize("order", [(EMPTY, FULL), (FULL, EMPTY)], ids=["first", "last"])
-def test_what_has_no_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
+def test_a_microbatch_without_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
     base = ft.train_step(averaged, optim.sgd(0.1))
     state = base.init({"a": torch.tensor(1.5)})
-    expected, metrics = base(state, FULL)
+    expected, expected_metrics = base(state, FULL)
     step = ft.compose(base, ft.accumulate(2), *wrappers)
     batch = {name: torch.cat([part[name] for part in order]) for name in EMPTY}
-    actual, said = step(step.init({"a": torch.tensor(1.5)}), batch)
+    actual, metrics = step(step.init({"a": torch.tensor(1.5)}), batch)
     torch.testing.assert_close(actual.params, expected.params, rtol=1e-6, atol=0)
     assert not torch.equal(actual.params["a"], state.params["a"])
-    assert float(said["loss"]) == float(metrics["loss"])
-    assert float(said["again"]) == float(metrics["again"]) == float(metrics["loss"])
+    assert float(metrics["loss"]) == float(expected_metrics["loss"])
+    assert float(metrics["again"]) == float(expected_metrics["again"]) == float(expected_metrics["loss"])
 
 
-def test_a_step_of_nothing_changes_nothing_and_has_no_mean():
+def test_a_batch_without_weight_changes_nothing_and_has_no_mean():
     step = ft.skip_nonfinite(1)(ft.train_step(averaged, optim.sgd(0.1)))
     state = step.init({"a": torch.tensor(1.5)})
     actual, metrics = step(state, EMPTY)
@@ -203,7 +203,7 @@ def test_a_step_of_nothing_changes_nothing_and_has_no_mean():
     assert torch.isnan(metrics["loss"])
 
 
-def test_an_evaluation_leaves_out_what_has_no_weight():
+def test_an_evaluation_leaves_out_batches_without_weight():
     step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(1.5)})
     expected = ft.evaluate(step, state, [FULL])
     assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == expected
@@ -218,19 +218,19 @@ def test_a_nan_that_counts_is_not_hidden():
     assert torch.tensor(ft.evaluate(step, state, [EMPTY, FULL])["loss"]).isnan()
 
 
-@pytest.mark.parametrize(("metric", "actual"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
-def test_a_metric_that_has_no_mean(metric, actual):
+@pytest.mark.parametrize(("metric", "shown"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
+def test_a_metric_that_has_no_mean_is_refused(metric, shown):
     def loss(params, batch):
         return (params["a"] * batch["x"]).mean(), {"each": metric}
 
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2))
-    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {actual}; .* a Mean or a number"):
+    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {shown}; .* a Mean or a number"):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
 
 
 @pytest.mark.parametrize("length", [3, 8])
-def test_a_metric_of_another_shape_in_each_microbatch(length):
-    """Of three examples, the microbatches have two and one: shapes that would broadcast."""
+def test_a_metric_of_another_shape_in_each_microbatch_is_refused(length):
+    """Two microbatches of three examples have two and one: the shapes [2] and [1], which would broadcast."""
 
     def loss(params, batch):
         errors = (params["a"] * batch["x"]).mean(1)
@@ -243,8 +243,8 @@ def test_a_metric_of_another_shape_in_each_microbatch(length):
 
 @pytest.mark.parametrize(("value", "dtype"), [(6e4, torch.float16), (250, torch.uint8), (1, torch.bool)])
 @pytest.mark.parametrize(("ranks", "pieces"), [(1, 60), (2, 30), (2, 1)])
-def test_numbers_of_few_bits_are_summed_in_more(value, dtype, ranks, pieces):
-    """In their own dtype the sums overflow, wrap around, or are True."""
+def test_numbers_of_a_narrow_dtype_are_summed_in_a_wider_one(value, dtype, ranks, pieces):
+    """In its own dtype the sum overflows (float16), wraps around (uint8) or is True (bool)."""
     number = torch.tensor(value, dtype=dtype)
 
     def loss(params, batch):
@@ -277,7 +277,7 @@ def test_an_integer_that_float32_does_not_hold_keeps_its_value(ranks, pieces, le
     assert run(ranks, trained) == [number] * ranks
 
 
-def test_a_plain_loss_in_float16_is_summed_in_more():
+def test_a_plain_loss_in_float16_is_summed_in_a_wider_dtype():
     def loss(params, batch):
         return (params["a"] * 0).sum().half() + 3e4
 
@@ -287,16 +287,16 @@ def test_a_plain_loss_in_float16_is_summed_in_more():
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
 def test_a_first_batch_with_fewer_examples_than_microbatches_is_logged(wrappers, caplog):
-    def made(batches):
+    def train(batches):
         step = ft.compose(ft.train_step(lambda w, x: (w * x).square().mean(), ft.optim.sgd(0.1)), ft.accumulate(4))
         step = ft.compose(step, *wrappers)
         state = step.init(torch.ones(()))
         for batch in batches:
             state, _ = step(state, batch)
 
-    made([torch.ones(1), torch.ones(1)])
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "only 1 of 4 microbatches" in said
+    train([torch.ones(1), torch.ones(1)])
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "only 1 of 4 microbatches" in message
     caplog.clear()
-    made([torch.ones(4), torch.ones(1)])  # Such as the last batch of a pass.
+    train([torch.ones(4), torch.ones(1)])  # A short batch that is not the first is normal at the end of an epoch.
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -13,17 +13,17 @@ class Feedforward(nn.Sequential):
         super().__init__(nn.Linear(2, 4), nn.Linear(4, 2))
 
 
-def two_parts():
+def two_blocks():
     return nn.ModuleList([Feedforward(), Feedforward()])
 
 
 @pytest.mark.parametrize(
     "layers",
     [
-        nn.ModuleList([two_parts() for _ in range(3)]),
+        nn.ModuleList([two_blocks() for _ in range(3)]),
         nn.ModuleList([nn.ModuleDict({"first": Feedforward(), "second": Feedforward()}) for _ in range(3)]),
         nn.ModuleList([nn.ModuleList([nn.ModuleList([Feedforward()])]) for _ in range(6)]),
-        nn.ModuleDict({"encoder": nn.ModuleList([two_parts(), two_parts()]), "decoder": two_parts()}),
+        nn.ModuleDict({"encoder": nn.ModuleList([two_blocks(), two_blocks()]), "decoder": two_blocks()}),
     ],
     ids=["lists", "dicts", "lists of lists", "two lists"],
 )
@@ -31,19 +31,19 @@ def test_a_container_without_a_forward_is_no_block(layers):
     assert [type(part) for part in repeated_children(nn.ModuleDict({"layers": layers}))] == [Feedforward] * 6
 
 
-def test_of_nested_lists_with_a_forward_the_outermost_counts():
+def test_the_outermost_of_nested_modules_with_a_forward_are_the_blocks():
     stages = [nn.Sequential(Feedforward(), Feedforward()) for _ in range(2)]
     assert repeated_children(nn.ModuleList(stages)) == stages
 
 
 class Interrupting(dict):
-    """The attributes of a module that Ctrl-C interrupts when its forward is replaced."""
+    """The `__dict__` of a module; an assignment, such as that of a forward, raises KeyboardInterrupt."""
 
     def __setitem__(self, key, value):
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_forwards_are_replaced_leaves_none_of_them():
+def test_ctrl_c_while_forwards_are_replaced_restores_them():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     object.__setattr__(second, "__dict__", Interrupting(vars(second)))
     with pytest.raises(KeyboardInterrupt), forwarding([(first, len), (second, len)]):

@@ -13,26 +13,27 @@ from torch import nn
 import ftrain as ft
 
 PACKAGE = str(Path(ft.__file__).parent)
-# The largest number of calls, and of files.
-PURE, MODULE = (67, 17), (78, 19)
+# The largest allowed number of calls, and of files.
+LIMITS_OF_PURE_FUNCTION = (67, 17)
+LIMITS_OF_MODULE = (78, 19)
 
 
 def calls(step, state, batch):
-    """The files and names of the package's functions that a step calls, after two steps to warm up."""
+    """Return the (file, name) of each call of a function of the package in the third step."""
     for _ in range(2):
         state, _ = step(state, batch)
-    names = []
+    recorded = []
 
-    def note(frame, event, arg):
+    def record(frame, event, arg):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            names.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
+            recorded.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
 
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         step(state, batch)
     finally:
         sys.setprofile(None)
-    return names
+    return recorded
 
 
 def of_pure_function(leaves):
@@ -50,10 +51,13 @@ def of_module(layers):
     return step, step.init(seed=0), torch.ones(2, 3)
 
 
-@pytest.mark.parametrize(("make", "most"), [(of_pure_function, PURE), (of_module, MODULE)])
-def test_an_eager_step_calls_few_functions_however_many_leaves_there_are(make, most):
-    few, many = calls(*make(2)), calls(*make(20))
-    assert few == many
-    most_calls, most_files = most
-    assert len(few) <= most_calls, "\n".join(map(": ".join, few))
-    assert len({file for file, _ in few}) <= most_files, "\n".join(map(": ".join, few))
+@pytest.mark.parametrize(
+    ("make", "limits"), [(of_pure_function, LIMITS_OF_PURE_FUNCTION), (of_module, LIMITS_OF_MODULE)]
+)
+def test_an_eager_step_calls_few_functions_however_many_leaves_there_are(make, limits):
+    called = calls(*make(2))
+    assert called == calls(*make(20))
+    most_calls, most_files = limits
+    listing = "\n".join(f"{file}: {name}" for file, name in called)
+    assert len(called) <= most_calls, listing
+    assert len({file for file, _ in called}) <= most_files, listing

@@ -62,7 +62,7 @@ def ids(seed=0, high=VOCABULARY, shape=(ROWS, LENGTH)):
 
 
 def uneven(labels, ignored=-100):
-    """Of the first row all labels, of the second one half, of the third one a single one, of the last one none."""
+    """Keep 6, 3, 2 and 0 labels of the four rows; of the third row, one is left once labels are shifted by one."""
     kept = torch.tensor([LENGTH, LENGTH // 2, 2, 0])
     return labels.masked_fill(torch.arange(LENGTH) >= kept[:, None], ignored)
 
@@ -75,8 +75,8 @@ def images(channels=3, size=4):
     return torch.randn(ROWS, channels, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def bert(kind, **options):
-    return lambda: getattr(transformers, kind)(transformers.BertConfig(**BERT, **options))
+def bert(class_name, **options):
+    return lambda: getattr(transformers, class_name)(transformers.BertConfig(**BERT, **options))
 
 
 def llava():
@@ -261,12 +261,12 @@ def test_every_loss_type_has_a_model():
     assert set(LOSS_TYPES) <= set(MODELS)
 
 
-def test_classes_that_are_named_exist():
+def test_the_classes_with_a_known_loss_exist_in_transformers():
     assert {*CLASSES} <= {*dir(transformers)}
 
 
 def warnings_of(caplog):
-    """Return what ftrain has logged: transformers imports packages that warn themselves."""
+    """Return the records of ftrain only: packages that transformers imports log warnings of their own."""
     return [record for record in caplog.records if record.name.split(".")[0] == "ftrain"]
 
 
@@ -278,10 +278,10 @@ def test_microbatches_with_uneven_labels_are_the_full_batch(name, caplog):
         full, metrics = trained(model, batch)
     assert not warnings_of(caplog)
     assert float(metrics["loss"]) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
-    pieces, actual = trained(model, batch, ft.accumulate(ROWS))
-    assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
-    # Logits of some models are turned into float32 for the loss.
-    torch.testing.assert_close(pieces.params, full.params, rtol=1e-6, atol=1e-7)
+    state, metrics_of_pieces = trained(model, batch, ft.accumulate(ROWS))
+    assert float(metrics_of_pieces["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    # Some models cast their logits to float32 for the loss.
+    torch.testing.assert_close(state.params, full.params, rtol=1e-6, atol=1e-7)
 
 
 def xlnet():
@@ -293,9 +293,9 @@ def prophetnet():
     sizes = {f"{part}_ffn_dim": 8 for part in ("encoder", "decoder")}
     sizes |= {f"num_{part}_layers": 1 for part in ("encoder", "decoder")}
     sizes |= {f"num_{part}_attention_heads": 2 for part in ("encoder", "decoder")}
-    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    no_dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
     tokens = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "decoder_start_token_id": 0}
-    config = transformers.ProphetNetConfig(**sizes, **quiet, **tokens, hidden_size=8)
+    config = transformers.ProphetNetConfig(**sizes, **no_dropout, **tokens, hidden_size=8)
     return transformers.ProphetNetForConditionalGeneration(config)
 
 
@@ -313,8 +313,8 @@ def entities():
     }
 
 
-def of_any_number():
-    """One label in the first row, one more in each of the others."""
+def growing_labels():
+    """Return labels of which one counts in the first row, and one more in each row after it."""
     return ids(1).masked_fill(torch.arange(LENGTH) > torch.arange(ROWS)[:, None], -100)
 
 
@@ -329,14 +329,14 @@ PLAIN = {
         xlnet,
         lambda: text(start_positions=torch.tensor([1, 0, 2, 3]), end_positions=torch.tensor([2, 1, 3, 5])),
     ),
-    "ProphetNetForConditionalGeneration": (prophetnet, lambda: text(labels=of_any_number())),
-    "LukeForMaskedLM": (luke, lambda: text(labels=of_any_number(), **entities())),
+    "ProphetNetForConditionalGeneration": (prophetnet, lambda: text(labels=growing_labels())),
+    "LukeForMaskedLM": (luke, lambda: text(labels=growing_labels(), **entities())),
     "none of transformers": (lambda: HandWritten(), lambda: {"labels": ids(1)}),
 }
 
 
 class HandWritten(nn.Module):
-    """Divides by the number of its labels, so that without any its loss and gradients are NaN."""
+    """Divides its loss by the number of labels: the loss and the gradients are NaN if there are none."""
 
     def __init__(self, **declared):
         super().__init__()
@@ -350,7 +350,7 @@ class HandWritten(nn.Module):
 
 
 def declared():
-    """As a model of somebody's own does, with the code of the model beside its weights."""
+    """Return a model outside transformers that names its loss as the models of transformers do."""
     function = lambda *inputs: None  # noqa: E731
     function.__module__ = "transformers.loss"
     return HandWritten(loss_type="ForMaskedLM", loss_function=function, config=transformers.PretrainedConfig())
@@ -362,18 +362,18 @@ def replaced(model):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(name, caplog):
+def test_a_loss_that_is_not_known_is_a_plain_number_and_logged_once(name, caplog):
     build, batch = PLAIN[name]
     model = make(build).float()
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch().items()}
     with caplog.at_level(logging.WARNING, "ftrain"):
-        _, actual = trained(model, batch, ft.accumulate(ROWS))
+        _, metrics = trained(model, batch, ft.accumulate(ROWS))
     (record,) = warnings_of(caplog)
     assert f"loss of {type(model).__name__} is not known" in record.message
     assert "returns a Mean" in record.message
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
     expected = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
-    assert float(actual["loss"]) == pytest.approx(expected, rel=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 def mixtral():
@@ -389,12 +389,12 @@ def switch():
 
 
 @pytest.mark.parametrize(("build", "first"), [(mixtral, 1), (switch, 0)])
-def test_the_loss_of_a_router_has_the_weight_of_the_labels_of_its_microbatch(build, first, caplog):
-    model = make(build).float()  # The routers' products are in single precision.
-    batch = text(labels=of_any_number(), output_router_logits=True)
+def test_a_loss_with_that_of_a_router_is_weighted_by_the_labels(build, first, caplog):
+    model = make(build).float()  # The routers multiply in float32.
+    batch = text(labels=growing_labels(), output_router_logits=True)
     batch["labels"][0] = ids(1, shape=(LENGTH,))
     with caplog.at_level(logging.WARNING, "ftrain"):
-        _, actual = trained(model, batch, ft.accumulate(ROWS))
+        _, metrics = trained(model, batch, ft.accumulate(ROWS))
     assert not warnings_of(caplog)
     weights = (batch["labels"][:, first:] != -100).sum(1)
     assert len(weights.unique()) > 2
@@ -402,9 +402,11 @@ def test_the_loss_of_a_router_has_the_weight_of_the_labels_of_its_microbatch(bui
     for row in range(ROWS):
         inputs = {key: value if value is True else value[row : row + 1] for key, value in batch.items()}
         outputs.append(model.train()(**inputs))
-    assert all(float(sum(output[name] for name in output if "aux_loss" in name).detach()) > 0 for output in outputs)
+    for output in outputs:
+        assert float(sum(output[name] for name in output if "aux_loss" in name).detach()) > 0
     losses = torch.stack([output.loss.detach() for output in outputs])
-    assert float(actual["loss"]) == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
+    expected = (losses * weights).sum() / weights.sum()
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-6)
 
 
 NOTHING = {"labels": torch.full((2, LENGTH), -100)}
@@ -419,7 +421,7 @@ NAMES = ["plain", "skip_nonfinite", "fp16", "update_in_backward", "whole", "spli
 @pytest.mark.parametrize("name", ["bert", "one token", *NAMES])
 def test_a_batch_without_a_label_changes_nothing(name):
     wrappers = {
-        # An infinite or NaN total would be counted.
+        # It raises an error at the first step whose loss or gradient is not finite.
         **dict.fromkeys(("skip_nonfinite", "one token"), ft.skip_nonfinite(1)),
         "fp16": ft.with_amp("fp16"),
         "update_in_backward": ft.update_in_backward(),
@@ -429,7 +431,7 @@ def test_a_batch_without_a_label_changes_nothing(name):
     if name == "bert":
         model, inputs = make(MODELS["ForMaskedLM"][0]), {"input_ids": ids(shape=(2, LENGTH))}
     nothing = {**NOTHING, **inputs}
-    if name == "one token":  # Nothing comes before it, so that even a label that counts would not.
+    if name == "one token":  # A causal model does not predict the first token, so that its label does not count.
         model, inputs = make(MODELS["GPT2LMHeadModel"][0]), {"input_ids": ids(shape=(2, LENGTH))}
         nothing = {"input_ids": ids(shape=(2, 1)), "labels": ids(shape=(2, 1))}
     step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1), allow_unused=True)
@@ -461,10 +463,10 @@ LAST, FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
 )
 def test_a_microbatch_without_a_label_leaves_the_others_as_they_are(order, wrappers):
     model, batch = make(declared), {"labels": HALF["labels"][list(order)]}
-    expected, metrics = trained(model, SOME)
-    state, actual = trained(model, batch, ft.accumulate(2), *wrappers)
+    expected, expected_metrics = trained(model, SOME)
+    state, metrics = trained(model, batch, ft.accumulate(2), *wrappers)
     torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=0)
-    assert float(actual["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
+    assert float(metrics["loss"]) == pytest.approx(float(expected_metrics["loss"]), rel=1e-12)
 
 
 def test_an_evaluation_leaves_out_batches_without_a_label():
@@ -476,7 +478,7 @@ def test_an_evaluation_leaves_out_batches_without_a_label():
         assert math.isnan(ft.evaluate(step, state, [NOTHING])["loss"])
 
 
-def test_a_batch_in_pieces_leaves_out_those_without_a_label():
+def test_a_batch_split_for_memory_leaves_out_pieces_without_a_label():
     model = make(declared)
     step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
     expected, _ = step(step.init(), SOME)
@@ -485,8 +487,8 @@ def test_a_batch_in_pieces_leaves_out_those_without_a_label():
         torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=0)
 
 
-def test_a_narrow_loss_has_all_of_its_labels():
-    """Of 1,001 labels bfloat16 has 1,000, and of 70,000 float16 has infinitely many."""
+def test_the_labels_of_a_loss_in_float16_are_counted_exactly():
+    """The largest number of float16 is 65,504."""
 
     class Narrow(nn.Module):
         loss_type, config = "ForMaskedLM", transformers.PretrainedConfig()
@@ -507,14 +509,14 @@ def test_a_narrow_loss_has_all_of_its_labels():
     assert (float(mean.weight), float(mean.value.detach())) == (70_001.0, 2.0)
 
 
-def test_a_batch_that_says_what_to_divide_its_loss_by():
-    # With it, the loss of half a batch is half of its mean, and would be weighted by its labels once more.
+def test_a_batch_with_num_items_in_batch_is_refused():
+    # The model divides by it, so that the loss of a microbatch is no mean, and weighting by labels would be wrong.
     model, batch = make(MODELS["ForCausalLM"][0]), MODELS["ForCausalLM"][1]()
     with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* remove it"):
         trained(model, {**batch, "num_items_in_batch": torch.tensor(9)})
 
 
-def test_a_spectrogram_that_is_masked_in_place_is_that_of_the_batch_afterwards():
+def test_a_model_that_masks_its_input_in_place_does_not_change_the_batch():
     config = transformers.WhisperConfig(
         **{f"{part}_{each}": 1 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")},
         encoder_ffn_dim=8,

@@ -1,4 +1,4 @@
-"""How a batch is split, and when its loss counts as that of its pieces."""
+"""`split_batch`, and `difference`, which compares the loss of a batch with the mean over its pieces."""
 
 import numpy as np
 import pytest
@@ -26,14 +26,14 @@ def mean(value, weight=1.0):
         (mean(4.0), [mean(1.0), mean(3.0)], torch.float32, False),
         (mean(2.01), [mean(1.0), mean(3.0)], torch.float32, False),
         (mean(2.01), [mean(1.0), mean(3.0)], torch.bfloat16, True),
-        # What cancels is small beside its parts.
+        # The losses of the pieces cancel: the tolerance is relative to their sizes, not to their sum.
         (mean(1e-4), [mean(-1.0), mean(1.0)], torch.float32, True),
-        # The mean of no token is NaN, and so is what is made of it.
+        # The mean over no token is NaN, and so is a sum with it.
         (mean(2.0), [mean(NAN), mean(3.0)], torch.float32, False),
         (mean(NAN), [mean(NAN), mean(3.0)], torch.float32, True),
     ],
 )
-def test_the_loss_of_a_batch_is_that_of_its_pieces(whole, pieces, dtype, same):
+def test_the_loss_of_a_batch_is_compared_with_the_mean_over_its_pieces(whole, pieces, dtype, same):
     loss = Loss(lambda *args: None, "loss")
     assert (difference(loss, {"w": torch.ones(2, dtype=dtype)}, whole, pieces) is None) is same
 
@@ -43,7 +43,7 @@ def test_the_loss_of_pieces_is_weighted():
     assert difference(loss, {"w": torch.ones(2)}, mean(4.0), [mean(1.0), mean(3.0, 3.0)]) == (4.0, 2.5)
 
 
-def test_what_is_no_tensor_is_split_if_it_has_a_value_for_each_example():
+def test_lists_and_arrays_are_split_if_they_have_a_value_for_each_example():
     batch = {
         "x": torch.arange(6),
         "lengths": [*range(6)],
@@ -54,19 +54,19 @@ def test_what_is_no_tensor_is_split_if_it_has_a_value_for_each_example():
         "pair": (torch.arange(6), 0.5),
         "rate": 0.5,
     }
-    whole, other, last = split_batch(batch, 3)
-    assert whole["size"] == other["size"] == (2, 3)
-    assert other["rate"] == other["pair"][1] == 0.5
-    assert other["lengths"] == other["x"].tolist() == other["pair"][0].tolist() == [2, 3]
-    assert (other["names"], last["ragged"]) == (("c", "d"), [[4], [5]])
+    first, second, last = split_batch(batch, 3)
+    assert first["size"] == second["size"] == (2, 3)
+    assert second["rate"] == second["pair"][1] == 0.5
+    assert second["lengths"] == second["x"].tolist() == second["pair"][0].tolist() == [2, 3]
+    assert (second["names"], last["ragged"]) == (("c", "d"), [[4], [5]])
     assert last["array"].tolist() == [[8, 9], [10, 11]]
     uneven = split_batch(batch, 4)
     assert [(len(piece["x"]), *piece["lengths"]) for piece in uneven] == [(2, 0, 1), (2, 2, 3), (1, 4), (1, 5)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_list_is_split_by_the_length_of_the_whole_batch_however_often_that_is_split(size):
-    """Constants that are as long as a microbatch, or as the rows of a rank, go to every piece."""
+def test_only_a_list_as_long_as_the_whole_batch_is_split(size):
+    """The batch is split among ranks, microbatches and pieces. `coefs` is as long as a part of it, and goes to each."""
 
     def loss(params, batch):
         powers = torch.stack([c * batch["x"] ** n for n, c in enumerate(batch["coefs"])])
@@ -76,7 +76,8 @@ def test_a_list_is_split_by_the_length_of_the_whole_batch_however_often_that_is_
     batch = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64), "coefs": (1.0, -2.0, 3.0, 0.5), "weights": [*range(8)]}
     base = ft.train_step(loss, ft.optim.sgd(0.1))
     state = base.init({"w": torch.ones((), dtype=torch.float64)})
-    expected, evaluated = base(state, batch)[0].params["w"], ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
+    expected = base(state, batch)[0].params["w"]
+    expected_loss = ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
 
     def rank(_):
         mesh = ft.parallel.mesh()
@@ -93,7 +94,7 @@ def test_a_list_is_split_by_the_length_of_the_whole_batch_however_often_that_is_
 
         small = ft.eval_step(ft.compose(ft.train_step(limited, ft.optim.sgd(0.1)), ft.sharded(mesh, 0)).loss)
         for step in (on_ranks, small):
-            assert ft.evaluate(step, state, [batch], on_oom="split")["loss"] == pytest.approx(evaluated, rel=1e-12)
+            assert ft.evaluate(step, state, [batch], on_oom="split")["loss"] == pytest.approx(expected_loss, rel=1e-12)
 
     run(size, rank)
 
@@ -105,6 +106,7 @@ def test_microbatches_have_their_own_lengths(convert):
     params = {"w": torch.randn(4, 4, dtype=torch.float64)}
     whole = ft.train_step(ragged_mean, ft.optim.sgd(0.1))
     in_pieces = ft.compose(whole, ft.accumulate(3))
-    (one, metrics), (other, of_pieces) = (step(step.init(params), batch) for step in (whole, in_pieces))
-    torch.testing.assert_close(other.params["w"], one.params["w"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(of_pieces["loss"], metrics["loss"], rtol=1e-12, atol=1e-12)
+    expected, expected_metrics = whole(whole.init(params), batch)
+    actual, metrics = in_pieces(in_pieces.init(params), batch)
+    torch.testing.assert_close(actual.params["w"], expected.params["w"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(metrics["loss"], expected_metrics["loss"], rtol=1e-12, atol=1e-12)

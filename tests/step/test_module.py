@@ -1,4 +1,4 @@
-"""Modules as pure losses: the same numbers as torch's own loop, and nothing left behind in the module."""
+"""Modules as pure losses: the numbers of a plain torch loop, and a module that is left unchanged."""
 
 import copy
 import itertools
@@ -36,9 +36,9 @@ class Net(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind=nn.LSTM):
+    def __init__(self, layer_class=nn.LSTM):
         super().__init__()
-        self.inner = kind(4, 5, 2, dropout=0.2, batch_first=True)
+        self.inner = layer_class(4, 5, 2, dropout=0.2, batch_first=True)
         self.head = nn.Linear(5, 3)
 
     def forward(self, x):
@@ -46,7 +46,7 @@ class Recurrent(nn.Module):
 
 
 class Counting(nn.Module):
-    """Assigns new tensors to its buffers, deep inside."""
+    """Assigns new tensors to its buffers in the forward, also to one of a submodule."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Counting(nn.Module):
 
 
 class Growing(nn.Module):
-    """Makes a buffer, which it has the name of only, on the first batch."""
+    """Has a buffer that is None until the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def reseed(index, seed=0):
 
 
 def by_hand(module, batch, criterion, steps=STEPS):
-    """Train a copy in the usual way, and return it with the gradients of the first step."""
+    """Train a copy in a plain torch loop, and return it and the gradients of the first step."""
     module = copy.deepcopy(module).train()
     grads = {}
     with torch.random.fork_rng():
@@ -156,8 +156,8 @@ def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def photograph(module):
-    """All there is to a module: its tensors by identity and by value, its flags, its attributes."""
+def snapshot(module):
+    """Return what a step must not change in a module: identities and values of tensors, flags, and attributes."""
     return {
         "ids": {name: id(tensor) for name, tensor in module.named_parameters(remove_duplicate=False)}
         | {name: id(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)},
@@ -172,11 +172,12 @@ def photograph(module):
     }
 
 
-def assert_as_it_was(module, before):
-    after = photograph(module)
-    for name, value in before.pop("values").items():
-        torch.testing.assert_close(after["values"][name], value, rtol=0, atol=0)
-    del after["values"]
+def assert_unchanged(module, before):
+    """Check a module against its snapshot, which this call uses up."""
+    after = snapshot(module)
+    values, expected_values = after.pop("values"), before.pop("values")
+    for name, value in expected_values.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=0)
     assert after == before
 
 
@@ -205,7 +206,7 @@ def test_a_step_is_what_torch_computes(name):
 @pytest.mark.parametrize(
     ("name", "lowering"),
     [
-        # In a whole graph stock dropout draws from the key, and from torch's generator elsewhere.
+        # Not those with dropout: in a whole graph it draws from the key, and in eager mode from torch's generator.
         *((name, "whole") for name in CASES if name not in ("net", "lstm", "gru", "attention")),
         *((case, "split") for case in ("attention", "reassigned", "lstm")),
         *(pytest.param(case, "split", marks=pytest.mark.exhaustive) for case in ("net", "gru", "spectral_norm")),
@@ -214,12 +215,10 @@ def test_a_step_is_what_torch_computes(name):
 )
 def test_a_compiled_step_computes_the_same(name, lowering):
     module, batch, criterion = make(name)
-    eager, compiled = (
-        step_of(module, criterion),
-        step_of(module, criterion, ft.compiled(backend="eager", lowering=lowering)),
-    )
+    eager = step_of(module, criterion)
+    compiled = step_of(module, criterion, ft.compiled(backend="eager", lowering=lowering))
     state, expected = compiled.init(), eager.init()
-    before = photograph(module)
+    before = snapshot(module)
     for index in range(STEPS):
         state, _ = compiled(state, batch(index))
         expected, _ = eager(expected, batch(index))
@@ -227,7 +226,7 @@ def test_a_compiled_step_computes_the_same(name, lowering):
         torch.testing.assert_close(state.params[key], expected.params[key], rtol=1e-9, atol=1e-12)
     for key in expected.buffers:
         torch.testing.assert_close(state.buffers[key], expected.buffers[key], rtol=1e-9, atol=1e-12)
-    assert_as_it_was(module, before)
+    assert_unchanged(module, before)
 
 
 def test_the_gradient_function_gives_torchs_gradients():
@@ -237,10 +236,10 @@ def test_the_gradient_function_gives_torchs_gradients():
     state = ft.train_step(loss, ft.optim.sgd(LR)).init()
     with torch.random.fork_rng(), loss.scope(True):
         reseed(0)
-        actual = ValueAndGrad(Forward(loss.fn, "loss", {}), "loss")(state, batch(0), None)
-    assert sorted(actual.grads) == sorted(grads)
+        gradients = ValueAndGrad(Forward(loss.fn, "loss", {}), "loss")(state, batch(0), None)
+    assert sorted(gradients.grads) == sorted(grads)
     for name, grad in grads.items():
-        assert torch.equal(actual.grads[name], grad)
+        assert torch.equal(gradients.grads[name], grad)
 
 
 def test_tied_weights_are_one_parameter():
@@ -255,7 +254,7 @@ def test_tied_weights_are_one_parameter():
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_state_dict_with_more_than_parameters_is_no_params(shares):
+def test_params_may_not_be_a_state_dict_with_more_than_the_parameters(shares):
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3) if shares else nn.BatchNorm1d(3))
     if shares:
         module[1].weight = module[0].weight
@@ -264,7 +263,7 @@ def test_a_state_dict_with_more_than_parameters_is_no_params(shares):
         step_of(module, squares).init(module.state_dict())
 
 
-def test_weights_tied_across_the_wrapper_of_a_shared_module():
+def test_a_module_with_two_names_has_one_parameter():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -291,13 +290,13 @@ def test_the_module_is_left_as_it_was(name, training):
     module.train(training)
     if name == "net":
         module.drop.training = not training
-    before = photograph(module)
+    before = snapshot(module)
     step = step_of(module, criterion, ft.ema(0.9), ft.donated())
     state = step.init()
     for index in range(STEPS):
         state, _ = step(state, batch(index))
     ft.evaluate(ft.eval_step(ft.from_module(module, criterion)), state, [batch(9)])
-    assert_as_it_was(module, before)
+    assert_unchanged(module, before)
 
 
 WRAPPED = [(ft.with_amp("bf16"), ft.ema(0.9)), (ft.compiled(backend="eager", lowering="whole"),)]
@@ -307,19 +306,19 @@ WRAPPED = [(ft.with_amp("bf16"), ft.ema(0.9)), (ft.compiled(backend="eager", low
 def test_the_module_is_left_as_it_was_by_an_exception(name, wrappers):
     module, batch, criterion = make(name)
     module.eval()
-    before = photograph(module)
+    before = snapshot(module)
 
     def failing(model, batch):
         criterion(model, batch)
         raise ZeroDivisionError("on purpose")
 
     step = step_of(module, failing, *wrappers)
-    # The class of the error of a captured step is not what is tested here.
+    # A captured step raises an error of another class, which names this one.
     with pytest.raises(Exception, match="on purpose"):
         step(step.init(), batch())
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         ft.evaluate(ft.eval_step(ft.from_module(module, failing)), step.init(), [batch()])
-    assert_as_it_was(module, before)
+    assert_unchanged(module, before)
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
@@ -327,7 +326,7 @@ def test_the_module_is_left_as_it_was_by_an_exception(name, wrappers):
 def test_remat_leaves_the_module_as_it_was(policy, fails):
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)) for _ in range(3)]
     module = nn.Sequential(*blocks).double()
-    before = photograph(module)
+    before = snapshot(module)
 
     def criterion(model, batch):
         loss = squares(model, batch)
@@ -345,17 +344,17 @@ def test_remat_leaves_the_module_as_it_was(policy, fails):
         expected, _ = plain(plain.init(), floats(8, 4))
         for name in expected.params:
             assert torch.equal(actual.params[name], expected.params[name])
-    assert_as_it_was(module, before)
+    assert_unchanged(module, before)
 
 
 def test_a_buffer_that_appears_in_the_forward_does_not_stay_in_the_module():
-    # It would be state that the TrainState does not hold: the second step would not be a function of its inputs.
+    # If it stayed, the second step would depend on a tensor that is not in the TrainState.
     module = Growing().double()
-    before = photograph(module)
+    before = snapshot(module)
     step = step_of(module, squares)
     state = step.init()
     first, _ = step(state, floats(8, 4))
-    assert_as_it_was(module, before)
+    assert_unchanged(module, before)
     step(state, floats(8, 4, seed=1))
     again, _ = step(state, floats(8, 4))
     for name in first.params:
@@ -376,23 +375,23 @@ def test_a_module_compiled_by_torch_is_left_as_it_was():
 
 def test_training_and_evaluation_modes():
     module, batch, criterion = make("net")
-    seen = []
+    modes = []
 
-    def spying(model, batch):
-        seen.append({part.training for part in model.modules()})
+    def recording(model, batch):
+        modes.append({part.training for part in model.modules()})
         return criterion(model, batch)
 
-    loss = ft.from_module(module.eval(), spying)
+    loss = ft.from_module(module.eval(), recording)
     step, evaluation = ft.train_step(loss, ft.optim.sgd(LR)), ft.eval_step(loss)
     state, _ = step(step.init(), batch())
     kept = ft.tree.clone(state)
     random_state = torch.get_rng_state()
     means = evaluation(state, batch())
-    assert seen == [{True}, {False}]
+    assert modes == [{True}, {False}]
     assert torch.equal(torch.get_rng_state(), random_state)
     for a, b in zip(ft.tree.leaves(state), ft.tree.leaves(kept), strict=True):
         assert torch.equal(a, b)
-    # In evaluation mode, with the statistics and parameters of the state, as torch does it.
+    # Torch computes the same in evaluation mode with the parameters and statistics of the state.
     with torch.no_grad():
         expected = criterion(ft.to_module(copy.deepcopy(module), state).eval(), batch())
     assert float(means["loss"]) == float(expected)
@@ -412,13 +411,13 @@ def test_the_log_says_once_which_part_a_step_takes_out_of_evaluation_mode(wrappe
         model["teacher"].eval()
         return distilled(model, batch)
 
-    for criterion, is_said in ((distilled, True), (with_a_fixed_teacher, False)):
+    for criterion, is_logged in ((distilled, True), (with_a_fixed_teacher, False)):
         caplog.clear()
         step = ft.compose(make_step(criterion), *wrappers)
         state, _ = step(step.init(), floats(8, 4))
         step(state, floats(8, 4))
-        said = [record.getMessage() for record in caplog.records if "evaluation mode: teacher" in record.getMessage()]
-        assert len(said) == is_said
+        messages = [record.getMessage() for record in caplog.records]
+        assert sum("evaluation mode: teacher" in message for message in messages) == is_logged
 
 
 def test_batchnorm_statistics_are_in_the_state_and_not_in_the_module():
@@ -434,7 +433,7 @@ def test_batchnorm_statistics_are_in_the_state_and_not_in_the_module():
     assert not torch.equal(new.buffers["norm.running_mean"], newer.buffers["norm.running_mean"])
 
 
-def test_accumulation_hands_the_statistics_from_piece_to_piece():
+def test_each_microbatch_updates_the_statistics_of_the_one_before():
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     step = step_of(module, squares, ft.accumulate(2))
     state, _ = step(step.init(), floats(8, 4))
@@ -463,7 +462,7 @@ def test_parameters_that_require_no_gradient_are_frozen():
     [["norm.*"], ("norm.weight", "norm.bias"), lambda name, leaf: leaf.ndim == 1, lambda name, leaf: "norm" in name],
     ids=["pattern", "names", "by leaf", "by name"],
 )
-def test_a_choice_of_parameters(trainable):
+def test_trainable_chooses_the_parameters_that_are_trained(trainable):
     module, batch, criterion = make("net")
     step = step_of(module, criterion, trainable=trainable)
     state = step.init()
@@ -476,7 +475,7 @@ def test_a_choice_of_parameters(trainable):
         torch.testing.assert_close((state.params[name] - new.params[name]) / LR, grads[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_choice_overrides_requires_grad():
+def test_trainable_overrides_requires_grad():
     module, batch, criterion = make("net")
     module.requires_grad_(False)
     step = step_of(module, criterion, trainable=["norm.*"])
@@ -487,26 +486,26 @@ def test_a_choice_overrides_requires_grad():
 
 @pytest.mark.parametrize("how", ["trainable", "requires_grad"])
 def test_a_state_that_trains_other_parameters_is_refused(how):
-    """After a module was unfrozen, or frozen, between two phases: the state decides what trains, and would go on so."""
+    """A module was frozen or unfrozen between two phases, but its state still says what was trained before."""
     module, batch, criterion = make("net")
     head = ["norm.*"] if how == "trainable" else None
     module.embed.weight.requires_grad_(how == "trainable")
     narrow = step_of(module, criterion, trainable=head)
-    few, _ = narrow(narrow.init(), batch())
-    # The same choice, of another step.
-    step_of(module, criterion, ft.clip(1.0), trainable=head)(few, batch())
+    of_head, _ = narrow(narrow.init(), batch())
+    # Another step that trains the same parameters takes the state.
+    step_of(module, criterion, ft.clip(1.0), trainable=head)(of_head, batch())
     module.embed.weight.requires_grad_(True)
     wide = step_of(module, criterion)
     with pytest.raises(
         StructureError, match=r"the state freezes params\.embed\.weight, which this step trains; .*init"
     ):
-        wide(few, batch())
+        wide(of_head, batch())
     with pytest.raises(StructureError, match="freezes"):
-        ft.fit(wide, few, [batch()], progress=False)
-    everything = wide.init()
+        ft.fit(wide, of_head, [batch()], progress=False)
+    of_all = wide.init()
     module.embed.weight.requires_grad_(how == "trainable")
     with pytest.raises(StructureError, match=r"the state trains params\.embed\.weight, which this step freezes"):
-        step_of(module, criterion, trainable=head)(everything, batch())
+        step_of(module, criterion, trainable=head)(of_all, batch())
 
 
 def test_a_criterion_may_take_a_key_and_return_metrics():
@@ -535,31 +534,32 @@ def test_state_and_module_share_no_memory():
     assert len(set(pointers)) == len(pointers)
     assert not set(pointers) & {leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()}
     new, _ = step(state, batch())
-    fresh = [leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()]
-    assert not set(fresh) & {leaf.untyped_storage().data_ptr() for leaf in ft.tree.leaves(new)}
+    of_module = {leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()}
+    assert not of_module & {leaf.untyped_storage().data_ptr() for leaf in ft.tree.leaves(new)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_donated_module_hands_over_its_memory_and_gets_weights_back(name):
+def test_a_donated_module_gives_its_memory_to_the_state_and_to_module_gives_it_weights(name):
     module, batch, criterion = make(name)
-    kept = copy.deepcopy(module)
+    copied = copy.deepcopy(module)
     step = step_of(module, criterion, optimizer=ft.optim.adamw(LR))
-    held = {key: leaf.data_ptr() for key, leaf in tensors(module).items()}
-    apart = step_of(kept, criterion, optimizer=ft.optim.adamw(LR))
-    state, expected = step.init(seed=1, donate=True), apart.init(seed=1)
-    assert {key: leaf.data_ptr() for key, leaf in {**state.params, **state.buffers}.items()} == held
+    addresses = {key: leaf.data_ptr() for key, leaf in tensors(module).items()}
+    step_of_copy = step_of(copied, criterion, optimizer=ft.optim.adamw(LR))
+    state, expected = step.init(seed=1, donate=True), step_of_copy.init(seed=1)
+    assert {key: leaf.data_ptr() for key, leaf in {**state.params, **state.buffers}.items()} == addresses
     assert all(leaf.is_meta for leaf in tensors(module).values())
     for count in range(STEPS):
-        state, expected = step(state, batch(count))[0], apart(expected, batch(count))[0]
+        state, _ = step(state, batch(count))
+        expected, _ = step_of_copy(expected, batch(count))
     assert same(state, expected)
     assert all(leaf.is_meta for leaf in tensors(module).values())
     ft.to_module(module, state)
-    ft.to_module(kept, expected)
-    assert same(dict(module.state_dict()), dict(kept.state_dict()))
-    for (key, leaf), other in zip(module.named_parameters(), kept.parameters(), strict=True):
+    ft.to_module(copied, expected)
+    assert same(dict(module.state_dict()), dict(copied.state_dict()))
+    for (key, leaf), other in zip(module.named_parameters(), copied.parameters(), strict=True):
         assert leaf.requires_grad == other.requires_grad, key
     with torch.no_grad():
-        assert torch.equal(criterion(module.eval(), batch()), criterion(kept.eval(), batch()))
+        assert torch.equal(criterion(module.eval(), batch()), criterion(copied.eval(), batch()))
 
 
 def test_the_weights_of_a_donated_module_stay_tied_and_frozen_ones_frozen():
@@ -588,19 +588,18 @@ def test_a_module_keeps_its_weights_when_the_state_cannot_be_made():
     assert not any(leaf.is_meta for leaf in tensors(module).values())
 
 
-def test_donated_parameters_that_share_memory_are_copied_apart():
-    base = torch.arange(6.0)
-    params = {"whole": torch.ones(3), "twice": None, "part": base[:3], "other": base[3:]}
-    params["twice"] = params["whole"]
+def test_donated_parameters_that_share_memory_are_copied():
+    base, whole = torch.arange(6.0), torch.ones(3)
+    params = {"whole": whole, "twice": whole, "part": base[:3], "other": base[3:]}
     step = ft.train_step(lambda params, batch: sum(p.square().sum() for p in params.values()), ft.optim.sgd(LR))
     state = ft.donated()(step).init(params, donate=True)
-    places = {name: leaf.data_ptr() for name, leaf in state.params.items()}
-    assert len(set(places.values())) == len(places)
-    assert [name for name in params if places[name] == params[name].data_ptr()] == ["twice"]
-    assert not set(places.values()) & {base[:3].data_ptr(), base[3:].data_ptr()}
+    addresses = {name: leaf.data_ptr() for name, leaf in state.params.items()}
+    assert len(set(addresses.values())) == len(addresses)
+    assert [name for name in params if addresses[name] == params[name].data_ptr()] == ["twice"]
+    assert not set(addresses.values()) & {base[:3].data_ptr(), base[3:].data_ptr()}
 
 
-def test_the_state_may_outlive_changes_of_the_module():
+def test_a_later_change_of_the_module_does_not_reach_the_state():
     module, batch, criterion = make("net")
     step = step_of(module, criterion)
     state = step.init()
@@ -634,7 +633,7 @@ def test_to_module_is_the_way_back(name):
     assert sorted(again.params) == sorted(state.params)
     for key in state.params:
         assert torch.equal(again.params[key], state.params[key])
-    # The module has a copy: training on does not reach it.
+    # The module has a copy of the state, which further training does not change.
     kept = {key: tensor.detach().clone() for key, tensor in tensors(target).items()}
     ft.donated(step)(state, batch())
     for key, tensor in tensors(target).items():
@@ -668,15 +667,16 @@ def test_to_module_casts_to_the_modules_dtype():
 
 
 @pytest.mark.parametrize("not_a_state", [lambda state: state.params, lambda state: nn.Linear(2, 2), lambda state: None])
-def test_what_takes_a_state_says_so(not_a_state):
+def test_functions_that_take_a_state_refuse_other_values(not_a_state):
     module, batch, criterion = make("net")
     step = step_of(module, criterion)
-    argument, loss = not_a_state(step.init()), ft.eval_step(step.loss)
-    for name, call in {
+    argument, evaluation = not_a_state(step.init()), ft.eval_step(step.loss)
+    calls = {
         "to_module": lambda: ft.to_module(module, argument),
         "averaged": lambda: ft.averaged(argument),
-        "evaluate": lambda: ft.evaluate(loss, argument, [batch()]),
-    }.items():
+        "evaluate": lambda: ft.evaluate(evaluation, argument, [batch()]),
+    }
+    for name, call in calls.items():
         message = f"{name}: the state is {type(argument).__name__}; needs the TrainState"
         with pytest.raises(StructureError, match=message):
             call()
@@ -687,35 +687,35 @@ def test_to_module_that_does_not_fit_changes_nothing():
     step = step_of(module, criterion)
     state, _ = step(step.init(), batch())
     target = nn.ModuleDict({"embed": nn.Embedding(7, 4), "norm": nn.BatchNorm1d(5)}).double()
-    before = photograph(target)
+    before = snapshot(target)
     with pytest.raises(StructureError, match=r"norm\.weight: found \[4\], needs \[5\]"):
         ft.to_module(target, state)
-    assert_as_it_was(target, before)
+    assert_unchanged(target, before)
 
 
-def test_one_module_in_two_steps():
+def test_two_steps_of_one_module_do_not_disturb_each_other():
     module, batch, criterion = make("net")
     alone = step_of(module, criterion)
     expected, _ = alone(alone.init(), batch())
-    one, other = step_of(module, criterion), step_of(module, criterion, ft.clip(0.01))
-    states = one.init(), other.init()
-    actual, _ = one(states[0], batch())
-    other(states[1], batch())
+    first, second = step_of(module, criterion), step_of(module, criterion, ft.clip(0.01))
+    first_state, second_state = first.init(), second.init()
+    actual, _ = first(first_state, batch())
+    second(second_state, batch())
     for name in expected.params:
         assert torch.equal(actual.params[name], expected.params[name])
 
 
 def test_find_blocks_by_type_and_by_name():
     module = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]).double()
-    text = {
+    texts = {
         None: "blocks=3",
         (nn.Linear,): "blocks=3",
         ("0", "2"): "blocks=2",
         ("0", nn.Tanh): "blocks=4",
     }
-    for blocks, shown in text.items():
+    for blocks, text in texts.items():
         step = step_of(module, squares, ft.remat(blocks=list(blocks) if blocks else None))
-        assert f"remat({shown})" in repr(step)
+        assert f"remat({text})" in repr(step)
         step(step.init(), floats(2, 4))
     with pytest.raises(OptionError, match="no block"):
         step_of(module, squares, ft.remat(blocks=["3"]))
@@ -758,7 +758,7 @@ def hugging_face_batch(name, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_hugging_face_model_trains_as_in_a_loop_by_hand(name, dtype):
     model = hugging_face(name).to(dtype)
-    before = photograph(model)
+    before = snapshot(model)
     expected = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, weight_decay=0.0, fused=True)
     step = ft.train_step(ft.from_module(model), ft.optim.adamw(0.01))
@@ -776,7 +776,7 @@ def test_a_hugging_face_model_trains_as_in_a_loop_by_hand(name, dtype):
     assert list(state.params) == [key for key, _ in expected.named_parameters()]
     for key, param in expected.named_parameters():
         assert torch.equal(state.params[key], param), key
-    assert_as_it_was(model, before)
+    assert_unchanged(model, before)
     assert "lm_head.weight" not in state.params
 
 
@@ -784,13 +784,13 @@ def test_remat_of_a_hugging_face_model_changes_no_bit():
     model = hugging_face("gpt2")
     steps = [ft.compose(step_of(model, None), *wrappers) for wrappers in ((), (ft.remat(),), (ft.remat("dots"),))]
     assert "blocks=2" in repr(steps[1])
-    states = [step(step.init(), hugging_face_batch("gpt2", 0))[0] for step in steps]
-    for (_, actual), key in itertools.product([(0, states[1]), (1, states[2])], states[0].params):
-        assert torch.equal(actual.params[key], states[0].params[key])
+    plain, *rematerialised = [step(step.init(), hugging_face_batch("gpt2", 0))[0] for step in steps]
+    for state, name in itertools.product(rematerialised, plain.params):
+        assert torch.equal(state.params[name], plain.params[name])
 
 
 class Recomputing(nn.Module):
-    """A model that checkpoints a part of itself, as those of transformers can be told to."""
+    """Calls `torch.utils.checkpoint` in its forward, as models of transformers can."""
 
     def __init__(self, recomputes, rate=0.0):
         super().__init__()
@@ -807,10 +807,10 @@ def trained(*wrappers, recomputes, rate=0.0):
     model = Recomputing(recomputes, rate)
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.5, momentum=0.9)), *wrappers)
-    state, before = step.init(), photograph(model)
+    state, before = step.init(), snapshot(model)
     for index in range(3):
         state, _ = step(state, {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(index))})
-    assert_as_it_was(model, before)
+    assert_unchanged(model, before)
     return state.params
 
 
@@ -828,14 +828,14 @@ def trained(*wrappers, recomputes, rate=0.0):
     ],
     ids=lambda wrappers: "+".join(each.text for each in wrappers),
 )
-def test_a_model_that_recomputes_a_part_of_itself_does_so_on_the_state(wrappers, rate):
+def test_a_model_with_a_checkpoint_trains_as_without(wrappers, rate):
     actual, expected = (trained(*wrappers, recomputes=flag, rate=rate) for flag in (True, False))
     for name, leaf in expected.items():
         assert torch.equal(actual[name], leaf), name
 
 
 class CountingBlock(nn.Module):
-    """Counts its calls, at which Dynamo breaks the graph of a part that is recomputed."""
+    """Counts its calls. Dynamo cannot trace that within a checkpoint, and breaks the graph."""
 
     def __init__(self):
         super().__init__()
@@ -856,7 +856,7 @@ class RecomputingBlocks(nn.Sequential):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo itself
 @pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),), (ft.lora(2, targets=["*.inner"]),)], ids=len)
-def test_what_dynamo_leaves_to_torch_to_recompute_is_recomputed_on_the_state(wrappers):
+def test_a_checkpoint_that_dynamo_does_not_trace_recomputes_with_the_state(wrappers):
     def train(*lowering):
         torch.manual_seed(0)
         model = RecomputingBlocks(CountingBlock(), CountingBlock())
@@ -870,7 +870,8 @@ def test_what_dynamo_leaves_to_torch_to_recompute_is_recomputed_on_the_state(wra
     torch.testing.assert_close(train(ft.compiled(lowering="split", backend="aot_eager")), train())
 
 
-def test_a_whole_graph_is_not_told_what_a_model_drew_before():
+def test_a_whole_graph_refuses_dropout_within_a_checkpoint():
+    """It cannot repeat the random numbers of the first pass."""
     whole = ft.compiled(lowering="whole", backend="aot_eager")
     actual, expected = (trained(whole, recomputes=flag) for flag in (True, False))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -900,7 +901,7 @@ def test_gradient_checkpointing_of_transformers_changes_no_bit():
 
 
 class Registering(nn.Module):
-    """Registers what it needs when it first runs."""
+    """Registers a buffer when it first runs."""
 
     def __init__(self):
         super().__init__()
@@ -913,7 +914,7 @@ class Registering(nn.Module):
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(),), (ft.remat("dots"), ft.accumulate(2))], ids=len)
-def test_what_a_model_registers_as_it_runs_does_not_stay(wrappers):
+def test_a_buffer_that_a_model_registers_as_it_runs_does_not_stay(wrappers):
     model = nn.Sequential(Registering(), Registering())
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
@@ -937,7 +938,8 @@ class Hooking(nn.Module):
         return self.inner(x) * len(self.recorded)
 
 
-def test_a_hook_of_a_captured_run_does_not_stay_without_what_the_model_knows_of_it():
+def test_a_hook_that_a_model_registers_while_it_is_captured_does_not_stay():
+    """Its flag `is_hooked` does not stay either, so that the next run registers one hook, not a second."""
     model = Hooking()
     loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.compiled(lowering="whole", backend="aot_eager"))
@@ -948,7 +950,7 @@ def test_a_hook_of_a_captured_run_does_not_stay_without_what_the_model_knows_of_
 
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(blocks=["1"]),)], ids=len)
 def test_a_loss_may_run_within_itself(wrappers):
-    """A teacher, say: the same model on other parameters, halfway through."""
+    """Such as a teacher: the loss runs the same model with other parameters between two layers."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     teacher = {name: torch.full_like(param, 0.1) for name, param in model.named_parameters()}
     inside = []
@@ -958,9 +960,9 @@ def test_a_loss_may_run_within_itself(wrappers):
         if not inside:
             inside.append(True)
             with torch.no_grad():
-                wanted, _, _ = loss.fn(teacher, batch, rng=None, buffers={})
+                expected, _, _ = loss.fn(teacher, batch, rng=None, buffers={})
             inside.clear()
-            return (model[1](out) - wanted.value).square().mean()
+            return (model[1](out) - expected.value).square().mean()
         return model[1](out).mean()
 
     loss = ft.from_module(model, criterion)
@@ -973,29 +975,29 @@ def test_a_loss_may_run_within_itself(wrappers):
         x, p = batch["x"], state.params
         layer = lambda x, p, n: F.linear(x, p[f"{n}.weight"], p[f"{n}.bias"])  # noqa: E731
         target = layer(layer(x, teacher, 0), teacher, 1).mean()
-        before = photograph(model)
+        before = snapshot(model)
         torch.testing.assert_close(run(), (layer(layer(x, p, 0), p, 1) - target).square().mean())
-        assert_as_it_was(model, before)
+        assert_unchanged(model, before)
 
 
-def test_arguments_in_the_wrong_place_are_named():
+def test_errors_name_arguments_in_the_wrong_place():
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).mean())
     step = ft.train_step(loss, ft.optim.adamw(1e-3))
-    for params, actual in ((loss.module, "Linear"), (list(loss.module.parameters()), "list"), (0, "int")):
-        with pytest.raises(StructureError, match=rf"Step\.init: params is {actual}; leave it out"):
+    for params, shown in ((loss.module, "Linear"), (list(loss.module.parameters()), "list"), (0, "int")):
+        with pytest.raises(StructureError, match=rf"Step\.init: params is {shown}; leave it out"):
             step.init(params)
     without_module = ft.train_step(lambda model, batch: model(batch).mean(), ft.optim.sgd(0.1))
     for arguments in ((), (loss.module,)):
         with pytest.raises(StructureError, match=r"has no module; .* ft\.from_module\(module, criterion\)"):
             without_module.init(*arguments)
     decay = ft.schedules.cosine(1.0, 100)
-    for wrong, actual in (
+    for wrong, shown in (
         (step, "a Step"),
         ([ft.clip(2)], r"\[clip.*\]"),
         (step.optimizer, "adamw.*"),
         (decay, "cosine.*"),
     ):
-        with pytest.raises(ComposeError, match=rf"argument 1 is {actual}; needs a wrapper. The step comes first"):
+        with pytest.raises(ComposeError, match=rf"argument 1 is {shown}; needs a wrapper. The step comes first"):
             ft.compose(ft.clip(1.0), wrong)
     with pytest.raises(ComposeError, match="argument 2 returned None; a wrapper returns a step"):
         ft.compose(step, ft.clip(1.0), print)
@@ -1009,7 +1011,7 @@ def test_arguments_in_the_wrong_place_are_named():
         step(step(step.init(), torch.ones(3)), torch.ones(3))
 
 
-def test_a_checkpoint_is_no_state(tmp_path):
+def test_a_checkpoint_instead_of_a_state_is_refused(tmp_path):
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(0, {"state": step.init()}, wait=True)
@@ -1026,7 +1028,7 @@ def test_a_loss_and_an_optimizer_print_as_in_the_step():
 
 
 def test_a_deep_copy_of_a_step_is_the_step():
-    # Tools that copy their configuration make one; the copy had a module of its own that its loss did not use.
+    # Tools deep-copy their configuration and the step in it. The loss would still use the module of the first step.
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     step = ft.train_step(ft.from_module(module, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
     copied = ft.compose(copy.deepcopy(step), ft.remat(blocks=["0"]))

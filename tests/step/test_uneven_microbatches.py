@@ -10,13 +10,13 @@ from ftrain.training.oom_retry import split_step
 
 
 def plain(params, batch):
-    """A mean over examples, with metrics that are one."""
+    """Return a mean over examples, and metrics that are means over examples too."""
     errors = (torch.tanh(batch["x"] @ params["w1"]) @ params["w2"] - batch["y"]).square().mean(-1)
     return errors.mean(), {"mae": errors.sqrt().mean(), "worse": (errors > 1).double().mean()}
 
 
 def counted(params, batch):
-    """A mean over some elements, with a metric that is one and a metric that is a mean over examples."""
+    """Return a mean over some elements, a metric that is a mean over elements, and one over examples."""
     errors = (torch.tanh(batch["x"] @ params["w1"]) @ params["w2"] - batch["y"]).square()
     counts = batch["counts"]
     mean = ft.Mean((errors * counts).sum(), counts.sum())
@@ -41,11 +41,12 @@ def make(loss, *wrappers):
 
 
 def run(step, lengths):
-    state, every = step.init(params()), []
+    """Return the state after a step on a batch of each length, and the metrics of each step."""
+    state, history = step.init(params()), []
     for length in lengths:
         state, metrics = step(state, data(length))
-        every.append({name: float(value) for name, value in metrics.items()})
-    return state, every
+        history.append({name: float(value) for name, value in metrics.items()})
+    return state, history
 
 
 STACKS = {
@@ -64,21 +65,21 @@ STACKS = {
 def test_microbatches_of_unequal_length_are_the_whole_batch(loss, stack, compiled):
     outer = [] if compiled is None else [ft.compiled(backend="aot_eager", lowering=compiled)]
     lengths = (8, 7, 2, 1, 8) if compiled is None else (7, 2)
-    whole, expected = run(make(loss, *STACKS[stack]), lengths)
+    expected, expected_metrics = run(make(loss, *STACKS[stack]), lengths)
     actual, metrics = run(make(loss, ft.accumulate(4), *STACKS[stack], *outer), lengths)
-    torch.testing.assert_close(actual.params, whole.params, rtol=1e-11, atol=1e-12)
-    for one, other in zip(expected, metrics, strict=True):
-        assert other == pytest.approx(one, rel=1e-11, abs=1e-12)
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-11, atol=1e-12)
+    for of_step, expected_of_step in zip(metrics, expected_metrics, strict=True):
+        assert of_step == pytest.approx(expected_of_step, rel=1e-11, abs=1e-12)
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
 @pytest.mark.parametrize("loss", [plain, counted])
 def test_a_split_for_memory_within_unequal_microbatches_is_the_same_update(loss, pieces):
     """Microbatches of 5 and 4: one is split in equal pieces, the other is not."""
-    whole, expected = run(make(loss), [9])
+    expected, (expected_metrics,) = run(make(loss), [9])
     actual, (metrics,) = run(split_step(make(loss, ft.accumulate(2)), pieces), [9])
-    torch.testing.assert_close(actual.params, whole.params, rtol=1e-11, atol=1e-12)
-    assert metrics == pytest.approx(expected[0], rel=1e-11, abs=1e-12)
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-11, atol=1e-12)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-11, abs=1e-12)
 
 
 def test_clip_within_clips_each_microbatch_and_weighs_it_by_its_examples():
@@ -93,7 +94,7 @@ def test_clip_within_clips_each_microbatch_and_weighs_it_by_its_examples():
     torch.testing.assert_close(state.params, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_an_epoch_with_a_last_short_batch():
+def test_losses_of_epochs_whose_last_batch_is_short():
     examples = [{name: leaf[index] for name, leaf in data(22).items()} for index in range(22)]
     losses = []
     for wrappers in ([], [ft.accumulate(4)]):

@@ -1,4 +1,4 @@
-"""How much memory an eager step needs for gradients and updates, and that a refused update writes nothing."""
+"""The memory of an eager step for gradients and updates, and that a skipped update writes nothing."""
 
 import pytest
 import torch
@@ -40,14 +40,14 @@ def test_a_donated_step_needs_one_copy_of_the_gradient(wrappers, monkeypatch):
     assert extra_memory(step, state, batch) < 1.5
 
 
-def test_a_step_that_may_refuse_its_update_makes_one_new_state():
+def test_a_step_that_may_skip_its_update_makes_one_new_state():
     step, batch = make(optim.adamw(1e-3), ft.skip_nonfinite(3)), torch.ones(2, WIDTH)
-    # The gradient, and the parameters with two moments.
+    # The gradient (1), and new parameters with two moments (3).
     assert extra_memory(step, step.init(seed=0), batch) < 4.5
 
 
 def extra_memory(step, state, batch):
-    """The memory at the peak of a step beside its inputs, in units of the parameters."""
+    """Return the peak memory of a step without its inputs, divided by the memory of the parameters."""
     params = sum(leaf.nbytes for leaf in tree.leaves(state.params))
     with LivePeak((state, batch)) as live:
         at_rest = live.peak
@@ -55,7 +55,7 @@ def extra_memory(step, state, batch):
     return (live.peak - at_rest) / params
 
 
-@pytest.mark.parametrize("wrapper", [ft.skip_nonfinite(3), ft.with_amp("fp16")], ids=lambda each: each.text)
+@pytest.mark.parametrize("wrapper", [ft.skip_nonfinite(3), ft.with_amp("fp16")], ids=lambda wrapper: wrapper.text)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -63,13 +63,13 @@ def extra_memory(step, state, batch):
         optim.adam(1e-2),
         optim.sgd(1e-2, momentum=0.9),
         optim.adagrad(1e-2),
-        # Neither has a kernel that can refuse.
+        # Their kernels have no flag that skips the update.
         optim.lion(1e-2),
         optim.adamw_8bit(1e-2, min_size=1),
     ],
     ids=lambda optimizer: optimizer.name,
 )
-def test_a_refused_update_of_a_donated_state_is_that_of_one_that_is_kept(optimizer, wrapper):
+def test_a_donated_state_with_a_skipped_update_has_the_bits_of_one_that_is_kept(optimizer, wrapper):
     batches = [torch.full((2, WIDTH), torch.nan if number == NAN_AT else number + 1.0) for number in range(4)]
     states = []
     for donated in ([], [ft.donated()]):
@@ -78,7 +78,7 @@ def test_a_refused_update_of_a_donated_state_is_that_of_one_that_is_kept(optimiz
         for number, batch in enumerate(batches):
             before = tree.clone(state)
             state, metrics = step(state, batch)
-            assert metrics["skipped"] or number != NAN_AT  # In float16, others may overflow.
+            assert metrics["skipped"] or number != NAN_AT  # In float16 other steps may overflow, too.
             if metrics["skipped"]:
                 assert_equal((state.params, state.opt_state), (before.params, before.opt_state))
         states.append(state)
