@@ -1,4 +1,4 @@
-"""The tiny model that the laws are held on: dropout, BatchNorm, tied weights, repeated blocks."""
+"""The tiny model of the laws: dropout, BatchNorm, tied weights and repeated blocks; with its losses and batches."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 7, 6, 5, 8
 
 
 class Drop(nn.Module):
-    """Stock dropout, or a counter-based one when there is a key."""
+    """Stock dropout, or in training counter-based dropout if `rng` is a key; `index` tells the blocks apart."""
 
     def __init__(self, p, index):
         super().__init__()
@@ -52,13 +52,13 @@ class Tiny(nn.Module):
 
 
 def token_loss(model, batch):
-    """Mean over the tokens that are not padding."""
+    """Return the mean loss over the tokens that are not padding, and the accuracy."""
     logits = model(batch["tokens"])
     return ft.losses.cross_entropy(logits, batch["labels"]), {"accuracy": ft.losses.accuracy(logits, batch["labels"])}
 
 
 def keyed_loss(model, batch, rng):
-    """`token_loss` with counter-based dropout."""
+    """Return the mean loss over the tokens that are not padding, with counter-based dropout."""
     logits = model(batch["tokens"], rng)
     return ft.losses.cross_entropy(logits, batch["labels"])
 
@@ -70,9 +70,9 @@ def make_model(p=0.3, dtype=torch.float64, blocks=2):
 
 
 def make_batch(index, batch=BATCH):
-    """Tokens with unevenly many padded labels in each row."""
+    """Return tokens and labels, int64 of shape (batch, LENGTH); each row has another number of padded labels."""
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
     labels = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
-    kept = torch.randint(1, LENGTH + 1, (batch, 1), generator=generator)
-    return {"tokens": tokens, "labels": torch.where(torch.arange(LENGTH) < kept, labels, -100)}
+    lengths = torch.randint(1, LENGTH + 1, (batch, 1), generator=generator)
+    return {"tokens": tokens, "labels": torch.where(torch.arange(LENGTH) < lengths, labels, -100)}

@@ -1,4 +1,4 @@
-"""Every optimizer, in one table: a line here puts it into the laws, the hard cases and the convergence suite."""
+"""Tables of all optimizers: one line adds an optimizer to the laws, the hard cases and the convergence tests."""
 
 import ftrain.optim as optim
 
@@ -23,10 +23,10 @@ OPTIMIZERS = {
     "muon": lambda lr=0.02, **more: optim.muon(lr, **{"weight_decay": 0.0, **more}),
     "schedule_free": lambda lr=0.05, **more: optim.schedule_free_adamw(lr, **more),
 }
-"""Name -> factory; takes a rate, and the options of the factory."""
+"""Name -> function of a learning rate and the options of the factory, which returns the optimizer."""
 
 MATRICES_ONLY = {"muon"}
-"""What takes matrices alone."""
+"""Names of the optimizers whose parameters must all be matrices."""
 
 COMBINED = {
     "adjustable": lambda lr=0.05, **more: optim.adjustable(optim.adamw(lr, **more)),
@@ -45,4 +45,4 @@ COMBINED = {
         )
     ),
 }
-"""Name -> factory, of optimizers made of others."""
+"""Name -> function like those of `OPTIMIZERS`, for optimizers that are made of others."""

@@ -1,4 +1,4 @@
-"""What every pipeline must compute, written by hand with torch alone: slow, plain, and without ftrain's engine."""
+"""A training loop written by hand in plain torch: the reference that every pipeline of wrappers must equal."""
 
 import copy
 import math
@@ -27,11 +27,12 @@ def run(model, names, batches, *, seed=0):
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, foreach=False)
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plain, updates = copy.deepcopy(average), 0
-    scale, norms = 2.0**16, []
+    ema = {name: p.detach().clone() for name, p in model.named_parameters()}
+    swa = copy.deepcopy(ema)
+    updates = 0
+    scale = 2.0**16
+    norms, losses, spikes = [], [], []
     key = ft.random.key_data(ft.random.key(seed))
-    losses, spikes = [], []
     for index, batch in enumerate(batches):
         before = copy.deepcopy(model.state_dict())
         torch.manual_seed(ft.random.seed_of(ft.random.fold_in_key_data(key, index)))
@@ -51,15 +52,15 @@ def run(model, names, batches, *, seed=0):
         optimizer.step()
         updates += 1
         for name, p in model.named_parameters():
-            average[name] = EMA * average[name] + (1 - EMA) * p.detach()
-            plain[name] = plain[name] + (p.detach() - plain[name]) / max(updates - SWA, 1)
+            ema[name] = EMA * ema[name] + (1 - EMA) * p.detach()
+            swa[name] = swa[name] + (p.detach() - swa[name]) / max(updates - SWA, 1)
     return {
         "params": {name: p.detach() for name, p in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
         "mu": {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters() if p in optimizer.state},
         "nu": {n: optimizer.state[p]["exp_avg_sq"] for n, p in model.named_parameters() if p in optimizer.state},
-        "ema": average,
-        "swa": plain,
+        "ema": ema,
+        "swa": swa,
         "scale": scale,
         "losses": losses,
         "spikes": spikes,
@@ -68,7 +69,16 @@ def run(model, names, batches, *, seed=0):
 
 @dataclass
 class Computed:
-    """The gradient of a mean loss, the loss as total and weight, and what was seen of its norm."""
+    """The gradient of a mean loss.
+
+    Args:
+        grads: one tensor for each parameter.
+        total: the sum of the losses of the tokens.
+        weight: the number of tokens that are not padding.
+        finite: whether the loss and all gradients are finite.
+        norm: of the gradient, where `skip_spikes` measured it.
+        spike: whether that norm was above the limit.
+    """
 
     grads: list
     total: float
@@ -79,27 +89,31 @@ class Computed:
 
 
 class Oracle:
-    """Gradients as the wrappers of the gradient shape them, in their order.
+    """Computes gradients and applies the wrappers of the gradient to them, in their order.
 
     Args:
-        model: the module, whose buffers move.
+        model: the module; its buffers are updated.
         names: the wrappers in order, innermost first.
-        scale: what the loss is multiplied with.
-        norms: finite gradient norms of the steps before.
+        scale: the loss scale.
+        norms: the finite gradient norms of earlier steps.
     """
 
     def __init__(self, model, names, scale, norms):
         self.model, self.names, self.scale, self.norms = model, names, scale, norms
         self.params = list(model.parameters())
-        by_hand = ("accumulate", "clip", "clip_value", "sam", "spikes", "spikes_clip")
-        self.order = [name for name in names if name in by_hand]
+        of_gradient = ("accumulate", "clip", "clip_value", "sam", "spikes", "spikes_clip")
+        self.order = [name for name in names if name in of_gradient]
 
     def gradient(self, batch, depth=None):
         """Return the gradient after the first `depth` wrappers. Default: all."""
         depth = len(self.order) if depth is None else depth
         if depth == 0:
             return self.summed(batch, 1)
-        name, inner = self.order[depth - 1], lambda part: self.gradient(part, depth - 1)
+        name = self.order[depth - 1]
+
+        def inner(part):
+            return self.gradient(part, depth - 1)
+
         if name == "accumulate":
             return self.summed(batch, 2) if depth == 1 else self.averaged(batch, inner)
         if name == "sam":
@@ -116,38 +130,47 @@ class Oracle:
         return replace(computed, grads=[p.grad for p in self.params])
 
     def summed(self, batch, pieces):
-        """The gradient of the mean token loss, added up over pieces."""
-        total, weight, finite, unit = 0.0, 0.0, True, 0
+        """Return the gradient of the mean token loss, summed over `pieces` microbatches."""
+        total, weight = 0.0, 0.0
+        finite = True
+        unit = 0
         sums = [torch.zeros_like(p) for p in self.params]
         for tokens, labels in cut(batch, pieces):
             loss, count = self.token_loss(tokens, labels)
             for p in self.params:
                 p.grad = None
-            # Narrow gradients are rounded in units of the mean of the first piece, or of the largest so far where they
-            # are scaled.
-            unit = max(unit, count * pieces) if unit == 0 or "fp16" in self.names else unit
+            # `accumulate` divides the loss of each piece by a weight before its backward pass: that of the first piece,
+            # or with a loss scale the largest so far. In 16 bits the divisor changes how gradients are rounded.
+            if unit == 0 or "fp16" in self.names:
+                unit = max(unit, count * pieces)
             loss.backward(gradient=(1 / unit * self.scale).to(loss.dtype))
             finite = finite and bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in self.params)
-            for piece, p in zip(sums, self.params, strict=True):
-                piece += p.grad / self.scale * unit
-            total, weight = total + float(loss.detach()), weight + float(count)
-        return Computed([piece / weight for piece in sums], total, weight, finite)
+            for grad_sum, p in zip(sums, self.params, strict=True):
+                grad_sum += p.grad / self.scale * unit
+            total += float(loss.detach())
+            weight += float(count)
+        return Computed([grad_sum / weight for grad_sum in sums], total, weight, finite)
 
     def averaged(self, batch, inner):
-        """The weighted mean of what was done to the gradient of each piece."""
+        """Return the weighted mean of the gradients that `inner` returns for two microbatches."""
         pieces = [inner({"tokens": tokens, "labels": labels}) for tokens, labels in cut(batch, 2)]
         weight = sum(piece.weight for piece in pieces)
-        columns = zip(*(piece.grads for piece in pieces), strict=True)
-        grads = [sum(g * p.weight for g, p in zip(column, pieces, strict=True)) / weight for column in columns]
-        return Computed(grads, sum(piece.total for piece in pieces), weight, all(piece.finite for piece in pieces))
+        total = sum(piece.total for piece in pieces)
+        first, second = pieces
+        grads = [
+            (a * first.weight + b * second.weight) / weight for a, b in zip(first.grads, second.grads, strict=True)
+        ]
+        return Computed(grads, total, weight, first.finite and second.finite)
 
     def sharpness_aware(self, batch, inner):
-        """The gradient at parameters that are moved along the gradient, with the draws and the buffers of before."""
-        before, drawn = copy.deepcopy(dict(self.model.named_buffers())), torch.get_rng_state()
+        """Return the gradient at ``params + RHO * g / norm(g)``; both passes have the same dropout and buffers."""
+        before = copy.deepcopy(dict(self.model.named_buffers()))
+        random_state = torch.get_rng_state()
         first = inner(batch)
-        after, params = copy.deepcopy(dict(self.model.named_buffers())), [p.detach().clone() for p in self.params]
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in first.grads))
-        torch.set_rng_state(drawn)
+        after = copy.deepcopy(dict(self.model.named_buffers()))
+        params = [p.detach().clone() for p in self.params]
+        norm = global_norm(first.grads)
+        torch.set_rng_state(random_state)
         with torch.no_grad():
             for p, grad in zip(self.params, first.grads, strict=True):
                 p += RHO * grad / norm
@@ -164,20 +187,21 @@ class Oracle:
             buffer.copy_(values[name])
 
     def watched(self, computed, name):
-        """Compare the norm with the median of the last steps."""
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in computed.grads))
+        """Compare the norm with the median of the last steps; "spikes_clip" scales a larger one down to the limit."""
+        norm = global_norm(computed.grads)
         recent = sorted(self.norms[-SPIKES["window"] :])
         if len(self.norms) < SPIKES["warmup"] or not math.isfinite(norm):
             return replace(computed, norm=norm)
         limit = SPIKES["factor"] * recent[(len(recent) - 1) // 2]
-        grads = [grad * limit / norm for grad in computed.grads] if norm > limit else computed.grads
-        return replace(
-            computed, grads=grads if name == "spikes_clip" else computed.grads, norm=norm, spike=norm > limit
-        )
+        grads = computed.grads
+        if norm > limit and name == "spikes_clip":
+            grads = [grad * limit / norm for grad in grads]
+        return replace(computed, grads=grads, norm=norm, spike=norm > limit)
 
     def token_loss(self, tokens, labels):
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        amp = next((dtype[name] for name in self.names if name in dtype), None)
+        """Return the sum of the losses of the tokens, and the number of tokens that are not padding."""
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        amp = next((dtypes[name] for name in self.names if name in dtypes), None)
         with torch.autocast("cpu", dtype=amp or torch.bfloat16, enabled=amp is not None):
             logits = self.model(tokens)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
@@ -186,5 +210,10 @@ class Oracle:
 
 
 def cut(batch, pieces):
-    """Tokens and labels of each piece of a batch."""
+    """Yield the tokens and labels of each microbatch."""
     return zip(batch["tokens"].chunk(pieces), batch["labels"].chunk(pieces), strict=True)
+
+
+def global_norm(grads):
+    """Return the norm of all gradients together, computed in float64."""
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))

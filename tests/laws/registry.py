@@ -1,6 +1,6 @@
-"""Every wrapper, in one table: an entry puts it into the matrix of laws, alone, in pairs and in stacks.
+"""The table of all wrappers: the laws test each entry alone, in pairs and in stacks.
 
-What an entry must compute is written by hand in `tests/laws/oracle.py`, under its name.
+`tests/laws/oracle.py` computes by hand what an entry must compute, under the same name.
 """
 
 import itertools
@@ -24,11 +24,11 @@ class Entry:
         factory: the public function.
         args: its arguments by position.
         options: its arguments by name.
-        narrow: whether it computes in 16 bits, and is held to float32.
+        narrow: whether it computes in 16 bits; its model is then in float32.
         guards: whether it refuses updates whose loss or gradient is not finite.
-        not_inside: variants that may not stand around it.
-        laws: the file with its laws, for a wrapper whose laws compare pipelines with and without it.
-        part: the part of a step that it works on, for a wrapper that cannot be made everywhere.
+        not_inside: names of the variants that may not be outside it.
+        laws: the file with its laws, for a wrapper of `WITHOUT_ORACLE`.
+        part: the part of a step that it works on, for a wrapper that only some machines can make.
     """
 
     name: str
@@ -66,7 +66,7 @@ ENTRIES = {
     )
 }
 
-ELSEWHERE = (
+WITHOUT_ORACLE = (
     Entry("lora", ft.lora, (2,), {"targets": ["*"]}, laws="tests/transforms/lora/test_laws.py"),
     Entry("offload_activations", ft.offload, ("activations",), laws="tests/laws/test_offload_activations.py"),
     Entry("offload_opt_state", ft.offload, ("opt_state",), laws="tests/laws/test_offload_opt_state.py"),
@@ -76,28 +76,28 @@ ELSEWHERE = (
     Entry("sharded", ft.sharded, laws="tests/parallel/test_sharded.py", part="loss"),
     Entry("sync_batch_norm", ft.sync_batch_norm, laws="tests/parallel/test_sync_batch_norm.py"),
 )
-"""Wrappers that are not in the matrix, for their laws compare whole pipelines with and without them."""
+"""Wrappers whose laws compare whole pipelines with and without them; each is tested in a file of its own."""
 
-EVERY = (*ENTRIES.values(), *ELSEWHERE)
+EVERY = (*ENTRIES.values(), *WITHOUT_ORACLE)
 
 NAMES = list(ENTRIES)
 ALONE = [(), *((name,) for name in NAMES)]
 
 
 def fits(*names):
-    """Whether wrappers may stand in this order, innermost first."""
+    """Whether these wrappers may be composed in this order, innermost first."""
     pairs = itertools.combinations([ENTRIES[name] for name in names], 2)
-    return all(a.factory is not b.factory and b.name not in a.not_inside for a, b in pairs)
+    return all(inner.factory is not outer.factory and outer.name not in inner.not_inside for inner, outer in pairs)
 
 
 PAIRS = [pair for pair in itertools.permutations(NAMES, 2) if fits(*pair)]
 
 
 def arrows(name):
-    """The arrows of a step on which a wrapper acts; one that refuses updates acts on the update."""
+    """Return the arrows of a step on which a wrapper acts; one that may refuse updates acts on the update too."""
     wrapper = ENTRIES[name].make()
-    acts = {arrow for arrow in ARROWS if getattr(wrapper, arrow) is not None}
-    return acts | {"update"} if wrapper.may_refuse_updates else acts
+    changed = {arrow for arrow in ARROWS if getattr(wrapper, arrow) is not None}
+    return changed | {"update"} if wrapper.may_refuse_updates else changed
 
 
 SAME_ARROW = [(first, second) for first, second in PAIRS if arrows(first) & arrows(second)]
@@ -124,5 +124,5 @@ def is_guarded(names):
 
 
 def make(names):
-    """Return wrappers by the names of their variants."""
+    """Return the wrappers with these names."""
     return [ENTRIES[name].make() for name in names]

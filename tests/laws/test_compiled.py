@@ -1,4 +1,4 @@
-"""Compilation changes nothing but rounding: with Inductor, in two pieces, over many steps, with stock dropout."""
+"""A compiled step equals the eager one within rounding: with Inductor, split, over many steps, with stock dropout."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from tests.laws.registry import ALONE, STACKS, is_narrow
 from tests.laws.test_pipelines import assert_equal, blocks_for, build, close_trees, train
 
 WIDE = ("accumulate", "clip", "ema", "swa", "skip")
-"""A stack that computes in float64, so that it is held to more digits than one in 16 bits."""
+"""A stack that computes in float64 and is compared with a smaller tolerance than the stacks in 16 bits."""
 
 
 def label(names):
@@ -27,7 +27,7 @@ def assert_same_state(actual, expected, names, **tolerance):
         close_trees(getattr(actual, part), getattr(expected, part), names, **tolerance)
 
 
-# `test_families` compiles a stack of two each time, around modules whose kernels are the harder part.
+# `make test` compiles a stack of two wrappers with Inductor in `test_families`.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [("clip", "ema"), *ALONE, WIDE, STACKS[0]], ids=label)
 def test_inductor_equals_eager(names):
@@ -36,15 +36,16 @@ def test_inductor_equals_eager(names):
     actual, metrics = train(compiled)
     expected, eager_metrics = train(step)
     if is_narrow(names):
-        # Inductor rounds to 16 bits in other places than autocast does. The first gradient agrees well; Adam divides
-        # its small elements by themselves, so that afterwards single parameters are far off, and all together not.
-        first = train(compiled, 1)[0], train(step, 1)[0]
-        assert_close_in_norm(first[0].opt_state["mu"], first[1].opt_state["mu"], 1e-2)
+        # Inductor rounds to 16 bits in other places than autocast does. The first gradients agree well. Adam divides a
+        # gradient by its size, so that rounding of a small one moves its parameter as far as a large one does: single
+        # parameters then differ much, but the norm of all differences is small.
+        first_state, first_expected = train(compiled, 1)[0], train(step, 1)[0]
+        assert_close_in_norm(first_state.opt_state["mu"], first_expected.opt_state["mu"], 1e-2)
         assert_close_in_norm(actual.params, expected.params, 5e-2)
     else:
         assert_same_state(actual, expected, names)
-    seen, wanted = (rows[0 if is_narrow(names) else -1]["loss"] for rows in (metrics, eager_metrics))
-    assert seen == pytest.approx(wanted, rel=1e-3 if is_narrow(names) else 1e-5)
+    row, rtol = (0, 1e-3) if is_narrow(names) else (-1, 1e-5)
+    assert metrics[row]["loss"] == pytest.approx(eager_metrics[row]["loss"], rel=rtol)
 
 
 def assert_close_in_norm(actual, expected, rtol):
@@ -53,7 +54,7 @@ def assert_close_in_norm(actual, expected, rtol):
 
 
 @pytest.mark.exhaustive
-def test_inductor_draws_the_same_dropout_again_and_in_a_rematerialisation():
+def test_inductor_repeats_its_dropout_in_a_second_call_and_in_a_recomputation():
     _, step = build(("remat",))
     whole = ft.compiled(lowering="whole")(step)
     state = whole.init()
@@ -75,7 +76,7 @@ def test_inductor_donation_changes_no_bit():
     assert_equal(donated, plain)
 
 
-# Dynamo looks at the .grad of every tensor it traces, and torch warns of that.
+# Dynamo reads the .grad of every tensor it traces, which makes torch warn.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("names", choose([*ALONE, *STACKS], [()]), ids=label)
 def test_split_equals_eager(names):
@@ -108,39 +109,45 @@ def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
 
 
 def graph_of(names):
-    """The graph of a step."""
-    seen = []
+    """Return the graph of a step."""
+    captured = []
     capture = capturing.capture
+
+    def recording_capture(*args):
+        captured.append(capture(*args))
+        return captured[-1]
+
     step = ft.compiled(backend="eager")(build(names)[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+        patch.setattr(capturing, "capture", recording_capture)
         step(step.init(), make_batch(0))
-    return seen[-1].graph
+    return captured[-1].graph
 
 
 @pytest.mark.parametrize("names", [("remat",), *exhaustive([("remat", "accumulate")])], ids=label)
 def test_a_whole_graph_has_no_random_operation_and_computes_blocks_again_after_a_gradient(names):
-    """Before it, a compiler would do so in the forward pass, and keep what it was not to keep."""
-    nodes, product = list(graph_of(names).nodes), torch.ops.aten.addmm.default
+    """Without the dependence on a gradient, a compiler could recompute in the forward pass and keep the results."""
+    nodes = list(graph_of(names).nodes)
+    product = torch.ops.aten.addmm.default
     targets = [node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
-    assert not [t for t in targets if torch.Tag.nondeterministic_seeded in t.tags]
-    waiting, again = set(), 0
+    assert not [target for target in targets if torch.Tag.nondeterministic_seeded in target.tags]
+    recomputed = set()
     for node in nodes:
-        if node.target is torch.ops.ftrain.after.default or waiting & {*node.all_input_nodes}:
-            waiting.add(node)
-            again += node.target is product
-    # Of each microbatch two products in each of two blocks, which are in the forward pass too.
-    assert again == 4 * len(names)
-    assert targets.count(product) == 2 * again
+        if node.target is torch.ops.ftrain.after.default or recomputed & {*node.all_input_nodes}:
+            recomputed.add(node)
+    recomputed_products = sum(node.target is product for node in recomputed)
+    # For each microbatch (1, or 2 with accumulate): two products in each of two blocks, in the forward pass and again.
+    assert recomputed_products == 4 * len(names)
+    assert targets.count(product) == 2 * recomputed_products
 
 
-def test_what_a_policy_keeps_is_not_computed_again_in_the_graph():
+def test_products_that_a_policy_keeps_are_once_in_the_graph():
     products = [node for node in graph_of(("remat_dots",)).nodes if node.target is torch.ops.aten.addmm.default]
     assert len(products) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_auto_says_which_lowering_it_took(caplog):
+def test_auto_shows_the_lowering_that_it_chose_and_logs_why(caplog):
     def branching(model, batch):
         loss = token_loss(model, batch)[0]
         return loss if loss.total.item() > 0 else ft.Mean(-loss.total, loss.weight)
@@ -151,18 +158,18 @@ def test_auto_says_which_lowering_it_took(caplog):
     with caplog.at_level(logging.WARNING, logger="ftrain"):
         actual, _ = train(chosen)
     assert "compiled(split)" in repr(chosen)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
-    assert "loss.total.item() > 0" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+    assert "loss.total.item() > 0" in message
     assert_same_state(actual, train(step)[0], ())
 
 
-def test_whole_says_which_line_cannot_be_captured():
-    _, step = build((), ft.compiled(lowering="whole", backend="eager"), criterion=lambda m, b: valued(m, b))
+def test_whole_names_the_line_that_cannot_be_captured():
+    _, step = build((), ft.compiled(lowering="whole", backend="eager"), criterion=reads_a_value)
     with pytest.raises(ft.errors.TraceError, match=r"test_compiled\.py.*float\(total\)"):
         step(step.init(), make_batch(0))
 
 
-def valued(model, batch):
+def reads_a_value(model, batch):
     total = token_loss(model, batch)[0].total
     return total * float(total)
 
@@ -179,14 +186,14 @@ def test_a_plain_function_is_captured_whole():
         return params, {"loss": loss.detach()}
 
     batch = {"x": torch.randn(8, 3), "y": torch.randn(8)}
-    start = {"w": torch.zeros(3)}
-    actual, metrics = ft.compiled(backend="eager")(step)(start, batch)
-    expected, eager_metrics = step(start, batch)
+    state = {"w": torch.zeros(3)}
+    actual, metrics = ft.compiled(backend="eager")(step)(state, batch)
+    expected, eager_metrics = step(state, batch)
     assert_equal(actual, expected)
     assert torch.equal(metrics["loss"], eager_metrics["loss"])
 
 
-def test_a_plain_function_that_donates_returns_the_tree_that_it_makes():
+def test_a_donating_plain_function_may_return_another_tree_in_the_same_memory():
     def step(state, batch):
         return {"after": state["before"] + batch}, {}
 
@@ -206,12 +213,12 @@ def test_a_plain_function_that_donates_returns_the_tree_that_it_makes():
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_split_steps_with_one_loss_are_all_compiled():
     torch._dynamo.utils.counters.clear()
-    most = torch._dynamo.config.recompile_limit
-    for width in range(2, most + 4):
+    limit = torch._dynamo.config.recompile_limit
+    for width in range(2, limit + 4):
         loss = ft.from_module(torch.nn.Linear(width, 1), lambda model, batch: model(batch).square().mean())
         step = ft.compiled(lowering="split", backend="eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
         step(step.init(), torch.ones(4, width))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit + 2
 
 
 @pytest.mark.skipif(
@@ -221,15 +228,16 @@ def test_split_steps_with_one_loss_are_all_compiled():
 def test_as_many_shapes_are_compiled_as_max_graphs_says():
     torch._dynamo.utils.counters.clear()
     loss = ft.from_module(torch.nn.Linear(3, 1), lambda model, batch: model(batch).square().mean())
-    state, most = ft.train_step(loss, ft.optim.sgd(0.1)).init(), 9
-    evaluation = ft.compiled(lowering="split", backend="eager", max_graphs=most)(ft.eval_step(loss))
-    ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, most + 2)])
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    limit = 9  # One more than the default of torch.
+    evaluation = ft.compiled(lowering="split", backend="eager", max_graphs=limit)(ft.eval_step(loss))
+    ft.evaluate(evaluation, state, [torch.ones(length, 3) for length in range(2, limit + 2)])
     ft.evaluate(evaluation, state, [torch.ones(2, 3)], dtype="bf16")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == limit + 1
 
 
 @pytest.mark.parametrize("name", ["nadam", "radam", "lamb", "adafactor", "schedule_free_adamw", "adamw_8bit", "muon"])
-def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
+def test_a_captured_plain_function_may_give_the_rate_as_a_number(name):
     optimizer = getattr(ft.optim, name)(0.1)
 
     def function(state, batch):
@@ -253,24 +261,24 @@ class Layer(torch.nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def in_place(layer):
+def compiled_in_place(layer):
     layer.compile(backend="eager")
     return layer
 
 
-def as_a_module(layer):
+def compiled_as_a_module(layer):
     return torch.compile(layer, backend="eager")
 
 
-def as_a_function(layer):
+def compiled_forward(layer):
     layer.forward = torch.compile(layer.forward, backend="eager")
     return layer
 
 
-@pytest.mark.parametrize("by", [in_place, as_a_module, as_a_function])
-def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
+@pytest.mark.parametrize("compile_layer", [compiled_in_place, compiled_as_a_module, compiled_forward])
+def test_a_model_with_parts_that_torch_compiles_is_captured_whole(compile_layer):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(by(Layer()), Layer())
+    model = torch.nn.Sequential(compile_layer(Layer()), Layer())
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     batch = torch.randn(4, 3, dtype=torch.float64)
@@ -281,7 +289,7 @@ def test_a_model_with_parts_that_torch_compiles_is_captured_whole(by):
 
 
 def penalised(params, batch):
-    """A gradient penalty, of a function that torch.compile saves no parameter for."""
+    """Return a loss with a gradient penalty, of a function for whose backward pass no parameter is saved."""
     x = batch.clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.tanh(x + params["b"]).sum(), x, create_graph=True)
     return ((slope.norm(dim=1) - 1) ** 2).mean() + (batch * params["b"]).square().mean()
@@ -291,16 +299,16 @@ def penalised_by_value(params, batch):
     return penalised(params, batch) * (1.0 if float(batch[0, 0]) else 2.0)
 
 
-def bent(params, batch):
-    """A second derivative, as of a physics-informed net."""
+def curvature(params, batch):
+    """Return the mean square of a second derivative, as in a physics-informed net."""
     x = batch.clone().requires_grad_()
     (slope,) = torch.autograd.grad(torch.tanh(x * params["b"]).sum(), x, create_graph=True)
-    (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-    return bend.square().mean()
+    (second,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+    return second.square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("loss", [penalised, penalised_by_value, bent])
+@pytest.mark.parametrize("loss", [penalised, penalised_by_value, curvature])
 def test_a_split_step_does_not_lose_the_gradient_of_a_gradient(loss):
     step, batch = ft.train_step(loss, ft.optim.sgd(0.1)), torch.linspace(-1, 1, 20).view(4, 5)
     state = step.init({"b": torch.linspace(0.5, 1.5, 5)})

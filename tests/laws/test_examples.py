@@ -1,4 +1,4 @@
-"""Every example has the same random numbers however its batch is cut: accumulated, split, compiled, in remat."""
+"""An example has the same random numbers in any piece of the batch: accumulated, split, compiled, under remat."""
 
 import functools
 
@@ -16,46 +16,51 @@ EXAMPLES, WIDTH = 12, 5
 
 
 def everything(x, rng):
-    """Draws of every kind; an odd number of each for an example, so that few begin where a block of Philox does."""
+    """Return `x` after draws of all kinds.
+
+    An example takes an odd number of values from each, so that few examples begin at a block of Philox.
+    """
     x = ft.random.dropout(rng, x, 0.5)
     first, second = ft.random.split(rng)
     x = x + 10 * ft.random.dropout(first, x.flatten(0, 1), 0.5).view_as(x)
     x = x * ft.random.normal(second, x.shape, dtype=F64)
-    # Not by example: one number for the batch, which is the same in every piece.
+    # One number for the whole batch, which must be the same in every piece.
     return x * ft.random.uniform(ft.random.fold_in(rng, 7), (), dtype=F64)
 
 
-def one(x, rng):
+def keyed_dropout(x, rng):
     return ft.random.dropout(rng, x, 0.5)
 
 
-def stock(x, rng):
-    return F.dropout(one(x, rng), 0.25) * torch.rand_like(x[..., 0]).unsqueeze(-1)
+def keyed_and_stock(x, rng):
+    """Return `x` after draws from the key, and from torch's generators as stock modules make them."""
+    return F.dropout(keyed_dropout(x, rng), 0.25) * torch.rand_like(x[..., 0]).unsqueeze(-1)
 
 
-def revealing(drop, *, block=lambda function: function):
-    """A loss with a parameter for each number of each example, whose gradient is what that was multiplied by."""
-    dropping = block(drop)
+def loss_of(drop, *, is_block=False):
+    """Return a loss with a parameter for each value of each example; its gradient is the factor of that value."""
+    if is_block:
+        drop = ft.block(drop)
 
     def loss(params, batch, rng):
         x = params["w"][batch["index"]].unsqueeze(-1)
-        return ft.Mean(dropping(x, rng).sum(), torch.tensor(float(len(x)), dtype=F64))
+        return ft.Mean(drop(x, rng).sum(), torch.tensor(float(len(x)), dtype=F64))
 
     return loss
 
 
 def factors(loss, *wrappers, pieces=1):
-    """What each number of each example was multiplied by."""
+    """Return the random factor of each value of each example, of shape (EXAMPLES, WIDTH)."""
     step = split_step(ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers), pieces)
     state = step.init({"w": torch.zeros(EXAMPLES, WIDTH, dtype=F64)}, seed=3)
     new, _ = step(state, {"index": torch.arange(EXAMPLES)})
     return -new.params["w"] * EXAMPLES
 
 
-def assert_same(actual, whole):
-    """Drawn alike: zeros in the same places, and the rest within the rounding of sums."""
-    assert torch.equal(actual == 0, whole == 0)
-    torch.testing.assert_close(actual, whole, rtol=1e-13, atol=0)
+def assert_same(actual, expected):
+    """Check that the zeros are in the same places, and the other factors equal within the rounding of sums."""
+    assert torch.equal(actual == 0, expected == 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
 
 
 CUTS = {
@@ -70,55 +75,56 @@ CUTS = {
 }
 cuts = pytest.mark.parametrize(("wrappers", "pieces"), CUTS.values(), ids=CUTS)
 COMPILED = {cut: CUTS[cut] for cut in ("accumulate 2", "split 5", "split 2 of accumulate 2")}
-# One is accumulated within the graph, the other by a loop around it.
+# The first accumulates within the graph; the second has a loop over pieces around it.
 compiled_cuts = pytest.mark.parametrize("cut", choose(list(COMPILED), ["accumulate 2", "split 2 of accumulate 2"]))
 WHOLE = ft.compiled(lowering="whole", backend="eager")
 
 
 @functools.cache
 def of_whole_batch():
-    """What the numbers of a batch that is not cut are multiplied by in a graph."""
-    return factors(revealing(stock), WHOLE)
+    """Return the factors of a batch in one piece, in a whole graph."""
+    return factors(loss_of(keyed_and_stock), WHOLE)
 
 
 @cuts
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_eager(wrappers, pieces, remat):
-    loss = revealing(everything, block=ft.block if remat else lambda function: function)
-    actual = factors(loss, *([ft.remat()] * remat), *wrappers, pieces=pieces)
-    whole = factors(revealing(everything))
+    inner = [ft.remat()] if remat else []
+    actual = factors(loss_of(everything, is_block=remat), *inner, *wrappers, pieces=pieces)
+    whole = factors(loss_of(everything))
     assert_same(actual, whole)
     assert 0.1 < float((whole == 0).double().mean()) < 0.6
 
 
 @compiled_cuts
 def test_compiled_whole(cut):
-    """Stock modules too, in a rematerialisation as well: they draw from the key of the step."""
+    """In a whole graph stock modules draw from the key of the step too, and again in a recomputation."""
     wrappers, pieces = COMPILED[cut]
-    actual = factors(revealing(stock, block=ft.block), ft.remat(), *wrappers, WHOLE, pieces=pieces)
+    actual = factors(loss_of(keyed_and_stock, is_block=True), ft.remat(), *wrappers, WHOLE, pieces=pieces)
     assert_same(actual, of_whole_batch())
 
 
 @pytest.mark.exhaustive
 def test_inductor():
-    """Which draws what stock modules ask for by an operation of its own, in a rematerialisation too."""
+    """Inductor has an operation of its own for the draws of stock modules, which a recomputation must repeat."""
     whole = ft.compiled(lowering="whole")
-    pieces = factors(revealing(stock, block=ft.block), ft.remat(), whole, pieces=2)
-    assert_same(pieces, factors(revealing(stock), whole))
+    actual = factors(loss_of(keyed_and_stock, is_block=True), ft.remat(), whole, pieces=2)
+    assert_same(actual, factors(loss_of(keyed_and_stock), whole))
 
 
 @pytest.mark.parametrize("cut", ["accumulate 2", "split 5"])
-def test_compiled_split_by_the_losses_own_key(cut):
+def test_compiled_split(cut):
     wrappers, pieces = CUTS[cut]
     split = ft.compiled(lowering="split", backend="eager", fullgraph=True)
-    assert_same(factors(revealing(one), *wrappers, split, pieces=pieces), factors(revealing(one)))
+    actual = factors(loss_of(keyed_dropout), *wrappers, split, pieces=pieces)
+    assert_same(actual, factors(loss_of(keyed_dropout)))
 
 
 def test_one_graph_of_the_loss_serves_all_pieces():
-    """Where a piece begins is an input."""
+    """The index of the first example of a piece is an input of the graph."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    loss = torch.compile(revealing(one), backend=counter, fullgraph=True)
+    loss = torch.compile(loss_of(keyed_dropout), backend=counter, fullgraph=True)
     for start in (0, 4, 8):
         key = ft.random.for_examples(ft.random.key(0), start, 4)
         loss({"w": torch.ones(EXAMPLES, WIDTH)}, {"index": torch.arange(start, start + 4)}, key)
@@ -140,16 +146,18 @@ def criterion(model, batch, rng):
     return ft.losses.cross_entropy(scores, batch["labels"]), {"accuracy": ft.losses.accuracy(scores, batch["labels"])}
 
 
-def trained(*wrappers, pieces=1):
+def train(*wrappers, pieces=1):
+    """Return the parameters and the metrics after four steps; one label in four is padding."""
     torch.manual_seed(0)
     step = ft.train_step(ft.from_module(Net().double(), criterion), ft.optim.adamw(0.05))
     step = split_step(ft.compose(step, *wrappers), pieces)
-    state, draw = step.init(seed=1), torch.Generator().manual_seed(5)
+    state = step.init(seed=1)
+    draw = torch.Generator().manual_seed(5)
     for _ in range(4):
         labels = torch.randint(-1, 3, (EXAMPLES,), generator=draw)
-        batch = {"x": torch.randn(EXAMPLES, WIDTH, dtype=F64, generator=draw), "labels": labels}
-        batch["labels"] = labels.where(labels >= 0, torch.full_like(labels, -100))
-        state, metrics = step(state, batch)
+        labels[labels < 0] = -100
+        x = torch.randn(EXAMPLES, WIDTH, dtype=F64, generator=draw)
+        state, metrics = step(state, {"x": x, "labels": labels})
     return state.params, {name: float(value) for name, value in metrics.items()}
 
 
@@ -158,31 +166,35 @@ def trained(*wrappers, pieces=1):
     [*CUTS.values(), ((ft.accumulate(2), ft.compiled(lowering="whole", backend="eager")), 1)],
     ids=[*CUTS, "compiled"],
 )
-def test_with_dropout_too_it_is_the_update_of_the_full_batch(wrappers, pieces):
-    actual, metrics = trained(*wrappers, pieces=pieces)
-    expected, whole = trained()
+def test_pieces_equal_the_full_batch_with_dropout(wrappers, pieces):
+    actual, metrics = train(*wrappers, pieces=pieces)
+    expected, expected_metrics = train()
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-    assert {name: metrics[name] for name in whole} == pytest.approx(whole, rel=1e-12)
+    assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-12)
 
 
-def test_stock_modules_draw_for_each_piece_where_nobody_counts():
-    """Eagerly from torch's generators: the law above is not theirs, as `accumulate` says."""
-    actual, whole = factors(revealing(stock), ft.accumulate(2)), factors(revealing(stock))
+def test_stock_modules_draw_other_numbers_in_pieces_when_eager():
+    """They draw from torch's generators, which do not know the pieces; the docs of `accumulate` say so."""
+    actual = factors(loss_of(keyed_and_stock), ft.accumulate(2))
+    whole = factors(loss_of(keyed_and_stock))
     assert not torch.equal(actual == 0, whole == 0)
     assert len({tuple(row) for row in actual.tolist()}) == EXAMPLES
 
 
-def test_keys_of_several_runs_at_once():
-    """A vmapped gradient in pieces: what a sweep over seeds needs."""
-    w = torch.ones(EXAMPLES, WIDTH)
+def test_keys_of_examples_work_under_vmap():
+    """A sweep over seeds needs them, with a gradient in pieces."""
+    x = torch.ones(EXAMPLES, WIDTH)
 
     def masks(key, pieces):
-        lengths = [len(part) for part in w.tensor_split(pieces)]
-        keys = [ft.random.for_examples(key, sum(lengths[:i]), length) for i, length in enumerate(lengths)]
-        parts = zip(keys, lengths, strict=True)
-        return torch.cat([ft.random.dropout(key, torch.ones(length, WIDTH), 0.5) for key, length in parts])
+        dropped = []
+        start = 0
+        for piece in x.tensor_split(pieces):
+            piece_key = ft.random.for_examples(key, start, len(piece))
+            dropped.append(ft.random.dropout(piece_key, piece, 0.5))
+            start += len(piece)
+        return torch.cat(dropped)
 
     keys = ft.random.split(ft.random.key(0), 3)
-    whole = torch.stack([ft.random.dropout(key, w, 0.5) for key in keys])
+    whole = torch.stack([ft.random.dropout(key, x, 0.5) for key in keys])
     for pieces in (1, 2, 5):
         assert torch.equal(torch.func.vmap(lambda key, pieces=pieces: masks(key, pieces))(keys), whole)

@@ -1,4 +1,4 @@
-"""Models of many families train compiled as they train eagerly: what is captured computes what kernels compute."""
+"""Models of many families train the same compiled and eagerly, although kernels differ from what was captured."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class NormOfTransposed(nn.Module):
 
 
 class ByClass(nn.Module):
-    """Connectionist and plain losses take the gradient of a log-softmax whose kernel has its own strides."""
+    """Returns log-probabilities (time, batch, classes), as a CTC loss takes them; their kernel has its own strides."""
 
     def __init__(self):
         super().__init__()
@@ -52,10 +52,10 @@ def train(step, batch, steps=3):
 def assert_trains_alike(model, batch, criterion=None, *wrappers, lowering="whole", momentum=0.0, **options):
     loss = ft.from_module(model, criterion) if criterion else ft.from_module(model)
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.05, momentum=momentum), allow_unused=True), *wrappers)
-    expected, needed_losses = train(step, batch)
+    expected, expected_losses = train(step, batch)
     compiled = ft.compiled(lowering=lowering, donate=True, **options)(step)
     actual, losses = train(compiled, batch)
-    torch.testing.assert_close(losses, needed_losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     for part in ("params", "buffers", "opt_state", "slots"):
         torch.testing.assert_close(getattr(actual, part), getattr(expected, part), rtol=1e-4, atol=1e-6)
     return compiled
@@ -76,16 +76,16 @@ PLAIN = {
 }
 
 
-# Of a recurrent module and of a norm, those with the most in them also as AOTAutograd makes them.
-TWICE = [name for name in PLAIN if name not in ("lstm", "gru", "batch norm of transposed")]
+# One recurrent module and one BatchNorm, those with the most parts, run in `make test` with AOTAutograd too.
+ALSO_AOT = [name for name in PLAIN if name not in ("lstm", "gru", "batch norm of transposed")]
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
         *((name, "eager") for name in PLAIN),
-        *((name, "aot_eager") for name in TWICE),
-        *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in PLAIN if name not in TWICE),
+        *((name, "aot_eager") for name in ALSO_AOT),
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in PLAIN if name not in ALSO_AOT),
     ],
 )
 def test_modules_whose_kernels_differ_from_what_was_captured(name, backend):
@@ -95,7 +95,7 @@ def test_modules_whose_kernels_differ_from_what_was_captured(name, backend):
 
 @torch.library.custom_op("ftrain_tests::by_columns", mutates_args=())
 def by_columns(x: torch.Tensor) -> torch.Tensor:
-    """The double, in memory column by column; its fake tensor says row by row."""
+    """Return the double, stored column by column; its fake kernel claims row by row."""
     return (2 * x).mT.contiguous().mT
 
 
@@ -111,13 +111,13 @@ def test_a_kernel_with_another_layout_than_its_fake_tensor_is_reshaped_and_not_v
 
 
 def determinants(matrices, x):
-    # Their sum lies in memory as its first part when it runs eagerly, and as its second where Inductor fuses it.
-    first, second = (each[0].mT + each[1] * x.mean() for each in matrices)
+    # Eagerly the sum has the strides of its first term; fused by Inductor it has those of the second.
+    first, second = (pair[0].mT + pair[1] * x.mean() for pair in matrices)
     return (torch.linalg.det(first).sum() + torch.linalg.slogdet(second).logabsdet.sum()) / 100
 
 
 def of_experts(experts, x):
-    """Products of both kinds, with a first expert without rows."""
+    """Return a loss with grouped products of both kinds, forward and transposed; the first expert has no rows."""
     first, second = experts
     ends = torch.tensor([0, 3, 4], dtype=torch.int32)
     hidden = F.grouped_mm(first * x.mean(), second.mT, offs=ends)
@@ -125,18 +125,21 @@ def of_experts(experts, x):
 
 
 def padded(images, x):
-    moved = [image.movedim(-1, 1) for image in images]
-    wide = [F.pad(image, (1, 1) * (image.ndim - 2), "replicate") for image in moved]
-    weighted = ((image.square() * torch.arange(1.0, image.numel() + 1).view_as(image)).mean() for image in wide)
-    return sum(weighted) * x.mean()
+    """Return a loss of padded channels-last images; weights make it depend on where each value is."""
+    total = 0.0
+    for image in images:
+        wide = F.pad(image.movedim(-1, 1), (1, 1) * (image.ndim - 2), "replicate")
+        weights = torch.arange(1.0, wide.numel() + 1).view_as(wide)
+        total = total + (wide.square() * weights).mean()
+    return total * x.mean()
 
 
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
 @pytest.mark.parametrize("axes", [(2,), *exhaustive([(1, 2, 3)])], ids=str)
 def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
-    """An LSTM, determinants, products of experts, a resize by a scale that rounds, padding of channels-last.
+    """An LSTM, determinants, products of experts, a resize by a scale that rounds, and padding of channels-last.
 
-    Within a stack, so that its step is compiled as well.
+    A stack of wrappers is around them: Inductor compiles the whole step.
     """
     torch.manual_seed(0)
     parts = {
@@ -160,14 +163,16 @@ def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
     }
 
     def total(model, batch):
-        return sum(loss(model[name], batch[name]) for name, (_, loss, _) in parts.items())
+        return sum(part_loss(model[name], batch[name]) for name, (_, part_loss, _) in parts.items())
 
     model = nn.ModuleDict({name: part for name, (part, _, _) in parts.items()})
-    batch, stack = {name: batch for name, (_, _, batch) in parts.items()}, (ft.clip(0.05), ft.ema(0.8))
-    assert_trains_alike(model, batch, total, *stack, momentum=0.9)
+    batch = {name: part_batch for name, (_, _, part_batch) in parts.items()}
+    assert_trains_alike(model, batch, total, ft.clip(0.05), ft.ema(0.8), momentum=0.9)
 
 
 def test_a_view_that_is_written_to_stays_a_view():
+    """A view of a tensor that nothing writes to is captured as a reshape, for a kernel may return other strides."""
+
     def function(x):
         y = x * 2
         y.view(-1).add_(1)
@@ -183,15 +188,15 @@ def test_a_view_that_is_written_to_stays_a_view():
 def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)
-    used = []
-    model.model.register_forward_hook(lambda part, given, output: used.append(output.past_key_values is not None))
+    has_cache = []
+    model.model.register_forward_hook(lambda module, args, output: has_cache.append(output.past_key_values is not None))
     plain = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
     step, batch = ft.remat()(plain), of_tokens()
     expected, _ = plain(plain.init(), batch)
     state, _ = step(step.init(), batch)
     torch.testing.assert_close(state.params, expected.params, rtol=0, atol=0)
     step(state, batch)
-    assert used == [True, False, False]
+    assert has_cache == [True, False, False]
     assert model.config.use_cache is True
     (line,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert line.startswith("remat: LlamaForCausalLM runs without its cache of keys and values (use_cache=False)")
@@ -201,7 +206,7 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
 
 
 FAST = ["gpt2", "resnet", "mamba", "qwen3 moe"]
-"""One each of attention, convolutions, state spaces and experts."""
+"""A model with attention, one with convolutions, a state-space model and one with experts."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -209,11 +214,11 @@ FAST = ["gpt2", "resnet", "mamba", "qwen3 moe"]
 @pytest.mark.parametrize("name", choose(FAMILIES, FAST))
 def test_models_of_transformers_train_compiled(name):
     torch.manual_seed(0)
-    make, of, lowered = FAMILIES[name]
-    # Inductor's decompositions, whose results lie in memory in other ways than those that were captured.
-    backend = "aot_eager_decomp_partition" if lowered == "whole" else "eager"
-    step = assert_trains_alike(make(), of(), backend=backend, lowering="auto")
-    assert f"compiled({lowered}, " in repr(step)
+    make_model, make_batch, lowering = FAMILIES[name]
+    # With Inductor's decompositions, results have other strides than those that were captured.
+    backend = "aot_eager_decomp_partition" if lowering == "whole" else "eager"
+    step = assert_trains_alike(make_model(), make_batch(), backend=backend, lowering="auto")
+    assert f"compiled({lowering}, " in repr(step)
 
 
 @pytest.mark.exhaustive

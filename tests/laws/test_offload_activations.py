@@ -1,6 +1,6 @@
-"""Activations that go to the host and come back change no bit, and go once, if they have to go at all.
+"""Offloading activations to the host changes no bit, and copies each activation once, or not if it exists anyway.
 
-A CPU is its own host; the copies are then from memory to memory, and everything else is as on a device.
+A CPU is its own host: the copies are from memory to memory, and everything else is as on a device.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from tests.laws.test_remat import make_batch as make_stages_batch
 
 
 def offloaded(**options):
-    """The wrapper on a device that is its own host."""
+    """Return the wrapper without its check that the device is not the host."""
     return dataclasses.replace(ft.offload("activations", **{"min_bytes": 0, **options}), require=None)
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The sizes in bytes of what is sent to the host."""
+    """The sizes in bytes of the copies to the host, in their order."""
     sizes = []
     out = transfers.BlockingCopier.out
 
-    def counting(self, source, target):
+    def recording_out(self, source, target):
         sizes.append(source.nbytes)
         out(self, source, target)
 
-    monkeypatch.setattr(transfers.BlockingCopier, "out", counting)
+    monkeypatch.setattr(transfers.BlockingCopier, "out", recording_out)
     return sizes
 
 
@@ -46,7 +46,7 @@ def label(value):
     return ("outer", "inner")[value] if isinstance(value, bool) else "+".join(value) or "plain"
 
 
-# A stack takes no order that is not that of one of its wrappers.
+# A stack accepts both orders if each of its wrappers does, so `make test` has one order of the stacks.
 @pytest.mark.parametrize(
     ("first", "names"),
     [
@@ -127,12 +127,12 @@ def one_step(loss, params, batch, **options):
     return actual
 
 
-def test_what_is_there_anyway_stays_and_what_goes_goes_once(sent):
+def test_only_new_activations_are_sent_and_each_of_them_once(sent):
     def loss(params, batch):
-        hidden = batch["x"] @ params["w"]  # Keeps the batch and the parameter.
-        a, b = hidden.chunk(2, -1)  # Views.
-        wide = (a * b).exp()  # Keeps both, and then its own result,
-        return (wide.t() @ wide + wide.cos().sum()).sum()  # which is kept three times more.
+        hidden = batch["x"] @ params["w"]  # Saves the batch and the parameter, which stay.
+        a, b = hidden.chunk(2, -1)  # Views of one storage.
+        wide = (a * b).exp()  # The product saves both views, exp saves its result.
+        return (wide.t() @ wide + wide.cos().sum()).sum()  # The result is saved three times more.
 
     draw = torch.Generator().manual_seed(0)
     params, batch = {"w": torch.randn(8, 16, generator=draw)}, {"x": torch.randn(32, 8, generator=draw)}
@@ -146,18 +146,18 @@ def test_what_is_there_anyway_stays_and_what_goes_goes_once(sent):
     assert not sent
 
 
-def test_frozen_parameters_and_buffers_stay(sent):
+def test_frozen_parameters_are_not_sent(sent):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight.requires_grad = False
     model[0].register_buffer("scale", torch.ones(8, 8))
     loss = ft.from_module(model, lambda m, x: (m[1](m[0](x)) @ m[0].scale).sum())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), offloaded())
     step(step.init(), torch.ones(4, 8))
-    # A buffer is given to the module as a copy, which it may write.
+    # Only the buffer is sent: the module gets a copy of it, which it may write.
     assert sent == [4 * 8 * 8]
 
 
-def test_the_input_of_a_block_goes_however_it_is_given(sent):
+def test_the_input_of_a_block_is_sent_if_positional_or_keyword(sent):
     def loss(model, x):
         return (model[1](input=model[0](x * 2)) * 3).sum()
 
@@ -168,17 +168,19 @@ def test_the_input_of_a_block_goes_however_it_is_given(sent):
 
 
 def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
-    seen = []
+    packed_tensors = []
     pack, unpack = saved_tensors.ActivationOffloader.pack, saved_tensors.ActivationOffloader.unpack
 
     def packing(self, tensor):
         packed = pack(self, tensor)
-        seen.append((packed, tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.clone()))
+        packed_tensors.append(
+            (packed, tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.clone())
+        )
         return packed
 
     def unpacking(self, packed):
         actual = unpack(self, packed)
-        shape, stride, dtype, offset, value = next(known[1:] for known in seen if known[0] is packed)
+        shape, stride, dtype, offset, value = next(rest for first, *rest in packed_tensors if first is packed)
         assert (actual.shape, actual.stride(), actual.dtype) == (shape, stride, dtype)
         assert actual.storage_offset() == offset or isinstance(packed, saved_tensors._Resident)
         assert torch.equal(actual, value)
@@ -197,10 +199,10 @@ def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
         return sum(part.sum() for part in (parts.float(), narrow, waves.real, where, empty, x[2, 1] * x[1, 2]))
 
     one_step(loss, {"w": torch.randn(6, 4)}, torch.randn(6, 4))
-    assert len(seen) > 10
+    assert len(packed_tensors) > 10
 
 
-def test_memory_that_is_used_again_is_not_taken_for_what_it_was(sent):
+def test_a_new_tensor_in_reused_memory_is_sent_again(sent):
     def loss(params, batch):
         total = 0
         for number in range(50):
@@ -213,7 +215,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_it_was(sent):
 
 
 @pytest.mark.parametrize("options", [{}, {"min_bytes": 1 << 20}])
-def test_what_is_written_after_it_was_kept_is_an_error(options):
+def test_writing_over_a_saved_tensor_raises(options):
     def loss(params, batch):
         x = params["w"].exp()
         y = x * 2
@@ -225,10 +227,10 @@ def test_what_is_written_after_it_was_kept_is_an_error(options):
         step(step.init({"w": torch.ones(9)}), torch.ones(9))
 
 
-def test_what_is_written_before_it_is_kept_is_kept_as_it_is(sent):
+def test_a_tensor_that_is_written_before_it_is_saved_has_its_new_values(sent):
     def loss(params, batch):
         x = params["w"] * 3
-        aside = x * x  # Keeps what was there, and nobody asks for its gradient.
+        aside = x * x  # Saves the old values, but its gradient is never computed.
         y = x.view(-1)
         y.mul_(2).exp_()
         return (F.relu(x * batch, inplace=True) * x).sum(), {"aside": aside.detach().sum()}
@@ -236,36 +238,33 @@ def test_what_is_written_before_it_is_kept_is_kept_as_it_is(sent):
     one_step(loss, {"w": torch.randn(3, 3)}, torch.randn(3, 3))
 
 
-def test_nothing_of_a_step_stays_behind():
-    held = []
-    make = saved_tensors._HostStorage.__init__
+def test_host_memory_is_freed_after_the_step(monkeypatch):
+    storages = []
+    initialise = saved_tensors._HostStorage.__init__
 
-    def making(self, *args):
-        make(self, *args)
-        held.append(weakref.ref(self))
+    def recording_init(self, *args):
+        initialise(self, *args)
+        storages.append(weakref.ref(self))
 
-    saved_tensors._HostStorage.__init__ = making
-    try:
-        _, step = build(("remat",), offloaded())
-        train(step, 1)
-    finally:
-        saved_tensors._HostStorage.__init__ = make
-    assert held
-    assert not [reference for reference in held if reference() is not None]
+    monkeypatch.setattr(saved_tensors._HostStorage, "__init__", recording_init)
+    _, step = build(("remat",), offloaded())
+    train(step, 1)
+    assert storages
+    assert all(reference() is None for reference in storages)
 
 
-def test_memory_of_a_device_is_less_by_what_is_sent():
+def test_the_device_holds_few_activations():
     torch.manual_seed(0)
     loss = ft.from_module(Stages(0.0, stages=6, blocks=2), criterion)
-    actual = [
-        ft.anatomy(step, step.init(), make_stages_batch(batch=8 * BATCH), measure=False)
-        for step in (ft.train_step(loss, optim.sgd(0.1)), offloaded()(ft.train_step(loss, optim.sgd(0.1))))
-    ]
-    assert actual[1].most["activations"] < 0.1 * actual[0].most["activations"]
-    assert actual[1].peak < 0.5 * actual[0].peak
+    step = ft.train_step(loss, optim.sgd(0.1))
+    batch = make_stages_batch(batch=8 * BATCH)
+    plain = ft.anatomy(step, step.init(), batch, measure=False)
+    report = ft.anatomy(offloaded()(step), step.init(), batch, measure=False)
+    assert report.most["activations"] < 0.1 * plain.most["activations"]
+    assert report.peak < 0.5 * plain.peak
 
 
-def test_the_host_itself_has_nowhere_to_send_them():
+def test_a_device_that_is_the_host_is_refused():
     _, step = build((), ft.offload("activations"))
     with pytest.raises(DeviceError, match=r"offload\(activations\): the device is the host itself .*ft.remat\(\)"):
         step.init()

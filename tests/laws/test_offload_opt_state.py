@@ -1,10 +1,11 @@
-"""A state of the optimizer that lives in files computes the same, to the bit, and is a state like any other."""
+"""With the state of the optimizer in files, a step gives the same bits, and its state can be saved and resumed."""
 
 import ctypes
 import errno
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -28,16 +29,23 @@ SUITS = ("bf16", "remat", "accumulate", "clip", "ema", "swa")
 
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch):
-    """The models are so small that they would be updated at once."""
+    """Update the models in several groups; by default they are small enough for a single one."""
     monkeypatch.setattr(module, "_groups", lambda leaves: by_size(leaves, 200))
 
 
 def offloaded(path, **options):
+    """Return the wrapper with the state in files in `path`, leaves of any size included."""
     return ft.offload("opt_state", directory=path, **{"min_bytes": 0, **options})
 
 
+def vectors(state):
+    """Return the leaves of the state of the optimizer that are not scalars, such as its moments."""
+    return [leaf for leaf in tree.leaves(state.opt_state) if leaf.ndim]
+
+
 def in_files(state):
-    return [is_in_file(leaf) for leaf in tree.leaves(state.opt_state) if leaf.ndim]
+    """Return for each of the `vectors` whether it is in a file."""
+    return [is_in_file(leaf) for leaf in vectors(state)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
@@ -45,25 +53,21 @@ def test_no_bit_changes_with_any_optimizer(name, tmp_path):
     for more in ((), (ft.donated(),)):
         actual = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), torch.float32)
         assert_equal(actual, train_optimizer(build_optimizer(name, *more), torch.float32))
-    assert all(there or not leaf.numel() for there, leaf in zip(in_files(actual), vectors(actual), strict=True))
+        assert all(is_in_file(leaf) for leaf in vectors(actual) if leaf.numel())
     assert not os.listdir(tmp_path)
 
 
-def vectors(state):
-    return [leaf for leaf in tree.leaves(state.opt_state) if leaf.ndim]
-
-
 MORE = {"": (), "donated": (ft.donated(),), "in backward": (ft.update_in_backward(),)}
-# What is updated in the backward pass goes with nothing that needs all gradients.
-BESIDE = [
+PIPELINES = [
     pytest.param(names, more, id=f"{'+'.join(names) or 'plain'}-{how}")
     for names in [(), *((name,) for name in SUITS), SUITS]
     for how, more in MORE.items()
+    # `update_in_backward` refuses wrappers that need all gradients.
     if how != "in backward" or not {"accumulate", "clip"} & set(names)
 ]
 
 
-@pytest.mark.parametrize(("names", "more"), BESIDE)
+@pytest.mark.parametrize(("names", "more"), PIPELINES)
 def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
     _, plain = build(names, *more)
     for wrappers in ((*more, offloaded(tmp_path)), (offloaded(tmp_path), *more)):
@@ -79,13 +83,15 @@ def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
         pytest.param(("bf16", "accumulate", "clip", "ema"), True, id="donated pipeline"),
     ],
 )
-def test_the_loss_alone_is_compiled(names, donate, tmp_path):
-    _, plain = build(names, *[ft.donated()] * donate, blocks=1)
+def test_only_the_loss_is_compiled(names, donate, tmp_path):
+    donated = [ft.donated()] if donate else []
+    _, plain = build(names, *donated, blocks=1)
     compiled = ft.compiled(backend="eager", donate=donate)
-    _, other = build(names, offloaded(tmp_path), compiled, blocks=1)
+    _, compiled_outside = build(names, offloaded(tmp_path), compiled, blocks=1)
     _, step = build(names, compiled, offloaded(tmp_path), blocks=1)
-    for each in (step, other):
-        assert f"compiled(split{', donate' * donate})  # the loss alone" in repr(each)
+    options = "split, donate" if donate else "split"
+    for text in (repr(step), repr(compiled_outside)):
+        assert f"compiled({options})  # the loss alone" in text
     state, _ = train(step)
     assert_equal(state, train(plain)[0])
     assert all(in_files(state))
@@ -105,15 +111,15 @@ def test_a_compiled_loss_counts_its_graphs(tmp_path):
         step(state, torch.ones(4, 2))
 
 
-def test_a_donated_state_is_written_where_it_is(tmp_path):
+def test_a_donated_state_keeps_its_memory(tmp_path):
     _, step = build((), offloaded(tmp_path), ft.donated())
     state = step.init()
-    where = [leaf.data_ptr() for leaf in vectors(state)]
+    addresses = [leaf.data_ptr() for leaf in vectors(state)]
     state, _ = step(state, make_batch(0))
-    assert [leaf.data_ptr() for leaf in vectors(state)] == where
+    assert [leaf.data_ptr() for leaf in vectors(state)] == addresses
 
 
-def test_a_state_that_is_not_donated_stays_as_it_was(tmp_path):
+def test_a_state_that_is_not_donated_is_unchanged(tmp_path):
     _, step = build((), offloaded(tmp_path))
     state, _ = train(step, 1)
     kept = tree.clone(state)
@@ -125,26 +131,26 @@ def test_a_state_that_is_not_donated_stays_as_it_was(tmp_path):
     assert_equal(step(state, make_batch(1))[0], new)
 
 
-def test_a_copy_goes_into_files_with_the_next_step(tmp_path):
+def test_the_next_step_moves_a_copy_of_a_state_into_files(tmp_path):
     _, step = build((), offloaded(tmp_path), ft.donated())
     state, _ = train(step, 1)
     copy = tree.clone(state)
     assert not any(in_files(copy))
     assert_equal(copy, state)
-    # What is not the step's own is copied first, and is then in memory for this one step.
+    # The step copies a state that is not in its files, so that this one step needs memory for it.
     new, _ = step(copy, make_batch(1))
     assert all(in_files(new))
     assert_equal(new, step(state, make_batch(1))[0])
 
 
-def test_small_leaves_stay(tmp_path):
+def test_leaves_smaller_than_min_bytes_stay_in_memory(tmp_path):
     _, step = build((), offloaded(tmp_path, min_bytes=8 * 50))
-    actual = [(leaf.nbytes >= 400, is_in_file(leaf)) for leaf in vectors(step.init())]
-    assert set(actual) == {(True, True), (False, False)}
+    placements = {(leaf.nbytes >= 400, is_in_file(leaf)) for leaf in vectors(step.init())}
+    assert placements == {(True, True), (False, False)}
     assert not any(in_files(build((), ft.offload("opt_state", directory=tmp_path))[1].init()))
 
 
-def test_it_is_saved_resumed_and_fitted(tmp_path):
+def test_fit_resumes_it_and_checkpoints_hold_it(tmp_path):
     def make():
         return build(("clip",), offloaded(tmp_path / "state"))[1]
 
@@ -162,7 +168,7 @@ def test_it_is_saved_resumed_and_fitted(tmp_path):
     assert_equal(step(loaded, data[0])[0], step(state, data[0])[0])
 
 
-def test_a_state_of_the_same_step_without_it_is_taken_over(tmp_path):
+def test_a_state_of_the_step_without_it_is_accepted(tmp_path):
     _, plain = build(())
     _, step = build((), offloaded(tmp_path))
     state, _ = train(plain, 1)
@@ -174,13 +180,13 @@ def test_a_state_of_the_same_step_without_it_is_taken_over(tmp_path):
         other(state, make_batch(0))
 
 
-HELD = """
+MEASURE_MEMORY = """
 import ctypes, gc, sys
 import torch
 import ftrain as ft
 
 def anonymous():
-    # What was given back, and is kept by the allocator, is not held.
+    # Memory that was freed, but is kept by the allocator, must not count.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status", encoding="ascii") as lines:
@@ -201,34 +207,38 @@ for wrappers in ((), (ft.offload("opt_state", directory=sys.argv[1]),)):
 """
 
 
-def test_memory_that_is_not_of_a_file_stays_small(tmp_path):
-    """What a process holds beside files, as the system counts it; one of its own, where no other test frees memory."""
+def test_the_state_is_not_in_memory_outside_of_files(tmp_path):
+    """As multiples of the parameters: these and two moments without it, the parameters alone with it.
+
+    Linux counts the memory of a process that is not of a file. It is a new process, where no other test frees memory.
+    """
     if not os.path.exists("/proc/self/status") or not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        pytest.skip("this system does not tell what is held")
-    shown = subprocess.run([sys.executable, "-c", HELD, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert [*map(float, shown.stdout.split())] == pytest.approx([3, 1], abs=0.5)
+        pytest.skip("this system does not count anonymous memory")
+    command = [sys.executable, "-c", MEASURE_MEMORY, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [float(multiple) for multiple in output.split()] == pytest.approx([3, 1], abs=0.5)
 
 
 # What it refuses
 
 
-def test_what_is_there_to_offload():
+def test_options_out_of_range_are_refused():
     with pytest.raises(OptionError, match=r"offload: what is 'params'; choices are .*opt_state"):
         ft.offload("params")
-    for least in (-1, True):
+    for min_bytes in (-1, True):
         with pytest.raises(OptionError, match=r"offload: min_bytes is .*, needs a number in \[0, inf\)"):
-            ft.offload("opt_state", min_bytes=least)
+            ft.offload("opt_state", min_bytes=min_bytes)
     with pytest.raises(ComposeError, match=r"offload\(opt_state.* already"):
         build((), ft.offload("opt_state"), ft.offload("opt_state"))
 
 
-def test_a_host_without_a_directory():
+def test_a_state_that_is_on_the_host_needs_a_directory():
     _, step = build((), ft.offload("opt_state"))
     with pytest.raises(DeviceError, match=r"offload\(opt_state\): the state is on the host already .*directory="):
         step.init()
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=r"offload: directory='.*file' cannot be written"):
         ft.offload("opt_state", directory=tmp_path / "file")
@@ -236,29 +246,27 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         ft.offload("opt_state", directory=3)
 
 
-@pytest.mark.parametrize("how", ["told", "found"])
-def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", ["before allocation", "in allocation"])
+def test_a_full_disk_raises_with_the_sizes_and_leaves_no_file(fails, tmp_path, monkeypatch):
     step = build((), offloaded(tmp_path))[1]
-    if how == "told":
-        monkeypatch.setattr(
-            transfers.shutil, "disk_usage", lambda path: os.statvfs_result and type("U", (), {"free": 3})
-        )
+    if fails == "before allocation":
+        monkeypatch.setattr(transfers.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=3))
     else:
 
-        def full(*args):
+        def allocate(*args):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(transfers.os, "posix_fallocate", full)
+        monkeypatch.setattr(transfers.os, "posix_fallocate", allocate)
     with pytest.raises(
         DeviceError, match=r"offload: .* [KMG]?i?B left, and the next tensor needs .* [KMG]?i?B; free some space"
-    ) as caught:
+    ) as error:
         step.init()
-    assert ("The system says: [Errno 28] No space left" in str(caught.value)) == (how == "found")
+    assert ("The system says: [Errno 28] No space left" in str(error.value)) == (fails == "in allocation")
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_does_not_go_with_it(first, tmp_path):
+def test_wrappers_that_may_refuse_an_update_are_refused(first, tmp_path):
     for other, message in (
         (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may refuse an update"),
         (ft.with_amp("fp16"), r"with_amp\(fp16\) may refuse an update"),
@@ -269,7 +277,7 @@ def test_what_does_not_go_with_it(first, tmp_path):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_no_graph_holds_it(first, tmp_path):
+def test_a_whole_graph_is_refused(first, tmp_path):
     for others, left_out in (
         ([ft.compiled(lowering="whole")], "lowering='whole'"),
         ([ft.compiled(), ft.update_in_backward()], "update_in_backward"),
@@ -281,18 +289,18 @@ def test_no_graph_holds_it(first, tmp_path):
             build((), *wrappers[:: 1 if first else -1])
 
 
-def test_an_optimizer_that_needs_all_leaves(tmp_path):
-    own = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
+def test_an_optimizer_that_needs_all_leaves_is_refused(tmp_path):
+    homemade = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
     with pytest.raises(ComposeError, match=r"offload\(opt_state.*\): homemade cannot update some parameters without"):
-        offloaded(tmp_path)(ft.train_step(lambda params, batch: params["w"].sum(), own))
+        offloaded(tmp_path)(ft.train_step(lambda params, batch: params["w"].sum(), homemade))
 
 
-def test_it_prints_and_is_predicted(tmp_path):
+def test_it_prints_and_anatomy_does_not_count_its_files(tmp_path):
     step = ft.compose(ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.adamw(0.1)), offloaded(tmp_path))
     assert f"update  adamw(constant(0.1)) <- offload(opt_state, {tmp_path})" in repr(step)
     state = ft.donated()(step).init({"w": torch.ones(10_000)})
-    for each in (ft.donated()(step), step):
-        actual = ft.anatomy(each, state, torch.ones(()), measure=False)
-        assert actual.most["parameters"] == 40_000
-        assert actual.most["optimizer state"] < 100
-        assert actual.most.get("next state", 0) <= (0 if each.donate else 40_100)
+    for measured, next_state in ((ft.donated()(step), 0), (step, 40_100)):
+        report = ft.anatomy(measured, state, torch.ones(()), measure=False)
+        assert report.most["parameters"] == 40_000
+        assert report.most["optimizer state"] < 100
+        assert report.most.get("next state", 0) <= next_state

@@ -11,12 +11,12 @@ from tests.laws.test_pipelines import assert_equal
 
 F64 = torch.float64
 EVERY = [*OPTIMIZERS, *COMBINED]
-each = pytest.mark.parametrize("name", EVERY)
-alone = pytest.mark.parametrize("name", OPTIMIZERS)
+every_optimizer = pytest.mark.parametrize("name", EVERY)
+not_combined = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def make(name, **more):
-    """The optimizer; for one that takes matrices alone, with AdamW for the rest."""
+    """Return the optimizer; one that updates only matrices has AdamW for the other parameters."""
     if name not in MATRICES_ONLY:
         return (OPTIMIZERS | COMBINED)[name](**more)
     parts = {"matrices": OPTIMIZERS[name](**more), "rest": optim.adamw(0.05)}
@@ -61,20 +61,20 @@ def assert_near(actual, expected, **tolerance):
         )
 
 
-@each
+@every_optimizer
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 def test_donation_changes_no_bit(name, dtype):
     step = build(name)
     assert_equal(train(ft.donated(step), dtype), train(step, dtype))
 
 
-@each
+@every_optimizer
 def test_accumulation_equals_the_full_batch(name):
     assert_near(train(build(name, ft.accumulate(4))), train(build(name)))
 
 
-@each
-def test_a_step_is_pure_and_moves_every_kind_of_leaf(name):
+@every_optimizer
+def test_a_step_is_pure_and_changes_every_parameter(name):
     step = build(name)
     state = train(step, steps=1)
     kept = tree.clone(state)
@@ -84,7 +84,7 @@ def test_a_step_is_pure_and_moves_every_kind_of_leaf(name):
     assert all(not torch.equal(new.params[key], leaf) for key, leaf in state.params.items() if leaf.numel())
 
 
-@each
+@every_optimizer
 def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
     step = ft.donated(build(name))
     state = train(step, torch.float32, steps=2)
@@ -101,23 +101,26 @@ def poisoned(params, batch):
     return ft.Mean(mean.total * batch["poison"], mean.weight)
 
 
-BAD = {"fp16": lambda: ft.with_amp("fp16"), "skip": lambda: ft.skip_nonfinite()}
+GUARDS = {"fp16": lambda: ft.with_amp("fp16"), "skip": lambda: ft.skip_nonfinite()}
 
 
-# Each optimizer beside one of the two wrappers, and each value with one optimizer beside both.
+# Every optimizer with NaN and one of the two wrappers; AdamW with the other values and both wrappers.
 @pytest.mark.parametrize(
     ("name", "wrapper", "poison"),
     [
         *((name, ("fp16", "skip")[index % 2], float("nan")) for index, name in enumerate(OPTIMIZERS | COMBINED)),
-        *(("adamw", wrapper, poison) for wrapper in BAD for poison in (float("inf"), 3e38)),
+        *(("adamw", wrapper, poison) for wrapper in GUARDS for poison in (float("inf"), 3e38)),
     ],
 )
 def test_a_bad_step_changes_nothing(name, wrapper, poison):
-    step = build(name, BAD[wrapper](), criterion=poisoned)
+    step = build(name, GUARDS[wrapper](), criterion=poisoned)
     state = step.init(make_params(torch.float32))
-    good, bad = ({**make_batch(0, dtype=torch.float32), "poison": torch.tensor(by)} for by in (1.0, poison))
+    batch = make_batch(0, dtype=torch.float32)
+    good = {**batch, "poison": torch.tensor(1.0)}
+    # With large weights, the total overflows where the factor is 3e38.
+    bad = {**batch, "weight": 1e3 * batch["weight"], "poison": torch.tensor(poison)}
     state, _ = step(state, good)
-    after, metrics = step(state, {**bad, "weight": 1e3 * bad["weight"], "poison": bad["poison"]})
+    after, metrics = step(state, bad)
     if float(metrics["skipped"]):
         assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
     assert float(metrics["skipped"]) or poison == 3e38
@@ -126,7 +129,7 @@ def test_a_bad_step_changes_nothing(name, wrapper, poison):
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves((after.params, after.opt_state)))
 
 
-# What "nested" is made of takes a third of its time.
+# "nested" takes three times as long as the optimizers that it is made of.
 @pytest.mark.parametrize("name", choose(EVERY, [name for name in EVERY if name != "nested"]))
 def test_compiled_equals_eager(name):
     actual = train(build(name, ft.compiled(lowering="whole", backend="eager", donate=True)))
@@ -145,23 +148,22 @@ def test_donation_changes_no_bit_of_a_graph(name):
     assert_equal(train(donated), train(plain))
 
 
-@alone
-def test_parameters_that_are_one_tensor_stay_apart(name):
-    """Two names for one tensor are two parameters from the first step on, donated or not."""
+@not_combined
+def test_two_parameters_that_are_one_tensor_are_updated_separately(name):
     weight = torch.ones(2, 2, dtype=F64)
-    step = ft.train_step(lambda p, batch: (p["a"] * batch).sum() - p["b"].sum(), OPTIMIZERS[name]())
+    step = ft.train_step(lambda params, batch: (params["a"] * batch).sum() - params["b"].sum(), OPTIMIZERS[name]())
     batch = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=F64)
-    apart, _ = step(step.init({"a": weight, "b": weight.clone()}), batch)
+    expected, _ = step(step.init({"a": weight, "b": weight.clone()}), batch)
     for wrapped in (step, ft.donated(step)):
-        tied, _ = wrapped(wrapped.init({"a": weight, "b": weight}), batch)
-        assert_equal(tied.params, apart.params)
+        actual, _ = wrapped(wrapped.init({"a": weight, "b": weight}), batch)
+        assert_equal(actual.params, expected.params)
     assert torch.equal(weight, torch.ones(2, 2, dtype=F64))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@alone
-def test_a_rate_and_a_tree_under_vmap(name):
-    """Several runs at once, each with a rate of its own: what a sweep needs."""
+@not_combined
+def test_an_update_under_vmap_equals_those_of_the_single_runs(name):
+    """A sweep needs it: several runs at once, each with its own learning rate."""
     optimizer = OPTIMIZERS[name](weight_decay=0.1)
     draw = torch.Generator().manual_seed(1)
     params, grads = ({"w": torch.randn(3, 4, 2, generator=draw, dtype=F64)} for _ in range(2))
@@ -174,9 +176,9 @@ def test_a_rate_and_a_tree_under_vmap(name):
 
     actual = torch.func.vmap(update)(grads, state, params, rates)
     for index in range(3):
-        one = tree.map(lambda leaf, index=index: leaf[index], (grads, state, params))
-        expected = update(*one, rates[index])
-        mine = tree.map(lambda leaf, index=index: leaf[index], actual)
-        # Several products in bfloat16 at once round otherwise than one.
+        inputs_of_run = tree.map(lambda leaf, index=index: leaf[index], (grads, state, params))
+        expected = update(*inputs_of_run, rates[index])
+        actual_of_run = tree.map(lambda leaf, index=index: leaf[index], actual)
+        # A batched product in bfloat16 rounds in another way than a single one.
         tolerance = {"rtol": 0.0, "atol": 3e-3} if name in MATRICES_ONLY else {"rtol": 1e-9, "atol": 1e-12}
-        torch.testing.assert_close(mine, expected, **tolerance)
+        torch.testing.assert_close(actual_of_run, expected, **tolerance)

@@ -1,4 +1,4 @@
-"""Every wrapper alone, every ordered pair and the full stack equal the hand-written oracle; and are pure."""
+"""Every wrapper, every ordered pair and the full stacks equal the hand-written oracle, are pure, and may donate."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def label(names):
 
 
 interacting = pytest.mark.parametrize("names", choose(ALL, INTERACTING), ids=label)
-# What one writes in place, it writes beside any other; the stacks have many others.
+# Purity and donation depend on what each wrapper writes in place, and not on its neighbours.
 combined = pytest.mark.parametrize("names", choose(ALL, [*ALONE, *STACKS]), ids=label)
 
 
@@ -33,7 +33,7 @@ def build(names, *more, criterion=token_loss, **of_model):
 
 
 def blocks_for(names):
-    """As few as the wrappers need, for most of the time of a compiled step is that of its capture."""
+    """Return the number of blocks: as few as the wrappers need, for a test of a compiled step is mostly its capture."""
     return 2 if any("remat" in name for name in names) else 1
 
 
@@ -47,7 +47,7 @@ def train(step, steps=STEPS, seed=0):
 
 
 def assert_equal(actual, expected):
-    """Bitwise, NaN included."""
+    """Check that two trees have the same dtypes, shapes and bits; NaN equals NaN."""
     actual, expected = ft.tree.leaves(actual), ft.tree.leaves(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
@@ -60,7 +60,7 @@ def assert_equal(actual, expected):
 
 
 def assert_near(actual, expected, names, narrow=(2e-3, 1e-5)):
-    """Within rounding: of float64, or (`narrow`) of float32 through a narrow dtype."""
+    """Check that tensors are equal within the rounding of float64, or with `narrow` as (rtol, atol) of 16 bits."""
     rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
@@ -81,9 +81,11 @@ def test_pipeline_equals_the_hand_written_oracle(names):
         assert_near(state.slots["swa"]["params"], expected["swa"], names)
     if "fp16" in names:
         assert float(state.slots["with_amp"]["scale"]) == expected["scale"]
-    assert [m["loss"] for m in metrics] == pytest.approx(expected["losses"], rel=2e-3 if is_narrow(names) else 1e-9)
+    assert [values["loss"] for values in metrics] == pytest.approx(
+        expected["losses"], rel=2e-3 if is_narrow(names) else 1e-9
+    )
     if "spikes" in names or "spikes_clip" in names:
-        assert [bool(m["spike"]) for m in metrics] == expected["spikes"]
+        assert [bool(values["spike"]) for values in metrics] == expected["spikes"]
 
 
 @combined
@@ -104,11 +106,11 @@ def test_donation_changes_no_bit(names):
     assert_equal(train(ft.donated(step))[0], train(step)[0])
 
 
-# What is in this stack, or in the one that `test_compiled` captures, has been captured.
-ONCE = [names for names in ALONE if not {*names} & {*STACKS[3], *STACKS[5]}]
+# `make test` captures STACKS[5] here and STACKS[3] in `test_compiled`, so only the wrappers in neither alone.
+NOT_IN_STACKS = [names for names in ALONE if not {*names} & {*STACKS[3], *STACKS[5]}]
 
 
-@pytest.mark.parametrize("names", choose(INTERACTING, [*ONCE, STACKS[5]]), ids=label)
+@pytest.mark.parametrize("names", choose(INTERACTING, [*NOT_IN_STACKS, STACKS[5]]), ids=label)
 def test_compiled_equals_eager(names):
     # Counter-based dropout draws the same bits in both; stock dropout does not.
     _, step = build(names, criterion=keyed_loss, blocks=blocks_for(names))
@@ -122,11 +124,15 @@ def test_compiled_equals_eager(names):
 @pytest.mark.parametrize("names", choose([*ALONE, *STACKS], [("ema",)]), ids=label)
 def test_donation_changes_no_bit_of_a_graph(names):
     _, step = build(names, p=0.0, blocks=blocks_for(names))
-    donated, plain = (train(ft.compiled(lowering="whole", backend="eager", donate=d)(step))[0] for d in (True, False))
+    donated, plain = (
+        train(ft.compiled(lowering="whole", backend="eager", donate=donate)(step))[0] for donate in (True, False)
+    )
     assert_equal(donated, plain)
 
 
 def close_trees(actual, expected, names, **tolerance):
+    """Check as `assert_near` does, for trees."""
+
     def flat(tree):
         return dict(zip(ft.tree.leaf_names(tree), ft.tree.leaves(tree), strict=True))
 

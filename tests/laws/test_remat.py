@@ -1,4 +1,4 @@
-"""Rematerialisation changes no bit whatever it keeps, and keeps what its policy says."""
+"""Rematerialisation changes no bit for any policy, and keeps what its policy says."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Block(nn.Module):
-    """Everything that a recomputation can get wrong: draws, statistics, and products that are written over."""
+    """A block with all that a recomputation can get wrong: random draws, statistics, products that are written over."""
 
     def __init__(self, p):
         super().__init__()
@@ -42,7 +42,7 @@ class Stages(nn.Module):
         self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
         self.stages = nn.ModuleList(nn.Sequential(*(Block(p) for _ in range(blocks))) for _ in range(stages))
-        # Autocast casts a tied weight once, and in a recomputation again.
+        # Autocast casts a tied weight once for both blocks, but a recomputation of one block casts it again.
         self.stages[1][0].down.weight = self.stages[0][0].down.weight
 
     def forward(self, x):
@@ -87,13 +87,13 @@ def products(op, *args, **kwargs):
     return op in (aten.mm.default, aten.addmm.default)
 
 
-def some():
-    """Every third operation, to show that what is kept is found again by its place and not by its kind."""
+def every_third():
+    """Return a policy that keeps every third operation: the kind of an operation does not tell whether it is kept."""
     count = itertools.count()
     return lambda op, *args, **kwargs: next(count) % 3 == 0
 
 
-def by_place(name, module):
+def by_name(name, module):
     return {"stages.0.0": "dots", "stages.0.1": "none", "stages.1": everything}.get(name)
 
 
@@ -101,9 +101,9 @@ NESTED = ["stages.0", "stages.0.0", "stages.0.1", "stages.1", "stages.1.1"]
 MODES = {
     **{policy: lambda policy=policy: ft.remat(policy) for policy in ("full", "dots", "attention", "none")},
     **{policy.__name__: lambda policy=policy: ft.remat(policy=policy) for policy in (everything, nothing, products)},
-    "some": lambda: ft.remat(some(), blocks=[Block]),
+    "every third": lambda: ft.remat(every_third(), blocks=[Block]),
     "mapping": lambda: ft.remat(blocks={Block: "dots", "stages.0.1": "full", "stages.1.0": "attention"}),
-    "function": lambda: ft.remat(blocks=by_place),
+    "function": lambda: ft.remat(blocks=by_name),
     "nested": lambda: ft.remat(blocks=NESTED),
     "nested-dots": lambda: ft.remat("dots", blocks=NESTED),
     "nested-few": lambda: ft.remat("dots", blocks=["stages.0", "stages.0.0", "stages.1"]),
@@ -119,8 +119,8 @@ AROUND = {
     "split": (ft.compiled(lowering="split", backend="eager"),),
     "lora": (ft.lora(2, targets=["*.up", "*.qkv"], dropout=0.3),),
 }
-# Captured and split steps run the same recomputation as eager ones, and are slow to make.
-EVERY_TIME = {"captured": [], "split": ["nested-few"]}
+# Captured and split steps run the same recomputation as eager ones and are slow to build: `make test` runs only these.
+NOT_EXHAUSTIVE = {"captured": [], "split": ["nested-few"]}
 
 
 @functools.cache
@@ -132,12 +132,12 @@ def dtype_of(around):
     return torch.float32 if around == "bf16" else torch.float64
 
 
-# Dynamo looks at the .grad of every tensor it traces, and torch warns of that.
+# Dynamo reads the .grad of every tensor it traces, which makes torch warn.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     ("around", "mode"),
     [
-        pytest.param(around, mode, marks=[] if mode in EVERY_TIME.get(around, MODES) else pytest.mark.exhaustive)
+        pytest.param(around, mode, marks=[] if mode in NOT_EXHAUSTIVE.get(around, MODES) else pytest.mark.exhaustive)
         for around in AROUND
         for mode in MODES
     ],
@@ -148,12 +148,13 @@ def test_no_bit_changes(around, mode):
     assert_equal(train(step), unwrapped(around, blocks))
 
 
-class Over(nn.Module):
-    """Writes over products that are no operation's result any more: over what a matmul makes of its `mm`."""
+class WritesOverProducts(nn.Module):
+    """Writes over a product: over the view that a matmul returns of the result of its `mm`."""
 
     def __init__(self, how):
         super().__init__()
-        self.how, self.up, self.down = how, nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.how = how
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x):
         if self.how == "outside":
@@ -165,26 +166,27 @@ class Over(nn.Module):
 
 @pytest.mark.parametrize("how", ["linear", "einsum", "outside"])
 @pytest.mark.parametrize("policy", ["dots", "everything", "products", "reshaped"])
-def test_what_is_written_over_after_it_was_kept_is_made_again(how, policy):
+def test_a_kept_result_that_was_written_over_is_computed_again(how, policy):
     def reshaped(op, *args, **kwargs):
         return op is aten._unsafe_view.default
 
     def loss(model, batch):
         for block in model:
             batch = block(batch)
-            batch += 0.5  # What a block returns may be written over as well.
+            batch += 0.5  # The output of a block may be written over as well.
         return batch.square().mean()
 
     torch.manual_seed(0)
-    model, batch = nn.ModuleList(Over(how) for _ in range(2)).double(), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    model = nn.ModuleList(WritesOverProducts(how) for _ in range(2)).double()
+    batch = torch.randn(2, 3, WIDTH, dtype=torch.float64)
     plain = ft.train_step(ft.from_module(model, loss), ft.optim.sgd(0.1))
     policies = {"everything": everything, "products": products, "reshaped": reshaped}
     step = ft.remat(policy=policies.get(policy, policy))(plain)
     assert_equal(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
 
 
-class Remembering(nn.Module):
-    """Makes a table by a product when it runs for the first time, and has it when it is computed again."""
+class CachesProduct(nn.Module):
+    """Computes a table with a product in its first run and caches it, so that a recomputation has one product less."""
 
     def __init__(self):
         super().__init__()
@@ -197,48 +199,50 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["full", "dots", everything], ids=["full", "dots", "everything"])
-def test_a_block_that_remembers_a_product(policy):
+def test_no_bit_changes_for_a_block_that_caches_a_product(policy):
     def trained(*wrappers):
         torch.manual_seed(0)
-        model = nn.ModuleList(Remembering() for _ in range(2)).double()
+        model = nn.ModuleList(CachesProduct() for _ in range(2)).double()
         loss = ft.from_module(model, lambda model, batch: model[1](model[0](batch)).square().mean())
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
         return step(step.init(), torch.ones(2, WIDTH, dtype=torch.float64))[0]
 
-    assert_equal(trained(ft.remat(policy=policy, blocks=[Remembering])), trained())
+    assert_equal(trained(ft.remat(policy=policy, blocks=[CachesProduct])), trained())
 
 
-class Writing(nn.Module):
-    """Writes over what it is given, which nothing but a recomputation needs afterwards."""
+class WritesOverInput(nn.Module):
+    """Writes over its input, which only a recomputation needs afterwards."""
 
     def __init__(self):
         super().__init__()
         self.own = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x=None, inside=None):
-        x = inside["x"] if x is None else x
+    def forward(self, x=None, inputs=None):
+        x = inputs["x"] if x is None else x
         return self.own(x.mul_(1.5))
 
 
-@pytest.mark.parametrize("how", ["by place", "by name", "inside"])
-def test_a_block_that_writes_over_what_it_is_given_is_no_silent_error(how):
+@pytest.mark.parametrize("how", ["positional", "keyword", "in a dict"])
+def test_a_block_that_writes_over_its_input_is_refused(how):
     def loss(model, batch):
-        given = {
-            "by place": ((batch * 2,), {}),
-            "by name": ((), {"x": batch * 2}),
-            "inside": ((None, {"x": batch * 2}), {}),
-        }
-        return model(*given[how][0], **given[how][1]).square().mean()
+        x = batch * 2
+        if how == "positional":
+            output = model(x)
+        elif how == "keyword":
+            output = model(x=x)
+        else:
+            output = model(inputs={"x": x})
+        return output.square().mean()
 
-    plain = ft.train_step(ft.from_module(Writing(), loss), ft.optim.sgd(0.1))
-    step, batch = ft.remat(blocks=[Writing])(plain), torch.ones(2, WIDTH)
+    plain = ft.train_step(ft.from_module(WritesOverInput(), loss), ft.optim.sgd(0.1))
+    step, batch = ft.remat(blocks=[WritesOverInput])(plain), torch.ones(2, WIDTH)
     plain(plain.init(), batch)
     with pytest.raises(LossError, match="remat: a tensor among the arguments of a block was changed in place"):
         step(step.init(), batch)
 
 
-class Normed(nn.Module):
-    """Estimates a norm anew in each run, from where the last one ended."""
+class SpectralNorm(nn.Module):
+    """Estimates a spectral norm by one more power iteration in each run, and keeps the vectors in buffers."""
 
     def __init__(self):
         super().__init__()
@@ -248,8 +252,8 @@ class Normed(nn.Module):
         return torch.tanh(self.own(x))
 
 
-class Sloping(nn.Module):
-    """Takes a gradient itself, of what it has written over."""
+class TakesGradient(nn.Module):
+    """Takes a gradient in its forward pass, through a product that it has written over."""
 
     def __init__(self):
         super().__init__()
@@ -258,49 +262,52 @@ class Sloping(nn.Module):
     def forward(self, x):
         hidden = self.up(x)
         hidden += 1
-        (slope,) = torch.autograd.grad(torch.sin(hidden).square().sum(), x, create_graph=True)
-        return torch.sin(self.out(torch.sin(self.down(slope))))
+        (gradient,) = torch.autograd.grad(torch.sin(hidden).square().sum(), x, create_graph=True)
+        return torch.sin(self.out(torch.sin(self.down(gradient))))
 
 
-class Looking(nn.Module):
-    """Looks at a value in passing."""
+class ReadsValue(nn.Module):
+    """Reads a value of a product in inference mode, as logging does."""
 
     def __init__(self):
         super().__init__()
-        self.own, self.seen = nn.Linear(WIDTH, WIDTH), 0.0
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.logged = 0.0
 
     def forward(self, x):
         with torch.inference_mode():
-            self.seen = self.own(x).sum().item()
+            self.logged = self.own(x).sum().item()
         return torch.tanh(self.own(x))
 
 
 def penalised(model, batch):
-    """A penalty on gradients, for which blocks are computed again before the backward pass, and in it once more."""
+    """Return a loss with a gradient penalty: blocks are recomputed for it, and once more in the backward pass."""
     x = out = batch.clone().requires_grad_()
     for block in model:
         out = block(out)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return out.square().mean() + slope.square().mean()
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + gradient.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Normed, Sloping, Looking])
+@pytest.mark.parametrize("block", [SpectralNorm, TakesGradient, ReadsValue])
 @pytest.mark.parametrize("policy", ["full", "dots", everything], ids=["full", "dots", "everything"])
-def test_blocks_that_are_computed_again_within_the_loss(kind, policy):
+def test_no_bit_changes_where_the_loss_takes_a_gradient(block, policy):
     def trained(*wrappers):
         torch.manual_seed(0)
-        model = nn.ModuleList(kind() for _ in range(2)).double()
+        model = nn.ModuleList(block() for _ in range(2)).double()
         step = ft.compose(ft.train_step(ft.from_module(model, penalised), ft.optim.sgd(0.1)), *wrappers)
         state, batch = step.init(), torch.randn(3, WIDTH, dtype=torch.float64)
         for _ in range(2):
             state, _ = step(state, batch)
         return state
 
-    assert_equal(trained(ft.remat(policy=policy, blocks=[kind])), trained())
+    assert_equal(trained(ft.remat(policy=policy, blocks=[block])), trained())
 
 
 @pytest.mark.parametrize("around", ["eager", "captured"])
-def test_blocks_within_blocks_that_look_whether_they_attend_to_themselves(around):
+def test_no_bit_changes_for_an_attention_block_within_a_block(around):
+    """`nn.MultiheadAttention` takes another path where query, key and value are one tensor, which must stay so."""
+
     def trained(*wrappers):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True).double()
@@ -311,28 +318,28 @@ def test_blocks_within_blocks_that_look_whether_they_attend_to_themselves(around
     assert_equal(trained(ft.remat(blocks=[nn.TransformerEncoderLayer, nn.MultiheadAttention])), trained())
 
 
-def test_a_model_that_leaves_out_all_of_its_blocks_once():
-    class Dropping(nn.Module):
+def test_a_model_may_skip_all_of_its_blocks_in_a_step():
+    class SkipsBlocks(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
             self.own = nn.Parameter(torch.ones(()))
 
-        def forward(self, x, drops):
-            for block in () if drops else self.blocks:
+        def forward(self, x, skip):
+            for block in () if skip else self.blocks:
                 x = torch.sin(block(x))
             return x * self.own
 
     def loss(model, batch):
-        return model(batch["x"], batch["drops"]).square().mean()
+        return model(batch["x"], batch["skip"]).square().mean()
 
     def trained(*wrappers):
         torch.manual_seed(0)
-        step = ft.train_step(ft.from_module(Dropping(), loss), ft.optim.sgd(0.1), allow_unused=True)
+        step = ft.train_step(ft.from_module(SkipsBlocks(), loss), ft.optim.sgd(0.1), allow_unused=True)
         step = ft.compose(step, *wrappers)
         state = step.init()
-        for drops in (False, True, False):
-            state, _ = step(state, {"x": torch.ones(2, WIDTH), "drops": drops})
+        for skip in (False, True, False):
+            state, _ = step(state, {"x": torch.ones(2, WIDTH), "skip": skip})
         return state
 
     assert_equal(trained(ft.remat(blocks=[nn.Linear])), trained())
@@ -345,11 +352,12 @@ def anatomy(*wrappers, batch=BATCH, **sizes):
 
 def test_each_policy_keeps_what_it_says():
     plain = anatomy()
-    actual = {mode: anatomy(MODES[mode]()) for mode in ("full", "dots", "attention", "none", "products", "everything")}
-    kept = {mode: each.most["activations"] for mode, each in actual.items()}
-    work = {mode: each.flops["tensor contractions"] for mode, each in actual.items()}
+    modes = ("full", "dots", "attention", "none", "products", "everything")
+    reports = {mode: anatomy(MODES[mode]()) for mode in modes}
+    kept = {mode: report.most["activations"] for mode, report in reports.items()}
+    work = {mode: report.flops["tensor contractions"] for mode, report in reports.items()}
     tokens, blocks = BATCH * LENGTH, 4
-    # Of attention, what it returns and a logarithm for each head and token.
+    # Attention keeps its output and, for each of 2 heads and each token, a log-sum-exp.
     attention = blocks * tokens * (WIDTH + 2) * BYTES
     assert kept["attention"] - kept["full"] == attention
     assert kept["products"] - kept["full"] == blocks * tokens * 5 * WIDTH * BYTES
@@ -358,33 +366,33 @@ def test_each_policy_keeps_what_it_says():
     product = blocks * 2 * tokens * WIDTH * WIDTH
     assert work["full"] - work["attention"] == blocks * 2 * 2 * tokens * LENGTH * WIDTH
     assert work["full"] - work["products"] == 3 * product
-    # What the last two products returned is written over, so they are made again; at the end of a stage one of them.
+    # `Block` writes over the results of its last two products, so they are computed again; the very last product of a
+    # stage is not, for nothing needs it.
     assert work["dots"] == work["everything"] == work["none"] + product + product // 2
     assert work["none"] == plain.flops["tensor contractions"]
 
 
-def test_blocks_with_policies_of_their_own():
-    actual = anatomy(ft.remat(blocks={Block: "full", "stages.1.1": "none"}))
+def test_each_block_may_have_its_own_policy():
+    mixed = anatomy(ft.remat(blocks={Block: "full", "stages.1.1": "none"}))
     plain, full = anatomy(), anatomy(ft.remat())
-    assert full.most["activations"] < actual.most["activations"] < plain.most["activations"]
-    mixed = build(ft.remat(blocks=by_place))
-    assert "remat(dots=1, none=1, everything=1)" in repr(mixed)
-    assert "remat(dots, blocks=4)" in repr(
-        build(ft.remat(blocks=lambda name, part: "dots" if name[7:] in PLACES else None))
-    )
+    assert full.most["activations"] < mixed.most["activations"] < plain.most["activations"]
+    assert "remat(dots=1, none=1, everything=1)" in repr(build(ft.remat(blocks=by_name)))
+    all_dots = build(ft.remat(blocks=lambda name, module: "dots" if isinstance(module, Block) else None))
+    assert "remat(dots, blocks=4)" in repr(all_dots)
 
 
-PLACES = ("0.0", "0.1", "1.0", "1.1")
-
-
-def test_blocks_within_blocks_are_computed_again_one_by_one():
+def test_blocks_within_blocks_are_recomputed_one_by_one():
+    """Less is in memory at once, and each inner block runs twice more instead of once."""
     stages = {"stages": 3, "blocks": 3, "batch": 64}
-    outer, inner = (anatomy(ft.remat(blocks=[kind]), **stages) for kind in (nn.Sequential, Block))
+    outer, inner = (anatomy(ft.remat(blocks=[block]), **stages) for block in (nn.Sequential, Block))
     both = anatomy(ft.remat(blocks=[nn.Sequential, Block]), **stages)
     assert both.peak < 0.9 * min(outer.peak, inner.peak)
     forward = 9 * 2 * 64 * LENGTH * (5 * WIDTH * WIDTH + 2 * LENGTH * WIDTH)
-    work = [each.flops["tensor contractions"] for each in (anatomy(**stages), outer, both)]
-    assert work[0] < work[1] <= work[0] + forward < work[2] <= work[0] + 2 * forward
+    plain_work, outer_work, both_work = (
+        report.flops["tensor contractions"] for report in (anatomy(**stages), outer, both)
+    )
+    assert plain_work < outer_work <= plain_work + forward
+    assert plain_work + forward < both_work <= plain_work + 2 * forward
 
 
 def test_functions_within_a_block_are_blocks():
@@ -418,9 +426,10 @@ def test_functions_within_a_block_are_blocks():
 
 
 def test_twelve_blocks_keep_two_fifths_for_a_third_more_work():
-    actual, plain = (anatomy(*each, stages=12, blocks=1) for each in ((ft.remat(),), ()))
-    assert actual.most["activations"] < 0.4 * plain.most["activations"]
-    assert sum(actual.flops.values()) < 4 / 3 * sum(plain.flops.values())
+    plain = anatomy(stages=12, blocks=1)
+    rematerialised = anatomy(ft.remat(), stages=12, blocks=1)
+    assert rematerialised.most["activations"] < 0.4 * plain.most["activations"]
+    assert sum(rematerialised.flops.values()) < 4 / 3 * sum(plain.flops.values())
 
 
 @pytest.mark.parametrize(
@@ -430,7 +439,7 @@ def test_twelve_blocks_keep_two_fifths_for_a_third_more_work():
         (None, "None"),
     ],
 )
-def test_what_is_no_policy(policy, message):
+def test_an_unknown_policy_is_refused(policy, message):
     with pytest.raises(OptionError, match=f"remat: policy is {message}"):
         ft.remat(policy=policy)
     if policy is not None:
@@ -440,13 +449,13 @@ def test_what_is_no_policy(policy, message):
             build(ft.remat(blocks=lambda name, module: policy))
 
 
-def test_a_policy_that_decides_nothing():
+def test_a_policy_that_returns_no_bool_is_refused():
     step = build(ft.remat(policy=lambda op, *args, **kwargs: torch.ones(())))
     with pytest.raises(OptionError, match=r"remat: the policy <lambda> returned .* for aten.*; needs True or False"):
         step(step.init(), make_batch())
 
 
-def test_blocks_that_are_not_there():
+def test_blocks_that_the_model_does_not_have_are_refused():
     with pytest.raises(OptionError, match=r"Stages has no block 'stages\.7'"):
         build(ft.remat(blocks={"stages.7": "dots"}))
     with pytest.raises(OptionError, match="Stages has no such blocks"):

@@ -1,4 +1,4 @@
-"""A budget: what is kept lies within it, and no choice of policies within it computes less again."""
+"""With a budget, no more is kept than it allows, and no other choice of policies within it recomputes less."""
 
 import functools
 import itertools
@@ -20,69 +20,99 @@ LAYERS = {"stages": 4, "blocks": 1}
 
 
 @functools.cache
-def sized(share, **sizes):
-    actual = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
-    return actual.most["activations"], sum(actual.flops.values())
+def kept_and_work(share, **sizes):
+    """Return the bytes of activations and the floating-point operations of a step with this budget."""
+    report = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
+    return report.most["activations"], sum(report.flops.values())
 
 
 def test_a_budget_is_a_share_of_what_the_blocks_keep_beside_their_inputs():
-    most, least = (anatomy(*each, **LAYERS) for each in ((), (ft.remat(blocks=[Block]),)))
-    whole = most.most["activations"] - least.most["activations"]
-    assert sized(1.0) == (most.most["activations"], sum(most.flops.values()))
-    assert sized(0) == (least.most["activations"], sum(least.flops.values()))
-    again = sum(least.flops.values()) - sum(most.flops.values())
-    for share, blocks in ((0.5, 2), (0.75, 3)):
-        kept, work = sized(share)
-        assert kept == least.most["activations"] + share * whole
-        assert work == sum(most.flops.values()) + again * (4 - blocks) // 4
+    plain, full = anatomy(**LAYERS), anatomy(ft.remat(blocks=[Block]), **LAYERS)
+    plain_kept, plain_work = plain.most["activations"], sum(plain.flops.values())
+    full_kept, full_work = full.most["activations"], sum(full.flops.values())
+    assert kept_and_work(1.0) == (plain_kept, plain_work)
+    assert kept_and_work(0) == (full_kept, full_work)
+    for share, recomputed_blocks in ((0.5, 2), (0.75, 1)):
+        kept, work = kept_and_work(share)
+        assert kept == full_kept + share * (plain_kept - full_kept)
+        assert work == plain_work + (full_work - plain_work) * recomputed_blocks // 4
 
 
 @pytest.mark.parametrize("share", [0.1, 0.45, 0.9, *exhaustive([0.3, 0.6])])
-def test_what_is_kept_is_within_the_budget(share):
+def test_no_more_is_kept_than_the_budget_allows(share):
     sizes = {"stages": 2, "blocks": 3}
-    most, least = sized(1, **sizes), sized(0, **sizes)
-    kept, work = sized(share, **sizes)
-    assert least[0] <= kept <= least[0] + share * (most[0] - least[0])
-    assert most[1] < work <= least[1]
+    plain_kept, plain_work = kept_and_work(1, **sizes)
+    full_kept, full_work = kept_and_work(0, **sizes)
+    kept, work = kept_and_work(share, **sizes)
+    assert full_kept <= kept <= full_kept + share * (plain_kept - full_kept)
+    assert plain_work < work <= full_work
 
 
-def costs(draw, blocks):
+def random_menus(seed, blocks):
+    """Return for each block the costs of three policies, of which one that keeps more recomputes less."""
+    generator = torch.Generator().manual_seed(seed)
+    menus = []
     for _ in range(blocks):
-        size, work, dots = (int(torch.randint(1, 60, (), generator=draw)) for _ in range(3))
-        yield [PolicyCost("full", 0, work + dots), PolicyCost("dots", size // 2, work), PolicyCost("none", size, 0)]
+        size, work, dots = (int(torch.randint(1, 60, (), generator=generator)) for _ in range(3))
+        full, none = PolicyCost("full", 0, work + dots), PolicyCost("none", size, 0)
+        menus.append([full, PolicyCost("dots", size // 2, work), none])
+    return menus
+
+
+def size_of(costs):
+    return sum(cost.size for cost in costs)
+
+
+def work_of(costs):
+    return sum(cost.work for cost in costs)
+
+
+def chosen_costs(menus, share):
+    """Return the costs of the policies that `choose` takes, one for each block."""
+    chosen = []
+    for menu, policy in zip(menus, choose(menus, share), strict=True):
+        chosen += [cost for cost in menu if cost.policy == policy]
+    return chosen
+
+
+def least_work(menus, budget):
+    """Return the least work of all choices of policies that keep at most `budget`, by trying them all."""
+    return min(work_of(costs) for costs in itertools.product(*menus) if size_of(costs) <= budget)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
-    given = list(costs(torch.Generator().manual_seed(seed), 6))
-    largest = sum(menu[-1].size for menu in given)
+    menus = random_menus(seed, blocks=6)
+    largest = size_of(menu[-1] for menu in menus)
     for share in (0, 0.2, 0.5, 0.8, 1):
-        chosen = choose(given, share)
-        prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, chosen, strict=True)]
-        assert sum(price.size for price in prices) <= share * largest
-        allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= share * largest]
-        assert sum(p.work for p in prices) == min(sum(price.work for price in each) for each in allowed)
-    # Where there are too many sums to keep them all, it is still within the budget, and near.
+        costs = chosen_costs(menus, share)
+        assert size_of(costs) <= share * largest
+        assert work_of(costs) == least_work(menus, share * largest)
+    # With more sums than are kept, the choice is within the budget, and no worse than the best one of a smaller budget.
     monkeypatch.setattr(budget, "MAX_SUMS", 30)
-    prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, choose(given, 0.5), strict=True)]
-    assert sum(price.size for price in prices) <= 0.5 * largest
-    allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= 0.45 * largest]
-    assert sum(p.work for p in prices) <= min(sum(price.work for price in each) for each in allowed)
+    costs = chosen_costs(menus, 0.5)
+    assert size_of(costs) <= 0.5 * largest
+    assert work_of(costs) <= least_work(menus, 0.45 * largest)
 
 
-def test_each_shape_of_a_batch_is_sized_once(monkeypatch):
-    shares = []
-    monkeypatch.setattr(budget, "choose", lambda costs, share: shares.append(len(costs)) or choose(costs, share))
+def test_blocks_are_measured_once_for_each_shape_of_a_batch(monkeypatch):
+    menu_counts = []
+
+    def recording_choose(menus, share):
+        menu_counts.append(len(menus))
+        return choose(menus, share)
+
+    monkeypatch.setattr(budget, "choose", recording_choose)
     step = build(ft.remat(budget=0.5, blocks=[Block]))
     state = step.init()
     ft.evaluate(ft.eval_step(step.loss), state, [make_batch()])
-    assert not shares
+    assert not menu_counts
     for batch in (4, 4, 2, 4, 2):
         state, _ = step(state, make_batch(batch=batch))
-    assert shares == [4, 4]
+    assert menu_counts == [4, 4]
 
 
-def test_functions_that_are_blocks():
+def test_functions_may_be_blocks():
     @ft.block
     def inner(w, x):
         return torch.tanh(x @ w).sin()
@@ -103,16 +133,28 @@ def test_functions_that_are_blocks():
         ft.anatomy(step, step.init(params), batch, measure=False).flops["tensor contractions"]
         for step in (plain, half, full)
     ]
-    assert work[1] - work[0] == (work[2] - work[0]) / 2
-    bare = ft.remat(budget=0.5)(ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1)))
+    plain_work, half_work, full_work = work
+    assert half_work - plain_work == (full_work - plain_work) / 2
+    without_blocks = ft.remat(budget=0.5)(ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1)))
     with pytest.raises(ComposeError, match="ran no block"):
-        bare(bare.init(params), batch)
+        without_blocks(without_blocks.init(params), batch)
 
 
-def test_what_was_there_before_a_block_is_not_the_blocks(monkeypatch):
-    """Although it writes over that, and the backward pass needs what it has written."""
-    seen = []
-    monkeypatch.setattr(budget, "choose", lambda costs, share: seen.extend(costs) or choose(costs, share))
+@pytest.fixture
+def menus(monkeypatch):
+    """The costs of the policies of each block, as they are measured."""
+    measured = []
+
+    def recording_choose(menus, share):
+        measured.extend(menus)
+        return choose(menus, share)
+
+    monkeypatch.setattr(budget, "choose", recording_choose)
+    return measured
+
+
+def test_a_block_is_not_charged_for_an_input_that_it_overwrites(menus):
+    """The backward pass needs what it has written, but the memory existed before the block."""
 
     @ft.block
     def writing(w, x):
@@ -124,12 +166,13 @@ def test_what_was_there_before_a_block_is_not_the_blocks(monkeypatch):
     params, batch = {"w": torch.ones(16)}, torch.ones(8, 16)
     step = ft.remat(budget=1.0)(ft.train_step(loss, ft.optim.sgd(0.1)))
     step(step.init(params), batch)
-    # Of the block's own nothing is kept: its product is summed, and its factors were there before.
-    assert [(price.policy, price.size) for (menu,) in [seen] for price in menu] == [("none", 0)]
+    # Nothing else is kept: the product is summed, and its factors existed before.
+    (menu,) = menus
+    assert [(cost.policy, cost.size) for cost in menu] == [("none", 0)]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), True, "half"])
-def test_what_is_no_budget(share):
+def test_a_budget_out_of_range_is_refused(share):
     with pytest.raises(OptionError, match=r"remat: budget is .*, needs a number in \[0, 1\]"):
         ft.remat(budget=share)
 
@@ -137,24 +180,25 @@ def test_what_is_no_budget(share):
 @pytest.mark.parametrize(
     "other", [{"policy": "dots"}, {"blocks": {Block: "full"}}, {"blocks": lambda name, part: None}]
 )
-def test_a_budget_beside_policies(other):
+def test_a_budget_beside_policies_is_refused(other):
     with pytest.raises(OptionError, match=r"remat: budget=0\.5 chooses the policies of the blocks"):
         ft.remat(budget=0.5, **other)
 
 
-def test_a_loss_that_asks_for_a_value():
-    def asking(model, batch):
+def test_a_loss_that_reads_a_value_is_refused():
+    def reads_a_value(model, batch):
         return criterion(model, batch) if bool(model(batch["x"]).sum() < 1e9) else None
 
     model = nn.Sequential(nn.Embedding(11, 8), nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 11)))
-    step = ft.remat(budget=0.5)(ft.train_step(ft.from_module(model, asking), ft.optim.sgd(0.1)))
+    step = ft.remat(budget=0.5)(ft.train_step(ft.from_module(model, reads_a_value), ft.optim.sgd(0.1)))
     with pytest.raises(
-        TraceError, match=r"remat: with a budget the blocks are measured.*asking.*fails: aten._local_scalar_dense"
+        TraceError,
+        match=r"remat: with a budget the blocks are measured.*reads_a_value.*fails: aten._local_scalar_dense",
     ):
         step(step.init(), make_batch())
 
 
-def test_a_loss_that_cannot_run_without_values():
+def test_a_loss_that_cannot_run_on_fake_tensors_is_refused():
     def loss(params, batch):
         return product(params["w"], batch).sum()
 
@@ -171,15 +215,13 @@ def test_a_loss_that_cannot_run_without_values():
         step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
 
 
-def test_how_it_prints():
+def test_it_prints():
     assert "remat(budget=0.5, blocks=4)" in repr(build(ft.remat(budget=0.5, blocks=[Block])))
 
 
-@pytest.mark.parametrize(("width", "better"), [(16, False), (2048, True)])
-def test_products_are_kept_where_that_saves_more_than_it_costs(width, better, monkeypatch):
-    """What is kept is looked up for each operation, which takes as long as a small product."""
-    seen = []
-    monkeypatch.setattr(budget, "choose", lambda costs, share: seen.extend(costs) or choose(costs, share))
+@pytest.mark.parametrize(("width", "saves"), [(16, False), (2048, True)])
+def test_products_are_kept_where_that_saves_more_than_it_costs(width, saves, menus):
+    """A policy is asked for each operation, which takes as long as a small product."""
 
     @ft.block
     def block(w, x):
@@ -188,8 +230,8 @@ def test_products_are_kept_where_that_saves_more_than_it_costs(width, better, mo
     step = ft.train_step(lambda params, batch: block(params["w"], batch).sum(), ft.optim.sgd(0.1))
     step = ft.remat(budget=0.5)(step)
     ft.anatomy(step, step.init({"w": torch.ones(width, width)}), torch.ones(width, width), measure=False)
-    work = {price.policy: price.work for price in seen[0]}
-    assert (work["dots"] < work["full"]) == better
+    work = {cost.policy: cost.work for cost in menus[0]}
+    assert (work["dots"] < work["full"]) == saves
 
 
 class Checkpointed(nn.Module):
@@ -205,9 +247,9 @@ class Checkpointed(nn.Module):
 
 def test_a_checkpoint_of_the_model_is_refused_since_it_runs_blocks_in_another_order():
     step = ft.train_step(ft.from_module(Checkpointed(), lambda model, x: model(x).square().mean()), ft.optim.sgd(0.1))
-    given = torch.randn(2, 4)
+    batch = torch.randn(2, 4)
     limited = ft.remat(budget=0.5)(step)
     with pytest.raises(LossError, match=r"^remat: the loss recomputes a block by a checkpoint of its own"):
-        limited(limited.init(), given)
+        limited(limited.init(), batch)
     whole = ft.remat(budget=1.0)(step)
-    whole(whole.init(), given)
+    whole(whole.init(), batch)

@@ -1,4 +1,4 @@
-"""An update within the backward pass is the update after it, to the bit; and gradients never all exist."""
+"""Updates within the backward pass give the same bits as after it, and the gradients never all exist at once."""
 
 import importlib
 import itertools
@@ -28,18 +28,18 @@ STACK = ("remat", "bf16", "ema", "swa")
 
 @pytest.fixture(autouse=True)
 def leaf_by_leaf(monkeypatch, request):
-    """The models are so small that all of their leaves would wait for each other."""
+    """Update each parameter as soon as it can be: by default the small ones of these models wait for each other."""
     if "together" not in request.fixturenames:
         monkeypatch.setattr(module, "by_size", lambda leaves, most: [[index] for index in range(len(leaves))])
 
 
 @pytest.fixture
 def together():
-    """The leaves as they are grouped."""
+    """Turn `leaf_by_leaf` off: parameters are grouped as outside of tests."""
 
 
 names = pytest.mark.parametrize(
-    "names", [(), *((name,) for name in SUITS), STACK], ids=lambda n: "+".join(n) or "plain"
+    "names", [(), *((name,) for name in SUITS), STACK], ids=lambda names: "+".join(names) or "plain"
 )
 
 
@@ -69,7 +69,7 @@ def test_a_whole_graph_computes_the_same(donate, backend):
 
 
 @pytest.mark.parametrize("make", [lambda: optim.adamw_8bit(0.1), lambda: optim.partition({"all": optim.adam(0.1)}, {})])
-def test_parameters_that_are_one_tensor(make):
+def test_parameters_may_be_a_bare_tensor(make):
     plain = ft.train_step(lambda params, batch: (batch @ params - 1).square().mean(), make())
     step = ft.update_in_backward()(plain)
     initial, batch = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(0, 1, 12).reshape(4, 3)
@@ -87,14 +87,14 @@ def test_it_is_pure():
     assert_equal(state, kept)
 
 
-def test_a_loss_without_weight_moves_nothing_but_decay():
-    results = []
+def test_a_mean_of_weight_zero_gives_the_same_bits():
+    states = []
     for more in ((), (ft.update_in_backward(),)):
         _, step = build((), *more)
         batch = make_batch(0)
         batch["labels"] = torch.full_like(batch["labels"], -100)
-        results.append(step(step.init(), batch)[0])
-    assert_equal(results[0], results[1])
+        states.append(step(step.init(), batch)[0])
+    assert_equal(states[0], states[1])
 
 
 def unused(params, batch):
@@ -108,8 +108,8 @@ def test_parameters_that_the_loss_does_not_use(more):
         ft.compose(ft.train_step(unused, optim.adamw(0.1, weight_decay=0.1), allow_unused=True), *wrappers, *more)
         for wrappers in ((), (ft.update_in_backward(),))
     ]
-    actual = [step(step.init(params), torch.ones(3)) for step in steps]
-    assert_equal(actual[0], actual[1])
+    expected, actual = [step(step.init(params), torch.ones(3)) for step in steps]
+    assert_equal(actual, expected)
     refusing = ft.compose(ft.train_step(unused, optim.adamw(0.1)), ft.update_in_backward(), *more)
     state = refusing.init(params)
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
@@ -121,8 +121,8 @@ def test_parameters_that_the_loss_does_not_use(more):
         assert_equal(state.params, params)
 
 
-class Without(torch.autograd.Function):
-    """Has no gradient for its second argument."""
+class NoneForSecond(torch.autograd.Function):
+    """The double of the first argument; the gradient of the second is None."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -135,7 +135,7 @@ class Without(torch.autograd.Function):
 
 def test_parameters_whose_gradient_is_none():
     def loss(params, batch):
-        return Without.apply(params["a"] * batch, params["b"]).sum()
+        return NoneForSecond.apply(params["a"] * batch, params["b"]).sum()
 
     params = {"a": torch.ones(3), "b": torch.ones(2)}
     plain = ft.train_step(loss, optim.adamw(0.1, weight_decay=0.1), allow_unused=True)
@@ -146,7 +146,7 @@ def test_parameters_whose_gradient_is_none():
         step(step.init(params), torch.ones(3))
 
 
-def test_a_step_that_fails_before_its_backward_pass_has_consumed_nothing():
+def test_a_donated_step_that_fails_before_its_backward_pass_consumes_nothing():
     def loss(params, batch):
         return (params["w"] @ batch).sum()
 
@@ -157,36 +157,38 @@ def test_a_step_that_fails_before_its_backward_pass_has_consumed_nothing():
     assert_equal(state.params, {"w": torch.ones(3)})
 
 
-# What a detached use of a parameter can do to it
+# A parameter that is used detached may be updated before the backward pass needs its old value.
 
 
-class Inside(nn.Module):
-    """A block that reads the parameter of another one without a gradient."""
+class ReadsOther(nn.Module):
+    """A block that uses the weight of another module: detached, or in the last block with a gradient."""
 
     def __init__(self, other):
         super().__init__()
-        self.own, self.other = nn.Linear(4, 4, bias=False), other
+        self.own = nn.Linear(4, 4, bias=False)
+        self.other = other
 
-    def forward(self, x, final=False):
-        return F.linear(torch.sin(self.own(x)), self.other.weight if final else self.other.weight.detach())
+    def forward(self, x, is_last):
+        weight = self.other.weight if is_last else self.other.weight.detach()
+        return F.linear(torch.sin(self.own(x)), weight)
 
 
-class Detached(nn.Module):
+class UsesDetached(nn.Module):
     def __init__(self):
         super().__init__()
         shared = nn.Linear(4, 4, bias=False)
-        self.blocks = nn.ModuleList(Inside(shared) for _ in range(3))
+        self.blocks = nn.ModuleList(ReadsOther(shared) for _ in range(3))
 
     def forward(self, x):
         for index, block in enumerate(self.blocks):
-            x = block(x, index == 2)
+            x = block(x, is_last=index == 2)
         return x
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(),), (ft.remat("dots"),)], ids=["", "remat", "dots"])
-def test_a_parameter_that_is_read_after_its_update_is_no_silent_error(wrappers):
+def test_a_parameter_that_is_read_after_its_update_raises_if_donated(wrappers):
     torch.manual_seed(0)
-    loss = ft.from_module(Detached(), lambda model, batch: model(batch).square().sum())
+    loss = ft.from_module(UsesDetached(), lambda model, batch: model(batch).square().sum())
     plain = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *wrappers)
     batch = torch.randn(2, 4)
     expected = plain(plain.init(), batch)[0].params
@@ -234,7 +236,8 @@ def gpt(width=64, layers=6):
 
 @pytest.mark.usefixtures("together")
 @pytest.mark.parametrize(
-    # Copies in bfloat16 are half as large as the gradients, and there when these are not yet.
+    # With bf16 the peak is lower by less: the bfloat16 copies of the weights are half as large as the gradients, and
+    # exist before these do.
     ("wrappers", "share"),
     [
         pytest.param((), 0.8, id=""),
@@ -244,43 +247,45 @@ def gpt(width=64, layers=6):
 )
 def test_gradients_never_all_exist(wrappers, share):
     batch = torch.randint(128, (1, 8))
-    actual = []
+    reports = []
     for more in ((), (ft.update_in_backward(),)):
         step = ft.compose(ft.train_step(gpt(width=128, layers=8), optim.adamw(1e-3)), *wrappers, *more, ft.donated())
-        actual.append(ft.anatomy(step, step.init(), batch))
-    plain, fused = actual
+        reports.append(ft.anatomy(step, step.init(), batch))
+    plain, fused = reports
     weights = 4 * plain.params
-    for each in actual:
-        assert abs(each.measured / each.peak - 1) < 0.05
+    for report in reports:
+        assert abs(report.measured / report.peak - 1) < 0.05
     assert plain.most["gradients"] > 0.99 * weights
     assert fused.most["gradients"] < 0.01 * weights
-    # What waits at a time is a leaf, or small ones of half a megabyte.
+    # At any time there are the gradients of one group: one large parameter, or small ones of half a megabyte.
     assert plain.peak - fused.peak > share * weights
     assert plain.measured - fused.measured > share * weights
 
 
-def test_small_leaves_wait_for_each_other():
+def test_small_leaves_are_grouped_up_to_the_size_of_a_group():
     leaves = [torch.empty(size) for size in (10, 10, module.GROUP_BYTES, 5)]
     assert by_size(leaves, module.GROUP_BYTES) == [[0, 1], [2], [3]]
 
 
-# What does not go with it
+# What it refuses
 
 NEED_ALL = {
     "clip": ft.clip(1.0),
     "accumulate": ft.accumulate(2),
     "skip_nonfinite": ft.skip_nonfinite(),
     "fp16": ft.with_amp("fp16"),
-    "of others": ft.Wrapper("own", "own()", update=ft.OnUpdate(lambda update: update)),
+    "wrapper of a user": ft.Wrapper("own", "own()", update=ft.OnUpdate(lambda update: update)),
 }
 
 
 @pytest.mark.parametrize(("name", "first"), list(itertools.product(NEED_ALL, (True, False))))
-def test_what_needs_all_gradients_is_refused(name, first):
-    wrappers = (ft.update_in_backward(), NEED_ALL[name])
+def test_a_wrapper_that_needs_all_gradients_is_refused(name, first):
+    inner, outer = ft.update_in_backward(), NEED_ALL[name]
+    if not first:
+        inner, outer = outer, inner
     message = rf"update_in_backward: {NEED_ALL[name].text.split('(')[0]}.* needs all gradients at once.*leave out one"
     with pytest.raises(ComposeError, match=message):
-        ft.compose(build(())[1], *wrappers[:: 1 if first else -1])
+        ft.compose(build(())[1], inner, outer)
     with pytest.raises(ComposeError, match="use bf16"):
         ft.compose(build(())[1], ft.with_amp("fp16"), ft.update_in_backward())
 
@@ -302,18 +307,20 @@ def test_a_split_step_is_refused():
             with pytest.raises(ComposeError, match="a split step cannot be updated within its backward pass"):
                 ft.compose(build(())[1], *wrappers[::order])
 
-    def reads(params, batch):
+    def reads_a_value(params, batch):
         return (params["w"] * batch).sum() * float(batch.sum())
 
-    step = ft.compose(ft.train_step(reads, optim.sgd(0.1)), ft.update_in_backward(), ft.compiled(backend="eager"))
+    step = ft.compose(
+        ft.train_step(reads_a_value, optim.sgd(0.1)), ft.update_in_backward(), ft.compiled(backend="eager")
+    )
     with pytest.raises(TraceError, match=r"cannot be captured as one graph.*leave out update_in_backward or compiled"):
         step(step.init({"w": torch.ones(2)}), torch.ones(2))
 
 
 def test_an_optimizer_that_needs_all_leaves_is_refused():
-    own = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
+    homemade = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
     with pytest.raises(ComposeError, match="update_in_backward: homemade cannot update some parameters without"):
-        ft.update_in_backward()(ft.train_step(unused, own))
+        ft.update_in_backward()(ft.train_step(unused, homemade))
 
 
 def test_it_prints():
@@ -321,7 +328,7 @@ def test_it_prints():
     assert "update  adamw(constant(0.05), weight_decay=0.1) <- ema(0.8) <- update_in_backward()" in repr(step)
 
 
-def test_every_wrapper_suits_or_is_refused():
+def test_every_wrapper_is_refused_or_changes_no_bit():
     refused = []
     for names in ALONE[1:]:
         _, plain = build(names)

@@ -1,4 +1,4 @@
-"""Small models of transformers of many families, a batch for each, and how a step of each is lowered."""
+"""Small models of many families of transformers, a batch for each, and the lowering of a step of each."""
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ SMALL = {
 
 
 def causal(config, model, **options):
+    """Return a model by the names of its classes, with the sizes of `SMALL` and these options of its config."""
     config = getattr(transformers, config)(**{**SMALL, **options})
     return getattr(transformers, model)(config)
 
@@ -199,4 +200,4 @@ FAMILIES = {
     "whisper": (whisper, of_spectra, "whole"),
     "patch tst": (patch_tst, of_series, "whole"),
 }
-"""Name -> what builds it, what makes a batch, and what lowering="auto" takes."""
+"""Name -> function that makes the model, function that makes a batch, and what ``lowering="auto"`` chooses."""

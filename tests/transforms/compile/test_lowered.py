@@ -1,4 +1,4 @@
-"""What `Step.lower` says of a compiled step."""
+"""`Step.lower` reports the lowering, the graphs, the nodes, the breaks and the peak memory of a compiled step."""
 
 import logging
 
@@ -18,8 +18,8 @@ def captured(function, *inputs):
     return capture(function, inputs, lambda: None)
 
 
-def of_a_kib(count):
-    """`count` KiB of float32."""
+def floats_of_kib(count):
+    """Return a float32 vector of `count` KiB."""
     return torch.ones(count * KIB // 4)
 
 
@@ -30,12 +30,12 @@ def test_a_result_lives_until_it_is_read_for_the_last_time():
         c = b * 3  # 2 KiB, and then b goes
         return [c]
 
-    graph = captured(function, of_a_kib(1))
+    graph = captured(function, floats_of_kib(1))
     assert peak_bytes(graph) == 2 * KIB
     assert count_nodes(graph) == {"mul": 2, "add": 1}
 
 
-def test_what_is_read_late_is_kept():
+def test_a_result_that_is_read_late_is_kept_until_then():
     def function(x):
         kept = x + 1
         last = x
@@ -43,7 +43,7 @@ def test_what_is_read_late_is_kept():
             last = last * 2
         return [last + kept]
 
-    assert peak_bytes(captured(function, of_a_kib(1))) == 3 * KIB
+    assert peak_bytes(captured(function, floats_of_kib(1))) == 3 * KIB
 
 
 def test_a_view_keeps_its_storage_and_takes_none():
@@ -51,16 +51,16 @@ def test_a_view_keeps_its_storage_and_takes_none():
         half = (x + 1)[:1]
         return [(x * 2).sum() + half.sum()]
 
-    # Two full results, for the first is held by its view, and two or three scalars.
-    assert 2 * KIB <= peak_bytes(captured(function, of_a_kib(1))) <= 2 * KIB + 3 * 4
+    # Two full results, for the view keeps the first one, and two or three scalars.
+    assert 2 * KIB <= peak_bytes(captured(function, floats_of_kib(1))) <= 2 * KIB + 3 * 4
 
 
-def test_inputs_do_not_count_however_they_are_written():
+def test_inputs_do_not_count_even_if_written_in_place():
     def function(x):
         x.add_(1)
         return [x.view(2, -1)]
 
-    assert peak_bytes(captured(function, of_a_kib(64))) == 0
+    assert peak_bytes(captured(function, floats_of_kib(64))) == 0
 
 
 BLOCKS = 4
@@ -88,7 +88,7 @@ def make(*wrappers, criterion=None, blocks=BLOCKS, **options):
 BATCH = torch.ones(512, 32)
 
 
-def reading(model, batch):
+def reads_a_value(model, batch):
     loss = (model(batch) ** 2).mean()
     return loss * 2 if loss.item() > 1e9 else loss
 
@@ -96,19 +96,19 @@ def reading(model, batch):
 def test_the_whole_step_is_one_graph():
     step = make()
     state = step.init()
-    actual = step.lower(state, BATCH)
-    assert (actual.lowering, actual.graphs, actual.breaks) == ("whole", 1, ())
-    assert actual.nodes["mm"] + actual.nodes["addmm"] == 3 * 2 * BLOCKS - 1
+    lowered = step.lower(state, BATCH)
+    assert (lowered.lowering, lowered.graphs, lowered.breaks) == ("whole", 1, ())
+    assert lowered.nodes["mm"] + lowered.nodes["addmm"] == 3 * 2 * BLOCKS - 1
     # Each block keeps two activations of 64 and one of 32 numbers for each of 512 rows, at least.
-    assert actual.peak_bytes > BLOCKS * 512 * (64 + 32) * 4
-    assert "1 graph" in repr(actual)
-    assert "MiB" in repr(actual)
+    assert lowered.peak_bytes > BLOCKS * 512 * (64 + 32) * 4
+    assert "1 graph" in repr(lowered)
+    assert "MiB" in repr(lowered)
 
 
 def test_rematerialising_lowers_the_peak():
-    full, less = make(blocks=6), make(ft.remat(), blocks=6)
-    state = full.init()
-    assert less.lower(state, BATCH).peak_bytes < full.lower(state, BATCH).peak_bytes * 0.6
+    plain, rematerialised = make(blocks=6), make(ft.remat(), blocks=6)
+    state = plain.init()
+    assert rematerialised.lower(state, BATCH).peak_bytes < plain.lower(state, BATCH).peak_bytes * 0.6
 
 
 def test_lowering_compiles_and_changes_nothing():
@@ -122,21 +122,21 @@ def test_lowering_compiles_and_changes_nothing():
     assert int(state.step) == 1
 
 
-# Torch's own, when it goes on after the break.
+# Torch's own code gives this warning when it goes on after the break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_split_says_where_the_graph_breaks(caplog):
-    step = make(criterion=reading)
+def test_a_split_step_reports_where_its_graph_breaks(caplog):
+    step = make(criterion=reads_a_value)
     state = step.init()
     before = ft.tree.clone(state)
     with caplog.at_level(logging.WARNING, logger="ftrain"):
-        actual = step.lower(state, BATCH)
-    assert (actual.lowering, actual.peak_bytes) == ("split", None)
-    assert actual.graphs > 2
-    (why,) = actual.breaks
-    assert "item()" in why
-    assert "test_lowered.py" in why
-    assert "break     " in repr(actual)
-    # And so do the log and the pipeline, once it was chosen.
+        lowered = step.lower(state, BATCH)
+    assert (lowered.lowering, lowered.peak_bytes) == ("split", None)
+    assert lowered.graphs > 2
+    (reason,) = lowered.breaks
+    assert "item()" in reason
+    assert "test_lowered.py" in reason
+    assert "break     " in repr(lowered)
+    # The log and the printed step say so too.
     assert any("compiled: split" in message and "test_lowered.py" in message for message in caplog.messages)
     assert "compiled(split)  # the value of a tensor is needed" in repr(step)
     assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
@@ -153,11 +153,11 @@ def test_a_distribution_checks_its_arguments_in_the_graph():
         step(state, batch * torch.nan)
 
 
-def test_full_graphs_refuse_to_break():
-    step = make(criterion=reading, lowering="split", fullgraph=True)
+def test_a_graph_break_raises_with_fullgraph_or_a_whole_graph():
+    step = make(criterion=reads_a_value, lowering="split", fullgraph=True)
     with pytest.raises(Exception, match="item"):
         step(step.init(), BATCH)
-    step = make(criterion=reading, lowering="whole")
+    step = make(criterion=reads_a_value, lowering="whole")
     with pytest.raises(TraceError, match="cannot be captured as one graph"):
         step.lower(step.init(), BATCH)
 
