@@ -135,7 +135,7 @@ def test_train_lm_prints_the_same_losses_on_ranks(
         run("train_lm.py", *on_ranks, launcher=command)
     else:
         with started(size, run_as_rank, on_ranks) as ranks:
-            assert [rank.end() for rank in ranks] == [0] * size
+            assert [rank.wait() for rank in ranks] == [0] * size
     records_on_ranks, records_alone = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("ranks", "alone")
