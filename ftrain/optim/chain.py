@@ -124,6 +124,17 @@ def _inner_axes(leaf: Tensor) -> list[int]:
     return list(range(1, leaf.ndim)) or list(range(leaf.ndim))
 
 
+def _merged_schedules(parts: Sequence[GradientTransform | Optimizer]) -> dict[str, Schedule]:
+    """Return the scheduled values of all parts by name. Raises a ComposeError if two have one name."""
+    schedules: dict[str, Schedule] = {}
+    for part in parts:
+        repeated = sorted(schedules.keys() & part.schedules)
+        if repeated:
+            raise ComposeError(f"chain: two parts have a scheduled value called {repeated[0]}; merge them into one")
+        schedules.update(part.schedules)
+    return schedules
+
+
 def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     """Return an optimizer that transforms its gradients first, in the order of `parts`.
 
@@ -148,12 +159,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             "A wrapper, as ft.clip(1.0), goes around the step: ft.compose(step, ft.clip(1.0))"
         )
     selects = [as_select(f"{transform.text}: select", transform.select) for transform in transforms]
-    schedules = dict(optimizer.schedules)
-    for transform in transforms:
-        repeated = sorted(schedules.keys() & transform.schedules)
-        if repeated:
-            raise ComposeError(f"chain: two parts have a scheduled value called {repeated[0]}; merge them into one")
-        schedules.update(transform.schedules)
+    schedules = _merged_schedules([optimizer, *transforms])
 
     def init(params: PyTree) -> PyTree:
         for select in selects:

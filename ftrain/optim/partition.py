@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 from torch import Tensor
@@ -16,6 +16,8 @@ from ftrain.optim.partial_update import require_optimizer, require_splittable, r
 from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, Select, as_select, near, require_matches, require_of_leaf
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
+
+T = TypeVar("T")
 
 SEPARATOR = "/"
 
@@ -54,11 +56,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     else:
         selects, label_of = _by_masks(label_fn, list(optimizers))
     labelled = StructureCache(partial(_labelled, optimizers, label_of))
-    schedules = {
-        f"{label}{SEPARATOR}{name}": schedule
-        for label, optimizer in optimizers.items()
-        for name, schedule in optimizer.schedules.items()
-    }
+    schedules = _with_labels({label: optimizer.schedules for label, optimizer in optimizers.items()})
 
     def init(params: PyTree) -> PyTree:
         for select in selects.values():
@@ -87,14 +85,15 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
     by_element = all(optimizer.by_element for optimizer in optimizers.values())
-    options = {
-        f"{label}{SEPARATOR}{name}": value
-        for label, optimizer in optimizers.items()
-        for name, value in optimizer.options.items()
-    }
+    options = _with_labels({label: optimizer.options for label, optimizer in optimizers.items()})
     whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng, by_element=by_element, options=options)
     can_split = all(optimizer.split is not None for optimizer in optimizers.values())
     return replace(whole, split=split if can_split else None)
+
+
+def _with_labels(values_of: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """Return the values of all labels in one dict, by ``label/name``."""
+    return {f"{label}{SEPARATOR}{name}": value for label, values in values_of.items() for name, value in values.items()}
 
 
 class _Part(NamedTuple):

@@ -60,8 +60,8 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     timeout = require_positive_number("mesh", "timeout", timeout)
     join(timeout)
     world = dist.get_world_size()
-    given = {name: size for name, size in (("replicate", replicate), ("shard", shard)) if size is not None}
-    sizes = [whole_number("mesh", name, size, least=1) for name, size in given.items()]
+    requested = {name: size for name, size in (("replicate", replicate), ("shard", shard)) if size is not None}
+    sizes = [whole_number("mesh", name, size, least=1) for name, size in requested.items()]
     if world % math.prod(sizes) or (len(sizes) == 2 and math.prod(sizes) != world):
         raise OptionError(
             f"mesh: the sizes are replicate={replicate!r} and shard={shard!r}; there are {world} ranks, those that "

@@ -148,7 +148,7 @@ def _answer_requests(launcher_store: Any, start: str, size: int, seconds: float)
             raise _not_joined(launcher_store, start, absent, seconds)
         for rank in absent:
             if launcher_store.check([_request_key(rank)]):
-                # This may be the request of an earlier start: nobody reads the answer to it.
+                # This may be the request of an earlier start, of which no rank reads the answer.
                 launcher_store.set(launcher_store.get(_request_key(rank)).decode(), start)
         threading.Event().wait(PAUSE)
         waited += PAUSE

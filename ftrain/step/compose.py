@@ -19,9 +19,9 @@ def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     """
     for number, wrap in enumerate[Any](wrappers, start=1):
         if not callable(wrap) or isinstance(wrap, Step | Call):
-            found = "a Step" if isinstance(wrap, Step) else repr(wrap)
+            argument = "a Step" if isinstance(wrap, Step) else repr(wrap)
             raise ComposeError(
-                f"compose: argument {number} is {found}; needs a wrapper. The step comes first, then each wrapper: "
+                f"compose: argument {number} is {argument}; needs a wrapper. The step comes first, then each wrapper: "
                 "compose(step, ft.clip(1.0), ft.ema(0.999))"
             )
         step = wrap(step)
