@@ -1,3 +1,5 @@
+"""The examples run, learn what they should, print what the README says, and end at Ctrl-C without a traceback."""
+
 import importlib.util
 import json
 import os

@@ -1,3 +1,5 @@
+"""Trees: flattening, names of leaves, maps, norms, and the errors for trees of different structures."""
+
 import math
 from collections import OrderedDict, namedtuple
 
@@ -41,8 +43,8 @@ def trees(leaves):
 
 def same(one, other):
     """Equal structure and equal leaves: tensors by dtype and value, others by identity or value."""
-    (ours, spec), (theirs, wanted) = tree.flatten(one), tree.flatten(other)
-    return spec == wanted and all(
+    (ours, spec), (theirs, expected) = tree.flatten(one), tree.flatten(other)
+    return spec == expected and all(
         a.dtype == b.dtype and torch.equal(a, b) if torch.is_tensor(a) else a == b
         for a, b in zip(ours, theirs, strict=True)
     )
@@ -136,12 +138,12 @@ def test_where_chooses_a_whole_tree(values):
     assert same(tree.where(torch.tensor(False), values, other), other)
 
 
-def test_where_lets_nothing_of_the_other_side_through():
+def test_where_ignores_nan_and_infinity_of_the_other_tree():
     bad, good = {"a": torch.tensor([math.nan, math.inf])}, {"a": torch.tensor([1.0, 2.0])}
     assert same(tree.where(torch.tensor(False), bad, good), good)
 
 
-def test_where_passes_on_what_is_the_same_object():
+def test_where_returns_leaves_that_are_the_same_object_as_they_are():
     leaf = torch.ones(2)
     assert tree.where(torch.tensor(True), {"a": leaf, "n": 3}, {"a": leaf, "n": 3})["a"] is leaf
 
@@ -173,7 +175,7 @@ def test_add(values):
     assert same(tree.add(values, values), tree.scale(values, 2.0))
 
 
-def test_add_and_scale_of_nothing():
+def test_add_and_scale_of_trees_without_leaves():
     assert tree.add({}, {}) == tree.scale({}, 2.0) == {}
     assert tree.scale_leaves([], torch.tensor(2.0)) == []
 
@@ -243,7 +245,7 @@ def test_global_norm_is_bitwise_torchs(dtype):
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype", "wanted"),
+    ("values", "dtype", "expected"),
     [
         ([3e150, 4e150], F64, 5e150),
         ([3e18, 4e18], torch.float32, 5e18),
@@ -253,10 +255,10 @@ def test_global_norm_is_bitwise_torchs(dtype):
         ([1e30, 1e30], torch.float32, math.inf),
     ],
 )
-def test_global_norm_of_huge_and_tiny_values(values, dtype, wanted):
+def test_global_norm_of_huge_and_tiny_values(values, dtype, expected):
     leaves = [torch.tensor([value], dtype=dtype) for value in values]
     actual = tree.global_norm(leaves)
-    assert float(actual) == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-3)
+    assert float(actual) == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-3)
     assert torch.equal(actual, torch.nn.utils.get_total_norm(leaves))
 
 
@@ -275,13 +277,13 @@ def test_global_norm_of_several_dtypes_is_taken_in_the_widest():
 
 
 @pytest.mark.parametrize("empty", [{}, None, [], {"a": torch.zeros(0)}, [torch.zeros(0, 3), torch.zeros(3, 0)]])
-def test_norms_of_nothing(empty):
+def test_norms_of_trees_without_elements(empty):
     assert torch.equal(tree.global_norm(empty), torch.tensor(0.0))
     assert torch.equal(tree.all_finite(empty), torch.tensor(True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_global_norm_of_what_is_not_finite(bad):
+def test_global_norm_of_values_that_are_not_finite(bad):
     actual = float(tree.global_norm([torch.ones(3), torch.tensor([1.0, bad])]))
     assert math.isnan(actual) if math.isnan(bad) else actual == math.inf
 
