@@ -40,7 +40,7 @@ def test_an_evaluation_that_may_not_split_raises_the_error_of_the_device():
         ft.evaluate(ft.eval_step(loss_that_fits(3)), make_step().init(params()), batches(1), on_oom="raise")
 
 
-def test_an_unknown_choice_is_refused():
+def test_an_unknown_on_oom_is_refused():
     with pytest.raises(OptionError, match="on_oom"):
         ft.evaluate(ft.eval_step(loss_without_dropout), make_step().init(params()), batches(1), on_oom="skip")
 

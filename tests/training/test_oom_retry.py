@@ -190,7 +190,7 @@ def test_a_batch_that_cannot_be_split_is_an_error():
         fit(make_step(loss=loss_that_fits(0)), [{"x": torch.zeros(3), "y": torch.zeros(4)}])
 
 
-def test_an_error_of_another_kind_is_raised_unchanged():
+def test_an_error_that_does_not_say_out_of_memory_is_raised_unchanged():
     error = RuntimeError("shapes cannot be multiplied")
 
     def failing_loss(params, batch):
@@ -206,7 +206,7 @@ def test_on_oom_raise_raises_the_error_of_the_device():
         fit(make_step(loss=loss_that_fits(2)), batches(1), on_oom="raise")
 
 
-def test_an_unknown_choice_is_refused():
+def test_an_unknown_on_oom_is_refused():
     with pytest.raises(OptionError, match="on_oom"):
         fit(make_step(), batches(1), on_oom="skip")
 
