@@ -22,13 +22,13 @@ def params():
 
 
 def batches(count, length=6, dtype=torch.float64):
-    """Return the same random batches in each call; `kept` has the weights of the examples."""
+    """Return the same random batches in each call; `weight` has those of the examples."""
     draw = torch.Generator().manual_seed(1)
     return [
         {
             "x": torch.randn(length, 3, generator=draw, dtype=dtype),
             "y": torch.randn(length, generator=draw, dtype=dtype),
-            "kept": torch.randint(1, 4, (length,), generator=draw).to(dtype),
+            "weight": torch.randint(1, 4, (length,), generator=draw).to(dtype),
             "scale": torch.tensor(1.0),
         }
         for _ in range(count)
@@ -40,8 +40,8 @@ def loss(params, batch, rng):
     hidden = torch.tanh(batch["x"] @ params["w1"])
     if rng is not None:
         hidden = ft.random.dropout(rng, hidden, 0.2)
-    errors = (hidden @ params["w2"] - batch["y"]).square() * batch["kept"]
-    return ft.Mean(errors.sum(), batch["kept"].sum()), {"worst": errors.detach().max()}
+    errors = (hidden @ params["w2"] - batch["y"]).square() * batch["weight"]
+    return ft.Mean(errors.sum(), batch["weight"].sum()), {"worst": errors.detach().max()}
 
 
 def loss_without_dropout(params, batch):

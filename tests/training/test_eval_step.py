@@ -145,14 +145,14 @@ def test_neither_the_state_nor_random_numbers_are_changed():
 
 def test_the_loss_gets_copies_of_the_dicts_of_batch_and_buffers():
     def loss(params, batch, buffers):
-        buffers["seen"] = buffers["seen"] + 1
+        buffers["count"] = buffers["count"] + 1
         batch["x"] = batch["x"] * 2
         return (batch["x"] @ params["w"]).mean(), {}, buffers
 
-    state = make_step(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
+    state = make_step(loss=loss).init(params(), buffers={"count": torch.zeros(())})
     batch = {"x": torch.ones(2, 3)}
     ft.evaluate(ft.eval_step(loss), state, [batch])
-    assert float(state.buffers["seen"]) == 0
+    assert float(state.buffers["count"]) == 0
     assert torch.equal(batch["x"], torch.ones(2, 3))
 
 
@@ -167,15 +167,15 @@ def writes_batch(params, batch, buffers):
 
 
 def writes_buffers(params, batch, buffers):
-    buffers["seen"].add_(1)
+    buffers["count"].add_(1)
     return squares(params, batch)
 
 
 @pytest.mark.parametrize(
-    ("loss", "path"), [(writes_params, "params.w"), (writes_batch, "batch.0"), (writes_buffers, "buffers.seen")]
+    ("loss", "path"), [(writes_params, "params.w"), (writes_batch, "batch.0"), (writes_buffers, "buffers.count")]
 )
 def test_a_loss_that_changes_its_inputs_in_place_is_an_error(loss, path):
-    state = make_step(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
+    state = make_step(loss=loss).init(params(), buffers={"count": torch.zeros(())})
     with pytest.raises(LossError, match=f"{loss.__name__}.*{path} in place"):
         ft.evaluate(ft.eval_step(loss), state, batches(1))
 

@@ -31,9 +31,9 @@ def contrastive_loss(params, batch):
 
 
 def token_mean_loss(params, batch):
-    """Return a mean over tokens, of which the example i has `kept[i]`, as a plain number."""
-    kept = batch["kept"]
-    return ((batch["x"] @ params["w1"]).square().sum(-1) * kept).sum() / kept.sum()
+    """Return a mean over tokens, of which the example i has `batch["weight"][i]`, as a plain number."""
+    tokens = batch["weight"]
+    return ((batch["x"] @ params["w1"]).square().sum(-1) * tokens).sum() / tokens.sum()
 
 
 not_additive = pytest.mark.parametrize("loss", [summed_loss, contrastive_loss, token_mean_loss])
@@ -43,7 +43,7 @@ def batches_of_unequal_weights():
     """Return batches whose first two examples have different weights."""
     data = batches(3)
     for batch in data:
-        batch["kept"][:2] = torch.tensor([1.0, 3.0])
+        batch["weight"][:2] = torch.tensor([1.0, 3.0])
     return data
 
 
@@ -73,8 +73,8 @@ def test_accumulate_warns_once_of_a_loss_that_is_no_mean_of_examples(loss):
 def test_the_first_two_examples_may_be_alike(index):
     """One example in the middle of the batch, or the last, has more tokens than the others."""
     (batch,) = batches(1)
-    batch["kept"] = torch.ones(6, dtype=torch.float64)
-    batch["kept"][index] = 3.0
+    batch["weight"] = torch.ones(6, dtype=torch.float64)
+    batch["weight"][index] = 3.0
     with pytest.warns(UserWarning, match=r"^accumulate: the loss of two examples"):
         fit(make_step(token_mean_loss, ft.accumulate(2)), [batch], on_oom="raise")
 

@@ -81,9 +81,12 @@ SCORES = [5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0]
 """What the evaluation after each step returns."""
 
 
+def linear_loss(params, batch):
+    return (params["w"] * batch).sum()
+
+
 def make_step(*wrappers):
-    loss = lambda params, batch: (params["w"] * batch).sum()  # noqa: E731
-    return ft.compose(ft.train_step(loss, optim.adjustable(optim.sgd(0.5))), *wrappers)
+    return ft.compose(ft.train_step(linear_loss, optim.adjustable(optim.sgd(0.5))), *wrappers)
 
 
 def evaluate(state):
@@ -202,7 +205,7 @@ def test_plateau_needs_a_rule():
 
 
 def test_plateau_needs_an_adjustable_optimizer():
-    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.5))
+    step = ft.train_step(linear_loss, optim.sgd(0.5))
     with pytest.raises(StructureError, match="not adjustable"):
         fit(step, 3)
 

@@ -45,8 +45,7 @@ def test_very_small_and_large_numbers_are_shown_in_powers_of_ten(capsys):
     def step(state, batch):
         return state, {"loss": 2e-6, "largest": 3e12, "zero": 0.0}
 
-    evaluate = lambda state: {"accuracy": 2e-5}  # noqa: E731
-    ft.fit(step, torch.zeros(()), batches(1), progress=True, evaluate=evaluate)
+    ft.fit(step, torch.zeros(()), batches(1), progress=True, evaluate=lambda state: {"accuracy": 2e-5})
     err = capsys.readouterr().err
     assert "  loss 2.000e-06  largest 3.000e+12  zero 0.0000  " in err
     assert "eval_accuracy 2.000e-05" in err

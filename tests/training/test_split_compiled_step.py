@@ -34,8 +34,8 @@ class DropoutNet(torch.nn.Module):
 
 
 def weighted(model, batch):
-    error = (model(batch["x"]) - batch["y"]).square() * batch["kept"]
-    return ft.Mean(error.sum(), batch["kept"].sum()), {"largest": error.detach().max()}
+    error = (model(batch["x"]) - batch["y"]).square() * batch["weight"]
+    return ft.Mean(error.sum(), batch["weight"].sum()), {"largest": error.detach().max()}
 
 
 def unweighted(model, batch):

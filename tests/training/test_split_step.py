@@ -79,7 +79,7 @@ def test_split_batch_loses_no_example():
     for count in range(1, 9):
         pieces = split_batch(batch, count)
         assert len(pieces) == min(count, 7)
-        for name in ("x", "y", "kept"):
+        for name in ("x", "y", "weight"):
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), batch[name])
         # A tensor without axes is no example.
         assert all(piece["scale"] is batch["scale"] for piece in pieces)
