@@ -54,10 +54,3 @@ def test_a_step_with_an_operation_without_a_fake_implementation_cannot_be_predic
     step(state, torch.ones(3))
     with pytest.raises(TraceError, match=r"anatomy: runs the step on fake tensors.* loss fails: .*only_real"):
         ft.anatomy(step, state, torch.ones(3))
-
-
-@pytest.mark.parametrize("options", [{}, {"mesh": (1, 2)}])
-def test_tune_needs_a_state_for_a_step_without_a_module(options):
-    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
-    with pytest.raises(StructureError, match=r"^tune: .* has no module; pass a state: tune\(step, step\.init"):
-        ft.tune(step, None, torch.ones(4), memory="1GB", **options)
