@@ -58,7 +58,6 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
 
 OPTIONS = {}, {"lowering": "split"}, {"lowering": "whole", "donate": True}
 
-
 COMPILED = {("gpt", "bf16"): OPTIONS, ("bert", "accumulate"): (), ("convnet", "remat"): ()}
 """Model and wrappers -> the options of `compiled` that `make test` runs; `make test-all` runs all with each."""
 

@@ -52,7 +52,6 @@ RUNS = {
     "captured": lambda step, state, batch: ft.compiled(backend="eager")(ft.remat()(step))(state, batch),
 }
 
-
 PLACES = ["attribute", "list", "dict"]
 
 
