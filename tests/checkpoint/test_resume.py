@@ -177,7 +177,6 @@ DATA = {
     "prefetched": lambda: ft.data.prefetch(loaded(), "cpu"),
 }
 
-
 ENDS = [*(("stateful", steps) for steps in (4, 5, 7)), ("loader", 5), ("loader with workers", 4), ("prefetched", 7)]
 OTHER_ENDS = [end for end in itertools.product(DATA, (4, 5, 7)) if end not in ENDS]
 
