@@ -14,6 +14,7 @@ from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
 from ftrain.checkpoint.journal import ENCODE, NAME, Journal, Mark, check, parse_mark, read
 from ftrain.errors import CheckpointError
+from tests.checkpoint.interrupted_runs import without_times
 
 HARD = [
     {"step": 1, "loss": 0.1, "large": 2**70, "yes": True, "none": None, "text": 'tëxt "\n\ud800'},
@@ -152,10 +153,6 @@ def train(directory, steps, **options):
         checkpoints=checkpoints,
         progress=False,
     )
-
-
-def without_times(history):
-    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
 
 
 def test_the_size_of_a_checkpoint_does_not_grow_with_the_history(tmp_path):

@@ -1,4 +1,4 @@
-"""A checkpoint is loaded into a tree of another structure with `partial` and `rename`, or the differences are listed."""
+"""A checkpoint is loaded into a tree of another structure with `partial` and `rename`, or its differences listed."""
 
 import pytest
 import torch
