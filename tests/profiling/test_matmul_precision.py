@@ -144,9 +144,11 @@ def test_tf32_and_a_matmul_precision_are_refused_together():
     ):
         with failing(ComposeError, second.text, f"{first.text} sets the precision", "leave out one of the two"):
             make(squares, first, second)
-    assert "with_amp(bf16) <- matmul_precision(high)" in repr(
-        make(squares, ft.with_amp("bf16"), ft.matmul_precision("high"))
-    )
+
+
+def test_bf16_and_a_matmul_precision_go_together():
+    step = make(squares, ft.with_amp("bf16"), ft.matmul_precision("high"))
+    assert "with_amp(bf16) <- matmul_precision(high)" in repr(step)
 
 
 SWITCHES = {

@@ -183,11 +183,13 @@ def test_shards_of_unequal_length_are_padded_before_they_are_sent():
 def test_a_plan_does_not_depend_on_where_the_state_is(level):
     step, batch = make("clip"), transformer(causal=True)[1]
     divided = ft.sharded(ft.parallel.mesh(), 1)(step)
-    plans = [
-        ft.anatomy(each, state, batch, mesh=(2, 4), level=level, measure=False).as_dict()
-        for each, state in ((step, None), (step, step.init()), (divided, divided.init()), (divided, None))
-    ]
-    assert all(plan == plans[0] for plan in plans)
+    steps_and_states = (step, None), (step, step.init()), (divided, divided.init()), (divided, None)
+    expected, *plans = (
+        ft.anatomy(planned, state, batch, mesh=(2, 4), level=level, measure=False).as_dict()
+        for planned, state in steps_and_states
+    )
+    for plan in plans:
+        assert plan == expected
     torch.distributed.destroy_process_group()
 
 
