@@ -17,15 +17,15 @@ def test_a_step_is_replayed(at, data_class, tmp_path):
     step, data = make(ft.clip(1.0)), data_class(batches())
     checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=2)
     expected = fit(step, data, checkpoints=checkpoints)
-    first = step.init(seed=3)
-    state, batch = ft.replay(step, first, data, checkpoints, at=at)
+    first_state = step.init(seed=3)
+    state, batch = ft.replay(step, first_state, data, checkpoints, at=at)
     assert int(state.step) == at - 1
     assert torch.equal(batch, batches()[(at - 1) % BATCHES])
     _, metrics = step(state, batch)
     assert float(metrics["loss"]) == expected.history["loss"][at - 1]
     assert float(metrics["grad_norm"]) == expected.history["grad_norm"][at - 1]
     # The replay has not consumed the first state.
-    step(first, batch)
+    step(first_state, batch)
 
 
 @pytest.mark.parametrize(("every", "at"), [(6, 11), (6, 10), (4, 11), (6, 9), (6, 8)])

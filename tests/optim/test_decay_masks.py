@@ -45,7 +45,8 @@ def test_a_decay_mask_that_selects_no_parameter_is_logged(caplog):
     assert message.endswith("params.b, params.w")
     assert not messages(weight_decay=0.1, decay_mask=lambda name, leaf: name == "b")
     assert not messages(decay_mask=lambda name, leaf: False)
-    params = {"b": torch.ones(2)}  # The default mask selects no bias, and need not.
+    # The default mask selects no bias, and need not.
+    params = {"b": torch.ones(2)}
     assert not messages(weight_decay=0.1)
 
 
@@ -87,7 +88,12 @@ def test_invalid_decay_masks_are_refused():
 def test_names_without_wildcards_are_not_matched_as_patterns(monkeypatch):
     """A mask may list the name of every leaf, and comparing each name with each leaf takes quadratic time."""
     compared = []
-    monkeypatch.setattr(name_patterns, "fnmatchcase", lambda name, pattern: compared.append(name) or name == pattern)
+
+    def record_name(name, pattern):
+        compared.append(name)
+        return name == pattern
+
+    monkeypatch.setattr(name_patterns, "fnmatchcase", record_name)
     params = {f"w{i}": torch.ones(()) for i in range(1000)}
     names = [f"w{i}" for i in range(0, 1000, 2)]
     step = ft.train_step(lambda params, batch: sum(params.values()), ft.optim.adamw(0.1), trainable=names)

@@ -66,14 +66,16 @@ def test_the_flops_of_a_grouped_matmul_in_each_dtype(dtype):
     """A grouped matmul multiplies each row by the matrix of one expert."""
     rows, width, outputs, experts = 32, 16, 8, 4
     ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
-    first = nn.Parameter(torch.randn(experts, width, width, dtype=dtype))
-    second = nn.Parameter(torch.randn(experts, width, outputs, dtype=dtype))
+    params = {
+        "first": torch.randn(experts, width, width, dtype=dtype),
+        "second": torch.randn(experts, width, outputs, dtype=dtype),
+    }
 
     def loss(params, batch):
         hidden = F.grouped_mm(batch, params["first"], offs=ends)
         return F.grouped_mm(hidden, params["second"], offs=ends).square().mean()
 
     step = ft.train_step(loss, optim.sgd(0.1))
-    anatomy = ft.anatomy(step, step.init({"first": first, "second": second}), torch.randn(rows, width, dtype=dtype))
+    anatomy = ft.anatomy(step, step.init(params), torch.randn(rows, width, dtype=dtype))
     assert anatomy.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
     assert 0 <= anatomy.overhead < 6000

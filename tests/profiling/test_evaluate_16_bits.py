@@ -139,14 +139,14 @@ def test_an_evaluation_in_bf16_of_adapters_on_frozen_parameters():
 
 
 def test_an_evaluation_in_bf16_casts_floating_point_buffers_and_no_integers():
-    def checked(params, batch, buffers):
+    def loss(params, batch, buffers):
         assert buffers["count"].dtype == torch.int64
         assert buffers["mean"].dtype == torch.bfloat16
         return squares(params, batch), {}, buffers
 
-    step = ft.train_step(checked, ft.optim.sgd(0.1))
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
     state = step.init(params(), buffers={"count": torch.tensor(3), "mean": torch.ones(2)})
-    ft.evaluate(ft.eval_step(checked), state, [batch()], dtype="bf16")
+    ft.evaluate(ft.eval_step(loss), state, [batch()], dtype="bf16")
     assert state.buffers["mean"].dtype == torch.float32
 
 

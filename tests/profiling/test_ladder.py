@@ -150,12 +150,12 @@ def test_only_adam_and_adamw_are_replaced_by_other_optimizers(timed_ladder):
 
 
 def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed_ladder):
-    def checked(model, batch):
+    def criterion(model, batch):
         assert len(batch["weights"]) == len(batch["names"]) == len(batch["x"])
         return squares(model, batch)
 
     inputs = {**batch(8), "weights": [1.0] * 8, "names": ("a",) * 8}
-    ladder = timed_ladder(make(criterion=checked), inputs, techniques=["batch size"], measured=True)
+    ladder = timed_ladder(make(criterion=criterion), inputs, techniques=["batch size"], measured=True)
     assert [row.measured is not None for row in ladder.rows] == [True] * 3
 
 

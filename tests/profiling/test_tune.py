@@ -1,4 +1,4 @@
-"""Tuning: which steps are tried and timed_trials, and which one is chosen."""
+"""Tuning: which steps are tried and timed, and which one is chosen."""
 
 import dataclasses
 import logging
@@ -11,7 +11,7 @@ from ftrain import tree
 from ftrain.errors import DeviceError
 from ftrain.profiling import comparison, rates
 from ftrain.profiling.tuning import run
-from tests.profiling.problem import assert_unchanged, batch, make
+from tests.profiling.problem import assert_unchanged, batch, make, squares
 from tests.profiling.tuning import LENGTH, WIDTH, predicted_peak, step_and_batch, verdicts, wrapper_names
 
 
@@ -71,17 +71,13 @@ def test_the_accumulation_and_rematerialisation_of_the_step_may_change(timed_tri
     step, inputs = step_and_batch(ft.remat(), ft.accumulate(2), ft.clip(1.0))
     assert wrapper_names(timed_trials(step, inputs, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
     # The step as given is a candidate too.
-    trials = timed_trials(
-        step,
-        inputs,
-        {"remat(blocks=2) grad value_and_grad <- accumulate(2)": 0.5},
-        memory=int(1.01 * predicted_peak(step, inputs)),
-    )
+    times = {"remat(blocks=2) grad value_and_grad <- accumulate(2)": 0.5}
+    trials = timed_trials(step, inputs, times, memory=int(1.01 * predicted_peak(step, inputs)))
     assert repr(trials.step) == repr(step)
 
 
 def test_a_model_without_blocks_is_only_split_into_microbatches(timed_trials):
-    loss = ft.from_module(torch.nn.Linear(WIDTH, WIDTH), lambda model, b: (model(b["x"]) - b["y"]).square().mean())
+    loss = ft.from_module(torch.nn.Linear(WIDTH, WIDTH), squares)
     step, inputs = ft.train_step(loss, ft.optim.sgd(0.1)), batch(LENGTH, WIDTH)
     trials = timed_trials(step, inputs, memory=int(0.9 * predicted_peak(step, inputs)))
     assert verdicts(trials)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
@@ -90,7 +86,7 @@ def test_a_model_without_blocks_is_only_split_into_microbatches(timed_trials):
     assert wrapper_names(trials.step) == ["accumulate"]
 
 
-def test_a_model_larger_than_the_memory_of_the_machine():
+def test_a_model_larger_than_the_memory_of_the_machine_is_tuned():
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(30_000, 30_000)) for _ in range(4)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
