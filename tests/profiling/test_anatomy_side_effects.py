@@ -43,6 +43,7 @@ class WithCache(nn.Module):
         return self.inner(x) * table
 
 
+# What runs a model on fake tensors.
 RUNS = {
     "predicted": lambda step, state, batch: ft.anatomy(step, state, batch, measure=False),
     "without a state": lambda step, state, batch: ft.anatomy(step, None, batch),
@@ -53,6 +54,7 @@ RUNS = {
 }
 
 PLACES = ["attribute", "list", "dict"]
+"""Where a module keeps the tensor that it computes in its first run."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,10 @@ def default_handler_of_interrupts():
     ids=["anatomy begins", "anatomy", "hints", "budget", "compiled"],
 )
 def test_an_interrupt_within_a_mode_of_torch_leaves_no_mode_active(run, number, moment, monkeypatch):
-    """Torch enters its fake tensor mode again for many operations, and an error there may abort the process."""
+    """Torch enters its fake tensor mode again for many operations, and an error there may abort the process.
+
+    The interrupt comes in the call of `moment` with this number.
+    """
     step, batch = problem.make(), problem.batch(4)
     state, method = step.init(), getattr(FakeTensorMode, moment)
     calls, events = itertools.count(), []

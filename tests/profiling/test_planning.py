@@ -228,8 +228,10 @@ def test_a_plan_needs_neither_the_memory_of_the_model_nor_the_ranks():
     assert planned.params == 9 * 10**9
     assert planned.at_rest["parameters"] == pytest.approx(9e9 * 4 / 64, rel=0.01)
     assert planned.at_rest["optimizer state"] == pytest.approx(9e9 * 8 / 64, rel=0.01)
-    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2  # A few blocks, not the whole model.
-    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)  # Each rank has two examples.
+    # A few blocks are gathered at a time, not the whole model.
+    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2
+    # Each rank has two examples.
+    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)
 
 
 def test_the_table_of_a_plan():
@@ -252,9 +254,8 @@ def test_the_table_of_a_plan():
 
 @pytest.mark.parametrize("mesh", [8, (8,), (0, 8), (2, -1), (2, 4, 1), (True, 2), (2.0, 4), "28"])
 def test_an_invalid_mesh_is_refused(mesh):
-    with pytest.raises(
-        OptionError, match=r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
-    ):
+    message = r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
+    with pytest.raises(OptionError, match=message):
         ft.anatomy(make("plain"), None, transformer(causal=True)[1], mesh=mesh)
 
 
