@@ -174,6 +174,11 @@ class _RankStep:
                     f"sharded: {other.text} compiles the loss alone, in which random operations would draw by their "
                     "place on a rank; use lowering='blocks', or leave out lowering='split' and dynamic=True"
                 )
+            if self._level == 3 and lowering == "blocks" and step.loss.narrow and not self._as_autocast:
+                raise ComposeError(
+                    f"sharded: {other.text} of blocks at level=3 would keep 16-bit copies of the gathered parameters "
+                    "of all blocks until the backward pass; gather them in 16 bits with gather='amp'"
+                )
             if self._level == 3 and options.get("watch"):
                 raise ComposeError(
                     f"sharded: {other.text} runs parts of the model again in float32, and level 3 gathers the "

@@ -277,7 +277,9 @@ class Step:
         """
         lower = getattr(self.runner, "lower", None)
         if lower is None:
-            raise ComposeError(f"Step.lower: the step is not compiled; use ft.compiled()(step).lower(...):\n{self}")
+            raise ComposeError(
+                f"Step.lower: the step has no graph to report; use ft.compiled()(step).lower(...):\n{self}"
+            )
         lowered: list[Lowered] = []
 
         def run(state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, tree
 from ftrain.errors import ComposeError, log_on_first_rank
+from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.kv_cache import without_kv_cache
 from ftrain.transforms.compile.cache import ShapeRegistry
@@ -25,6 +26,7 @@ from ftrain.transforms.compile.settings import (
     refusing_gradient_of_gradient,
     resolved,
 )
+from ftrain.transforms.remat.policies import FULL, NONE
 from ftrain.types import Loss, LossOutput, PyTree
 
 NO_BLOCKS = (
@@ -36,8 +38,13 @@ NO_CACHE = (
     "graph of its own"
 )
 UNCOMPILED = (
-    "compiled: the blocks of %s run uncompiled, since each of their operations is observed: for random numbers that do "
-    "not depend on the number of ranks, for a policy of remat, or by a dispatch mode of yours"
+    "compiled: the blocks of %s run uncompiled, since they draw random numbers (dropout), which must not depend on the "
+    "number of ranks; lowering='whole' compiles them"
+)
+POLICY = (
+    "compiled: lowering='blocks' cannot be combined with a policy of remat, which decides for each operation of a "
+    "block whether to keep its result, while a compiled block is one operation; use remat() without a policy, or leave "
+    "lowering out"
 )
 
 
@@ -71,10 +78,10 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         forwards = [(block, forward_of(block)) for block in blocks]
         with compiler.cache(), forwarding(forwards), without_cache(), loss.scope(training):
             yield
-        # The first step on ranks is always observed.
-        if runs.are_observed and runs.steps > 0:
+        # The first step on ranks always runs like this, to find out whether the loss draws.
+        if runs.have_drawn and runs.steps > 0:
             log_once(UNCOMPILED, loss.name)
-        runs.are_observed, runs.steps = False, runs.steps + 1
+        runs.have_drawn, runs.steps = False, runs.steps + 1
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         run = partial(loss.fn, params, batch, rng=rng, buffers=buffers)
@@ -93,12 +100,23 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=texts)
 
 
+def require_no_policy(step: Any) -> None:
+    """Raise a ComposeError if `remat` decides for each operation of a block whether to keep its result."""
+    for wrapper in step.wrappers:
+        options = wrapper.options or {}
+        chosen = options.get("blocks")
+        policies = [options.get("policy", FULL), *(chosen.values() if isinstance(chosen, Mapping) else ())]
+        has_policy = options.get("budget") is not None or any(policy not in (None, FULL, NONE) for policy in policies)
+        if wrapper.name == "remat" and has_policy:
+            raise ComposeError(POLICY)
+
+
 @dataclasses.dataclass
 class _Runs:
-    """The number of steps so far, and whether blocks ran uncompiled in the current one."""
+    """The number of steps so far, and whether blocks drew random numbers from a key in the current one."""
 
     steps: int = 0
-    are_observed: bool = False
+    have_drawn: bool = False
 
 
 def _run(
@@ -109,14 +127,14 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block compiled; uncompiled if a dispatch mode observes its operations, which Dynamo would not call.
+    """Run a block compiled; uncompiled if a dispatch mode must see its operations, for random numbers, say.
 
     `block` has the block itself if the compiled function is its method.
     """
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if _torch.active_modes():
-        runs.are_observed = True
+        runs.have_drawn = runs.have_drawn or torch_ops.current() is not None
         return forward(*args, **kwargs)
     args, kwargs = resolved((args, kwargs))
     return compiled_for(tree.device_of((args, kwargs)))(*block, *args, **kwargs)

@@ -164,5 +164,5 @@ def test_a_graph_break_raises_with_fullgraph_or_a_whole_graph():
 
 def test_a_step_that_is_not_compiled_cannot_be_lowered():
     step = ft.train_step(lambda params, batch: params.sum(), ft.optim.sgd(0.1))
-    with pytest.raises(ComposeError, match=r"Step\.lower: the step is not compiled; use ft\.compiled"):
+    with pytest.raises(ComposeError, match=r"Step\.lower: the step has no graph to report; use ft\.compiled"):
         step.lower(step.init(torch.ones(2)), None)

@@ -1,0 +1,202 @@
+"""`compiled(lowering="blocks")`: blocks of one class share a graph; what is refused; what runs uncompiled."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import register_backend
+
+import ftrain as ft
+from ftrain.errors import BatchError, ComposeError, OptionError, TraceError
+
+# Dynamo reads the .grad of every tensor it traces, which makes torch warn.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+GRAPHS = []
+"""The graphs that the backend `ftrain_counting` has got in the current test."""
+
+
+@register_backend
+def ftrain_counting(graph, inputs):
+    GRAPHS.append(graph)
+    return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def no_graphs():
+    GRAPHS.clear()
+
+
+class Block(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.linear(self.norm(x)).tanh())
+
+
+def make_net(blocks=3, **options):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(*(Block(**options) for _ in range(blocks)))).double()
+
+
+def square_loss(net, batch):
+    return net(batch["x"]).square().mean()
+
+
+def make_step(*wrappers, net=None, criterion=square_loss, **options):
+    compiled = ft.compiled(lowering="blocks", **{"backend": "ftrain_counting", **options})
+    loss = ft.from_module(make_net() if net is None else net, criterion)
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(0.01)), *wrappers, compiled)
+
+
+def train(step, lengths=(6, 6, 6), **more):
+    generator = torch.Generator().manual_seed(1)
+    state = step.init()
+    for length in lengths:
+        state, _ = step(state, {"x": torch.randn(length, 3, generator=generator, dtype=torch.float64), **more})
+    return state
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2), ft.remat(), ft.clip(0.1))], ids=["alone", "stack"])
+def test_blocks_of_one_class_share_one_graph(wrappers):
+    train(make_step(*wrappers, net=make_net(blocks=5)))
+    assert len(GRAPHS) == 1
+
+
+def test_an_evaluation_compiles_blocks_as_well():
+    step = make_step()
+    state, batches = step.init(), [{"x": torch.randn(n, 3, dtype=torch.float64)} for n in (4, 4)]
+    expected = ft.evaluate(ft.eval_step(ft.from_module(make_net(), square_loss)), state, batches)
+    of_step = ft.evaluate(ft.eval_step(step.loss), state, batches)
+    assert len(GRAPHS) == 1
+    evaluation = ft.compiled(lowering="blocks", backend="ftrain_counting")(
+        ft.eval_step(ft.from_module(make_net(), square_loss))
+    )
+    by_itself = ft.evaluate(evaluation, state, batches)
+    assert len(GRAPHS) == 2
+    assert of_step == by_itself == expected
+
+
+def test_layers_of_transformers_share_a_graph_without_their_cache_of_keys_and_values(caplog):
+    families = pytest.importorskip("tests.laws.transformers_families")
+    torch.manual_seed(0)
+    llama = families.causal("LlamaConfig", "LlamaForCausalLM", num_hidden_layers=3).double()
+    batch, params = families.of_tokens(), []
+    for wrappers in ([ft.compiled(lowering="blocks", backend="ftrain_counting")], []):
+        with caplog.at_level(logging.WARNING, "ftrain"):
+            step = ft.compose(ft.train_step(ft.from_module(llama), ft.optim.adamw(0.01)), *wrappers)
+            state = step.init()
+            for _ in range(2):
+                state, _ = step(state, batch)
+        params.append(state.params)
+    torch.testing.assert_close(*params, rtol=1e-12, atol=1e-14)
+    assert len(GRAPHS) == 1
+    assert caplog.text.count("LlamaForCausalLM runs without its cache of keys and values") == 1
+    assert llama.config.use_cache
+
+
+class Counting(nn.Module):
+    """A block that adds what it gets to a buffer, and keeps the last mean in another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        self.total.add_(x.detach().sum(0))
+        self.last = x.detach().mean(0)
+        return x + self.linear(x) * self.last
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2), ft.remat())], ids=["alone", "stack"])
+def test_buffers_that_blocks_change_advance_as_in_an_eager_step(wrappers):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Counting(), Counting())).double()
+    actual = train(make_step(*wrappers, net=net, backend="aot_eager"))
+    expected = train(ft.compose(ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)), *wrappers))
+    torch.testing.assert_close(actual.buffers, expected.buffers, rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-12, atol=1e-15)
+
+
+def test_more_shapes_than_max_graphs_are_an_error_and_texts_do_not_count():
+    step = make_step(max_graphs=2)
+    for name in "abcd":
+        train(step, lengths=(4, 6), name=name)
+    with pytest.raises(BatchError, match=r"compiled: 3 kinds of batches need as many graphs.*batch\.x"):
+        train(step, lengths=(4, 6, 8))
+
+
+def test_dynamic_shapes_need_no_graph_for_each_length():
+    train(make_step(dynamic=True, max_graphs=1), lengths=range(4, 14))
+    assert len(GRAPHS) <= 2
+
+
+def gradient_penalty(net, batch):
+    x = batch["x"].detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return gradient.square().mean()
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_gradient_of_a_gradient_is_an_error(on_mesh):
+    # On a mesh blocks are compiled from the second step on.
+    wrappers = [ft.sharded(ft.parallel.mesh())] if on_mesh else []
+    with pytest.raises(TraceError, match=r"differentiates it again.*lowering='whole'"):
+        train(make_step(*wrappers, criterion=gradient_penalty, backend="aot_eager"))
+
+
+def test_it_needs_repeated_layers():
+    step = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1))
+    with pytest.raises(ComposeError, match=r"repeated in a ModuleList or Sequential, and loss has none"):
+        ft.compiled(lowering="blocks")(step)
+    step = ft.train_step(ft.from_module(nn.Linear(2, 2), square_loss), ft.optim.sgd(0.1))
+    with pytest.raises(ComposeError, match=r"square_loss\(Linear\) has none"):
+        ft.compiled(lowering="blocks")(step)
+
+
+def test_it_has_no_graph_of_the_whole_step():
+    with pytest.raises(OptionError, match=r"replay=True needs one graph of the whole step"):
+        ft.compiled(lowering="blocks", replay=True)
+    step = make_step()
+    assert "square_loss(Sequential) <- compiled(blocks=3)" in repr(step)
+    with pytest.raises(ComposeError, match=r"Step\.lower: the step has no graph to report"):
+        step.lower(step.init(), {"x": torch.ones(2, 3, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(
+    "remat", [ft.remat("dots"), ft.remat(blocks={Block: "dots"}), ft.remat(budget=0.5)], ids=["all", "some", "budget"]
+)
+def test_a_policy_of_remat_is_refused_in_either_order(remat):
+    with pytest.raises(ComposeError, match=r"lowering='blocks' cannot be combined with a policy of remat"):
+        make_step(remat)
+    with pytest.raises(ComposeError, match=r"lowering='blocks' cannot be combined with a policy of remat"):
+        remat(make_step())
+
+
+def test_memory_is_predicted_from_uncompiled_blocks():
+    step, batch = make_step(), {"x": torch.ones(4, 3, dtype=torch.float64)}
+    report = ft.anatomy(step, step.init(), batch, measure=False)
+    eager = ft.compose(ft.train_step(ft.from_module(make_net(), square_loss), ft.optim.adamw(0.01)))
+    assert report.peak == ft.anatomy(eager, eager.init(), batch, measure=False).peak
+    assert not GRAPHS
+    train(step)
+    assert len(GRAPHS) == 1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_blocks_that_draw_run_uncompiled_on_a_mesh_and_the_log_says_so(p, caplog):
+    net = make_net(p=p)
+    mesh = ft.parallel.mesh()
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        actual = train(make_step(ft.accumulate(2), ft.sharded(mesh), net=net))
+    eager = ft.compose(
+        ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)), ft.accumulate(2), ft.sharded(mesh)
+    )
+    torch.testing.assert_close(actual.params, train(eager).params, rtol=1e-12, atol=1e-15)
+    assert len(GRAPHS) == (0 if p else 1)
+    assert ("run uncompiled, since they draw random numbers" in caplog.text) == bool(p)
