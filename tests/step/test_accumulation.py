@@ -109,18 +109,21 @@ def test_an_update_is_skipped_if_the_gradient_of_any_microbatch_is_not_finite(ba
     assert_same_bits(new.params, state.params)
 
 
-def test_a_parameter_that_the_loss_does_not_use_is_refused_or_left_alone():
-    params = {"a": torch.ones(2), "b": torch.ones(2)}
+def loss_without_b(params, batch):
+    return (params["a"] * batch).sum()
 
-    def loss(params, batch):
-        return (params["a"] * batch["x"]).sum()
 
-    batch = {"x": torch.ones(4, 2)}
-    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1)))
+def test_a_parameter_that_the_loss_does_not_use_is_refused():
+    step = ft.accumulate(2)(ft.train_step(loss_without_b, optim.sgd(0.1)))
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
-        step(step.init(params), batch)
-    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1), allow_unused=True))
-    assert torch.equal(step(step.init(params), batch)[0].params["b"], params["b"])
+        step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(4, 2))
+
+
+def test_a_parameter_that_the_loss_need_not_use_is_not_changed():
+    step = ft.accumulate(2)(ft.train_step(loss_without_b, optim.sgd(0.1), allow_unused=True))
+    new, _ = step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(4, 2))
+    assert torch.equal(new.params["b"], torch.ones(2))
+    assert not torch.equal(new.params["a"], torch.ones(2))
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
@@ -158,15 +161,18 @@ def test_one_compiled_loss_serves_all_microbatches():
 
 def mean_times_weight(params, batch):
     """Return a Mean whose total is a mean times its weight: NaN x 0 if nothing counts."""
-    count = batch["kept"].sum()
-    kept = batch["x"] * batch["kept"] * params["a"]
-    value = nn.functional.mse_loss(kept.sum() / batch["kept"].sum().clamp_min(1), torch.tensor(1.0))
-    mean = value + torch.where(count == 0, torch.nan, 0.0)
-    return ft.Mean(mean * count, count), {"again": ft.Mean(mean.detach() * count, count)}
+    count = batch["mask"].sum()
+    prediction = (batch["x"] * batch["mask"] * params["a"]).sum() / count.clamp_min(1)
+    mean = (prediction - 1).square() + torch.where(count == 0, torch.nan, 0.0)
+    return ft.Mean(mean * count, count), {"copy": ft.Mean(mean.detach() * count, count)}
 
 
-EMPTY = {"x": torch.tensor([7.0, 8.0]), "kept": torch.zeros(2)}
-FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
+WITHOUT_WEIGHT = {"x": torch.tensor([7.0, 8.0]), "mask": torch.zeros(2)}
+WITH_WEIGHT = {"x": torch.tensor([2.0, 3.0]), "mask": torch.tensor([1.0, 0.0])}
+
+
+def state_with(value):
+    return ft.train_step(mean_times_weight, optim.sgd(0.1)).init({"a": torch.tensor(value)})
 
 
 @pytest.mark.parametrize(
@@ -180,48 +186,47 @@ FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
     ],
     ids=["plain", "skip_nonfinite", "clip", "fp16", "whole"],
 )
-@pytest.mark.parametrize("microbatches", [(EMPTY, FULL), (FULL, EMPTY)], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "microbatches", [(WITHOUT_WEIGHT, WITH_WEIGHT), (WITH_WEIGHT, WITHOUT_WEIGHT)], ids=["first", "last"]
+)
 def test_a_microbatch_without_weight_adds_nothing_even_if_it_is_nan(microbatches, wrappers):
     base = ft.train_step(mean_times_weight, optim.sgd(0.1))
-    state = base.init({"a": torch.tensor(1.5)})
-    expected, expected_metrics = base(state, FULL)
+    state = state_with(1.5)
+    expected, expected_metrics = base(state, WITH_WEIGHT)
     step = ft.compose(base, ft.accumulate(2), *wrappers)
-    batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in EMPTY}
+    batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in WITH_WEIGHT}
     new, metrics = step(step.init({"a": torch.tensor(1.5)}), batch)
     torch.testing.assert_close(new.params, expected.params, rtol=1e-6, atol=0)
     assert not torch.equal(new.params["a"], state.params["a"])
-    assert float(metrics["loss"]) == float(expected_metrics["loss"])
-    assert float(metrics["again"]) == float(expected_metrics["again"]) == float(expected_metrics["loss"])
+    assert float(metrics["loss"]) == float(metrics["copy"]) == float(expected_metrics["loss"])
 
 
 def test_a_batch_without_weight_changes_nothing_and_has_no_mean():
     step = ft.skip_nonfinite(1)(ft.train_step(mean_times_weight, optim.sgd(0.1)))
     state = step.init({"a": torch.tensor(1.5)})
-    new, metrics = step(state, EMPTY)
+    new, metrics = step(state, WITHOUT_WEIGHT)
     assert torch.equal(new.params["a"], state.params["a"])
     assert int(new.slots["skip_nonfinite"]["skipped"]) == 0
     assert torch.isnan(metrics["loss"])
 
 
 def test_an_evaluation_leaves_out_batches_without_weight():
-    step, state = (
-        ft.eval_step(mean_times_weight),
-        ft.train_step(mean_times_weight, optim.sgd(0.1)).init({"a": torch.tensor(1.5)}),
-    )
-    expected = ft.evaluate(step, state, [FULL])
-    assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == expected
-    assert expected["again"] == expected["loss"]
-    with pytest.warns(UserWarning, match="the mean of loss, again is NaN"):
-        means = ft.evaluate(step, state, [EMPTY, EMPTY])
+    evaluation, state = ft.eval_step(mean_times_weight), state_with(1.5)
+    expected = ft.evaluate(evaluation, state, [WITH_WEIGHT])
+    assert ft.evaluate(evaluation, state, [WITHOUT_WEIGHT, WITH_WEIGHT, WITHOUT_WEIGHT]) == expected
+    assert expected["copy"] == expected["loss"]
+
+
+def test_an_evaluation_of_batches_without_weight_has_no_mean_and_warns():
+    evaluation = ft.eval_step(mean_times_weight)
+    with pytest.warns(UserWarning, match="the mean of loss, copy is NaN"):
+        means = ft.evaluate(evaluation, state_with(1.5), [WITHOUT_WEIGHT, WITHOUT_WEIGHT])
     assert all(math.isnan(mean) for mean in means.values())
 
 
-def test_a_nan_that_counts_is_not_hidden():
-    step, state = (
-        ft.eval_step(mean_times_weight),
-        ft.train_step(mean_times_weight, optim.sgd(0.1)).init({"a": torch.tensor(torch.nan)}),
-    )
-    assert math.isnan(ft.evaluate(step, state, [EMPTY, FULL])["loss"])
+def test_an_evaluation_does_not_hide_a_nan_that_counts():
+    means = ft.evaluate(ft.eval_step(mean_times_weight), state_with(torch.nan), [WITHOUT_WEIGHT, WITH_WEIGHT])
+    assert math.isnan(means["loss"])
 
 
 @pytest.mark.parametrize(("metric", "shown"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
@@ -243,9 +248,8 @@ def test_a_metric_whose_shape_differs_between_microbatches_is_refused(length, mi
         return errors.mean(), {"errors": errors.detach()}
 
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(microbatches))
-    with pytest.raises(
-        LossError, match=r"accumulate: the metric 'errors' has the shape \[.\] in one microbatch, and \["
-    ):
+    message = r"accumulate: the metric 'errors' has the shape \[.\] in one microbatch, and \["
+    with pytest.raises(LossError, match=message):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(length, 3)})
 
 

@@ -20,7 +20,11 @@ def test_the_device_of_a_tree_without_tensors_is_the_host():
 def test_to_moves_tensors_and_keeps_other_leaves():
     meta = tree.to({"a": torch.ones(2), "n": 3}, "meta")
     assert (meta["a"].is_meta, meta["n"]) == (True, 3)
-    assert tree.to(meta["a"], "meta") is meta["a"]
+
+
+def test_to_returns_a_tree_itself_that_is_on_the_device():
+    on_meta = {"a": torch.ones(2, device="meta")}
+    assert tree.to(on_meta, torch.device("meta")) is on_meta
 
 
 class Graph:
