@@ -1,9 +1,10 @@
-"""Measure the memory of steps with and without `linear_cross_entropy`: a process of its own, for its peak never falls.
+"""Measure the memory of steps with and without `linear_cross_entropy`.
 
 python -m tests.losses.memory_script FOLDER LOWERING ROWS CLASSES WIDTH
 
-Writes the trace of step N, which has every allocation of a tensor, to N.json of the folder, and the peak bytes of the
-process and the loss of each step to steps.json. The step that needs less memory comes first.
+It runs in a new process, because the peak memory of a process never falls; the step that needs less memory comes first.
+The trace of step N, which has every allocation of a tensor, is written to N.json in the folder. The peak bytes of the
+process and the loss of each step are written to steps.json.
 """
 
 import json

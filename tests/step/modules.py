@@ -1,4 +1,4 @@
-"""Modules with what a step must handle, their batches and losses, and a plain torch loop that trains them."""
+"""Modules with dropout, BatchNorm, tied weights and reassigned buffers, and a plain torch loop that trains them."""
 
 import copy
 
