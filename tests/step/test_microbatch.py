@@ -67,9 +67,9 @@ def test_the_first_pieces_of_a_batch_that_is_not_divisible_are_longer():
     assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4], [5]]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_only_a_list_as_long_as_the_whole_batch_is_split(size):
-    """The batch is split among ranks, microbatches and pieces. `coefs` is as long as a part of it, and goes to each."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_a_list_as_long_as_the_whole_batch_is_split(ranks):
+    """Among ranks, microbatches and pieces. `coefs` is as long as a part of the batch, and every part gets all of it."""
 
     def loss(params, batch):
         powers = torch.stack([coef * batch["x"] ** n for n, coef in enumerate(batch["coefs"])])
@@ -98,7 +98,7 @@ def test_only_a_list_as_long_as_the_whole_batch_is_split(size):
             means = ft.evaluate(evaluation, state, [batch], on_oom="split")
             assert means["loss"] == pytest.approx(expected_loss, rel=1e-12)
 
-    run(size, compare_on_rank)
+    run(ranks, compare_on_rank)
 
 
 @pytest.mark.parametrize("convert", [list, tuple, np.array], ids=lambda convert: convert.__name__)
