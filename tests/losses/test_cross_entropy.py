@@ -22,7 +22,7 @@ from tests.losses.cases import (
 
 
 @pytest.mark.parametrize("shape", [(17,), (4, 6), (2, 3, 4)])
-@pytest.mark.parametrize("ignore_index", [-100, 0, 2])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 2, 255])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("weight", [None, class_weights()])
 def test_value_and_gradient_are_those_of_torch(shape, ignore_index, smoothing, weight):

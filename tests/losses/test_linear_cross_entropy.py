@@ -35,7 +35,8 @@ def assert_equals_logits(hidden, weight, labels, *, rtol=1e-12, atol=1e-13, **op
 def test_loss_and_gradients_for_any_shape_and_chunk(smoothing, class_weight, biased):
     weight, bias = layer()
     options = {"label_smoothing": smoothing, "class_weight": class_weight, "bias": bias if biased else None}
-    for shape, ignored, chunk in itertools.product([(20,), (4, 5), (2, 2, 5)], [-100, 2], [None, 1, 3, 20, 100]):
+    shapes, chunks = [(20,), (4, 5), (2, 2, 5)], [None, 1, 3, 20, 100]
+    for shape, ignored, chunk in itertools.product(shapes, [-100, 2, 255], chunks):
         labels = random_labels(*shape, ignore_index=ignored)
         assert_equals_logits(randn(*shape, WIDTH), weight, labels, ignore_index=ignored, chunk=chunk, **options)
 

@@ -69,7 +69,7 @@ def test_the_first_pieces_of_a_batch_that_is_not_divisible_are_longer():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_a_list_as_long_as_the_whole_batch_is_split(ranks):
-    """Among ranks, microbatches and pieces. `coefs` is as long as a part of the batch, and every part gets all of it."""
+    """Among ranks, microbatches and pieces. `coefs` is as long as a part of the batch, and each part gets all of it."""
 
     def loss(params, batch):
         powers = torch.stack([coef * batch["x"] ** n for n, coef in enumerate(batch["coefs"])])
