@@ -124,6 +124,20 @@ def test_torchs_operations_draw_the_numbers_of_their_examples():
             assert_same_bits(draw_by_torch(x[4:]), tuple(tensor[4:] for tensor in whole))
 
 
+def test_rewound_repeats_the_draws_of_its_examples_and_restores_those_of_the_microbatch():
+    key, x = random.key(27), torch.ones(8, 5)
+    with Keyed(key):
+        first, second, third = (F.dropout(x, 0.5) for _ in range(3))
+    with Keyed(key) as keyed, keyed.for_examples(3, 5, 0):
+        F.dropout(x[3:], 0.5)
+        assert_same_bits(F.dropout(x[3:], 0.5), second[3:])
+        with keyed.rewound(0):
+            assert_same_bits(F.dropout(x, 0.5), first)
+        with keyed.rewound(0, (0, 2)):
+            assert_same_bits(F.dropout(x[:2], 0.5), first[:2])
+        assert_same_bits(F.dropout(x[3:], 0.5), third[3:])
+
+
 def test_draws_after_microbatches_are_those_after_the_batch():
     key, x = random.key(26), torch.linspace(-1, 1, 40).reshape(8, 5)
     with Keyed(key) as keyed:
