@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import optim, tree
-from tests.profiling.test_anatomy import LivePeak
+from tests.profiling.live_memory import LivePeak
 from tests.step.modules import mean_square
 from tests.step.states import assert_same_bits
 
