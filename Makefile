@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
 OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py transforms/compile/test_graph_passes.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
-	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes \
+	test_types.py test_versions.py data/test_workers.py random/test_draws_in_every_mode.py::test_dynamic_shapes \
 	transforms/compile/test_evaluation.py laws/test_compiled.py::test_a_split_step_does_not_lose_the_gradient_of_a_gradient)
 
 # Ranks as threads of one process: what they trace at once would disturb the compiled steps of other tests.
@@ -29,7 +29,7 @@ CPU_TESTS := $(addprefix tests/,backends/test_emulated.py \
 	backends/test_doctor.py)
 
 # What needs a GPU. The first file lets the tests see it; they take turns on it.
-GPU_TESTS := $(addprefix tests/,test_cuda.py random/test_keys.py::test_gpu_draws_the_same_bits data/test_prefetch.py \
+GPU_TESTS := $(addprefix tests/,test_cuda.py random/test_draws_in_every_mode.py::test_gpu_draws_the_same_bits data/test_prefetch.py \
 	$(addprefix backends/test_registry.py::test_,the_record_of_cuda_works \
 	a_step_on_cuda_reads_nothing_and_agrees_with_the_cpu))
 

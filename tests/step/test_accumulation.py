@@ -1,4 +1,6 @@
-"""Gradients of microbatches that are added up within the backward pass: their memory and their values."""
+"""`accumulate`: gradients and metrics of microbatches, of any weight, in any dtype and for unused parameters."""
+
+import math
 
 import pytest
 import torch
@@ -8,15 +10,16 @@ import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import LossError
 from tests.parallel.ranks import run
+from tests.step.states import assert_same_bits
 
 
-def both(params, batch):
-    # The two gradients are views of the same memory.
+def sum_of_views(params, batch):
+    # The gradients of the two parameters are views of the same memory.
     return ((params["a"].view(6) + params["b"].view(6)) * batch["x"].sum(0)).sum()
 
 
 LOSSES = {
-    "two gradients in one memory": (both, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}),
+    "two gradients in one memory": (sum_of_views, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}),
     "one number for all": (lambda params, batch: params["a"].sum() * batch["x"].sum(), {"a": torch.ones(3, 4)}),
     "in another layout": (
         lambda params, batch: (params["a"].t().contiguous() * batch["x"].sum()).sum(),
@@ -42,28 +45,27 @@ LOSSES = {
 def test_sums_of_gradients_overwrite_no_other_tensor(name, weighted):
     loss, params = LOSSES[name]
 
-    def weighing(params, batch):
+    def weighted_loss(params, batch):
         count = batch["x"].shape[0] * 1.5
         return ft.Mean(loss(params, batch) * count, torch.tensor(count))
 
     batch = {"x": torch.arange(24.0).view(4, 6)}
     before = batch["x"].clone()
-    step = ft.compose(ft.train_step(weighing if weighted else loss, optim.sgd(0.1)), ft.accumulate(4))
+    step = ft.compose(ft.train_step(weighted_loss if weighted else loss, optim.sgd(0.1)), ft.accumulate(4))
     state = step.init(params)
     new, _ = step(state, batch)
-    grads = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
+    expected = tree.clone(state.params)
     for row in batch["x"].split(1):
-        leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(state.params)]
-        value = loss(dict(zip(params, leaves, strict=True)), {"x": row})
-        for total, grad in zip(grads, torch.autograd.grad(value, leaves), strict=True):
-            total += grad / 4
+        leaves = {name: leaf.clone().requires_grad_() for name, leaf in state.params.items()}
+        grads = torch.autograd.grad(loss(leaves, {"x": row}), list(leaves.values()))
+        for name, grad in zip(leaves, grads, strict=True):
+            expected[name] -= 0.1 * grad / 4
     assert torch.equal(batch["x"], before)
-    for old, leaf, grad in zip(tree.leaves(state.params), tree.leaves(new.params), grads, strict=True):
-        torch.testing.assert_close(leaf, old - 0.1 * grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(new.params, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [[0.0, 3.0, 1.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1e-30, 1.0, 1e30]])
-def test_pieces_of_any_weight_are_a_weighted_mean(weights):
+def test_microbatches_of_any_weight_are_a_weighted_mean(weights):
     def loss(params, batch):
         return ft.Mean((params["w"] * batch["x"] * batch["weight"]).sum(), batch["weight"].sum())
 
@@ -80,8 +82,8 @@ def test_pieces_of_any_weight_are_a_weighted_mean(weights):
 
 
 @pytest.mark.parametrize("weights", [[1.0, 60000.0], [60000.0, 1.0], [0.0, 60000.0]])
-def test_scaled_gradients_of_pieces_of_any_weight_do_not_overflow(weights):
-    """The gradient of a mean does not overflow, and no sum of weighted pieces is larger than that of a mean."""
+def test_scaled_gradients_of_microbatches_of_any_weight_do_not_overflow(weights):
+    """The gradient of a mean does not overflow, and no weighted sum is larger."""
 
     def loss(model, batch):
         weight = batch["weight"].sum()
@@ -89,48 +91,49 @@ def test_scaled_gradients_of_pieces_of_any_weight_do_not_overflow(weights):
 
     batch = {"x": torch.ones(2, 4), "weight": torch.tensor(weights)}
     step = ft.train_step(ft.from_module(nn.Linear(4, 1), loss), optim.sgd(1.0))
-    state = step.init()
-    new, metrics = ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2))(ft.with_amp("fp16")(step).init(), batch)
+    accumulated = ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2))
+    new, metrics = accumulated(accumulated.init(), batch)
     assert not metrics["skipped"]
-    expected, _ = step(state, batch)
+    expected, _ = step(step.init(), batch)
     torch.testing.assert_close(new.params, expected.params, rtol=1e-3, atol=1e-3)
 
 
-def test_a_piece_whose_gradient_is_not_finite_spoils_the_sum():
-    loss = ft.from_module(nn.Linear(2, 1), lambda model, batch: model(batch["x"]).mean())
+@pytest.mark.parametrize("bad", range(4))
+def test_an_update_is_skipped_if_the_gradient_of_any_microbatch_is_not_finite(bad):
+    loss = ft.from_module(nn.Linear(2, 1), lambda model, batch: model(batch).mean())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2), ft.skip_nonfinite(3))
-    state = step.init()
-    for bad in range(4):
-        x = torch.ones(4, 2)
-        x[bad] = float("inf")
-        new, metrics = step(state, {"x": x})
-        assert metrics["skipped"]
-        for a, b in zip(tree.leaves(state.params), tree.leaves(new.params), strict=True):
-            assert torch.equal(a, b)
+    state, batch = step.init(), torch.ones(4, 2)
+    batch[bad] = float("inf")
+    new, metrics = step(state, batch)
+    assert metrics["skipped"]
+    assert_same_bits(new.params, state.params)
 
 
-def test_a_parameter_that_the_loss_does_not_use_is_refused_or_left_alone():
-    params = {"a": torch.ones(2), "b": torch.ones(2)}
+def loss_without_b(params, batch):
+    return (params["a"] * batch).sum()
 
-    def loss(params, batch):
-        return (params["a"] * batch["x"]).sum()
 
-    batch = {"x": torch.ones(4, 2)}
-    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1)))
+def test_a_parameter_that_the_loss_does_not_use_is_refused():
+    step = ft.accumulate(2)(ft.train_step(loss_without_b, optim.sgd(0.1)))
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
-        step(step.init(params), batch)
-    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1), allow_unused=True))
-    assert torch.equal(step(step.init(params), batch)[0].params["b"], params["b"])
+        step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(4, 2))
+
+
+def test_a_parameter_that_the_loss_need_not_use_is_not_changed():
+    step = ft.accumulate(2)(ft.train_step(loss_without_b, optim.sgd(0.1), allow_unused=True))
+    new, _ = step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(4, 2))
+    assert torch.equal(new.params["b"], torch.ones(2))
+    assert not torch.equal(new.params["a"], torch.ones(2))
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
+def test_a_parameter_that_some_microbatches_do_not_use(weighted, wrappers):
     """Such as an expert. `b` and `c` get one tensor as their first gradient, which must not become both sums."""
     params = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
 
     def loss(params, batch):
-        is_last = len(batch["x"]) == 1  # Of three pieces of 2, 2 and 1 examples.
+        is_last = len(batch["x"]) == 1  # Of three microbatches of 2, 2 and 1 examples.
         total = (params["a"] * batch["x"]).sum() + ((params["b"] + params["c"]).sum() if is_last else 0.0)
         return ft.Mean(total, torch.tensor(float(len(batch["x"])))) if weighted else total / len(batch["x"])
 
@@ -140,8 +143,8 @@ def test_a_parameter_that_some_pieces_do_not_use(weighted, wrappers):
     torch.testing.assert_close(state.params, expected)
 
 
-def test_one_compiled_loss_serves_all_pieces():
-    """Dynamo does not compile again because the leaves have a gradient from the second piece on."""
+def test_one_compiled_loss_serves_all_microbatches():
+    """Dynamo does not compile again because the leaves have a gradient from the second microbatch on."""
     loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.train_step(loss, optim.sgd(0.1))
     state, batch = step.init(), {"x": torch.randn(8, 3)}
@@ -156,17 +159,20 @@ def test_one_compiled_loss_serves_all_pieces():
     torch.testing.assert_close(new.params, expected.params)
 
 
-def averaged(params, batch):
-    """Return a mean times its weight, as the total of a Mean: NaN x 0 if nothing counts."""
-    count = batch["kept"].sum()
-    kept = batch["x"] * batch["kept"] * params["a"]
-    value = nn.functional.mse_loss(kept.sum() / batch["kept"].sum().clamp_min(1), torch.tensor(1.0))
-    mean = value + torch.where(count == 0, torch.nan, 0.0)
-    return ft.Mean(mean * count, count), {"again": ft.Mean(mean.detach() * count, count)}
+def mean_times_weight(params, batch):
+    """Return a Mean whose total is a mean times its weight: NaN x 0 if nothing counts."""
+    count = batch["mask"].sum()
+    prediction = (batch["x"] * batch["mask"] * params["a"]).sum() / count.clamp_min(1)
+    mean = (prediction - 1).square() + torch.where(count == 0, torch.nan, 0.0)
+    return ft.Mean(mean * count, count), {"copy": ft.Mean(mean.detach() * count, count)}
 
 
-EMPTY = {"x": torch.tensor([7.0, 8.0]), "kept": torch.zeros(2)}
-FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
+WITHOUT_WEIGHT = {"x": torch.tensor([7.0, 8.0]), "mask": torch.zeros(2)}
+WITH_WEIGHT = {"x": torch.tensor([2.0, 3.0]), "mask": torch.tensor([1.0, 0.0])}
+
+
+def state_with(value):
+    return ft.train_step(mean_times_weight, optim.sgd(0.1)).init({"a": torch.tensor(value)})
 
 
 @pytest.mark.parametrize(
@@ -180,70 +186,76 @@ FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
     ],
     ids=["plain", "skip_nonfinite", "clip", "fp16", "whole"],
 )
-@pytest.mark.parametrize("order", [(EMPTY, FULL), (FULL, EMPTY)], ids=["first", "last"])
-def test_a_microbatch_without_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
-    base = ft.train_step(averaged, optim.sgd(0.1))
-    state = base.init({"a": torch.tensor(1.5)})
-    expected, expected_metrics = base(state, FULL)
+@pytest.mark.parametrize(
+    "microbatches", [(WITHOUT_WEIGHT, WITH_WEIGHT), (WITH_WEIGHT, WITHOUT_WEIGHT)], ids=["first", "last"]
+)
+def test_a_microbatch_without_weight_adds_nothing_even_if_it_is_nan(microbatches, wrappers):
+    base = ft.train_step(mean_times_weight, optim.sgd(0.1))
+    state = state_with(1.5)
+    expected, expected_metrics = base(state, WITH_WEIGHT)
     step = ft.compose(base, ft.accumulate(2), *wrappers)
-    batch = {name: torch.cat([part[name] for part in order]) for name in EMPTY}
-    actual, metrics = step(step.init({"a": torch.tensor(1.5)}), batch)
-    torch.testing.assert_close(actual.params, expected.params, rtol=1e-6, atol=0)
-    assert not torch.equal(actual.params["a"], state.params["a"])
-    assert float(metrics["loss"]) == float(expected_metrics["loss"])
-    assert float(metrics["again"]) == float(expected_metrics["again"]) == float(expected_metrics["loss"])
+    batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in WITH_WEIGHT}
+    new, metrics = step(step.init({"a": torch.tensor(1.5)}), batch)
+    torch.testing.assert_close(new.params, expected.params, rtol=1e-6, atol=0)
+    assert not torch.equal(new.params["a"], state.params["a"])
+    assert float(metrics["loss"]) == float(metrics["copy"]) == float(expected_metrics["loss"])
 
 
 def test_a_batch_without_weight_changes_nothing_and_has_no_mean():
-    step = ft.skip_nonfinite(1)(ft.train_step(averaged, optim.sgd(0.1)))
+    step = ft.skip_nonfinite(1)(ft.train_step(mean_times_weight, optim.sgd(0.1)))
     state = step.init({"a": torch.tensor(1.5)})
-    actual, metrics = step(state, EMPTY)
-    assert torch.equal(actual.params["a"], state.params["a"])
-    assert int(actual.slots["skip_nonfinite"]["skipped"]) == 0
+    new, metrics = step(state, WITHOUT_WEIGHT)
+    assert torch.equal(new.params["a"], state.params["a"])
+    assert int(new.slots["skip_nonfinite"]["skipped"]) == 0
     assert torch.isnan(metrics["loss"])
 
 
 def test_an_evaluation_leaves_out_batches_without_weight():
-    step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(1.5)})
-    expected = ft.evaluate(step, state, [FULL])
-    assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == expected
-    assert expected["again"] == expected["loss"]
-    with pytest.warns(UserWarning, match="the mean of loss, again is NaN"):
-        nothing = ft.evaluate(step, state, [EMPTY, EMPTY])
-    assert all(value != value for value in nothing.values())
+    evaluation, state = ft.eval_step(mean_times_weight), state_with(1.5)
+    expected = ft.evaluate(evaluation, state, [WITH_WEIGHT])
+    assert ft.evaluate(evaluation, state, [WITHOUT_WEIGHT, WITH_WEIGHT, WITHOUT_WEIGHT]) == expected
+    assert expected["copy"] == expected["loss"]
 
 
-def test_a_nan_that_counts_is_not_hidden():
-    step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(torch.nan)})
-    assert torch.tensor(ft.evaluate(step, state, [EMPTY, FULL])["loss"]).isnan()
+def test_an_evaluation_of_batches_without_weight_has_no_mean_and_warns():
+    evaluation = ft.eval_step(mean_times_weight)
+    with pytest.warns(UserWarning, match="the mean of loss, copy is NaN"):
+        means = ft.evaluate(evaluation, state_with(1.5), [WITHOUT_WEIGHT, WITHOUT_WEIGHT])
+    assert all(math.isnan(mean) for mean in means.values())
+
+
+def test_an_evaluation_does_not_hide_a_nan_that_counts():
+    means = ft.evaluate(ft.eval_step(mean_times_weight), state_with(torch.nan), [WITHOUT_WEIGHT, WITH_WEIGHT])
+    assert math.isnan(means["loss"])
 
 
 @pytest.mark.parametrize(("metric", "shown"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
 def test_a_metric_that_has_no_mean_is_refused(metric, shown):
     def loss(params, batch):
-        return (params["a"] * batch["x"]).mean(), {"each": metric}
+        return (params["a"] * batch["x"]).mean(), {"metric": metric}
 
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2))
-    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {shown}; .* a Mean or a number"):
+    with pytest.raises(LossError, match=f"accumulate: the metric 'metric' is {shown}; .* a Mean or a number"):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
 
 
-@pytest.mark.parametrize("length", [3, 8])
-def test_a_metric_of_another_shape_in_each_microbatch_is_refused(length):
+@pytest.mark.parametrize(("length", "microbatches"), [(3, 2), (8, 3)])
+def test_a_metric_whose_shape_differs_between_microbatches_is_refused(length, microbatches):
     """Two microbatches of three examples have two and one: the shapes [2] and [1], which would broadcast."""
 
     def loss(params, batch):
         errors = (params["a"] * batch["x"]).mean(1)
-        return errors.mean(), {"each": errors.detach()}
+        return errors.mean(), {"errors": errors.detach()}
 
-    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2 if length == 3 else 3))
-    with pytest.raises(LossError, match=r"accumulate: the metric 'each' has the shape \[.\] in one microbatch, and \["):
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(microbatches))
+    message = r"accumulate: the metric 'errors' has the shape \[.\] in one microbatch, and \["
+    with pytest.raises(LossError, match=message):
         step(step.init({"a": torch.ones(3)}), {"x": torch.ones(length, 3)})
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(6e4, torch.float16), (250, torch.uint8), (1, torch.bool)])
-@pytest.mark.parametrize(("ranks", "pieces"), [(1, 60), (2, 30), (2, 1)])
-def test_numbers_of_a_narrow_dtype_are_summed_in_a_wider_one(value, dtype, ranks, pieces):
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 60), (2, 30), (2, 1)])
+def test_numbers_of_a_narrow_dtype_are_summed_in_a_wider_one(value, dtype, ranks, microbatches):
     """In its own dtype the sum overflows (float16), wraps around (uint8) or is True (bool)."""
     number = torch.tensor(value, dtype=dtype)
 
@@ -255,26 +267,30 @@ def test_numbers_of_a_narrow_dtype_are_summed_in_a_wider_one(value, dtype, ranks
             "number": number,
         }
 
-    def trained(_):
-        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(pieces), ft.sharded(ft.parallel.mesh()))
-        return step(step.init({"a": torch.ones(3)}), torch.ones(300))[1]
+    def metrics_on_rank(_):
+        sharded = ft.sharded(ft.parallel.mesh())
+        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(microbatches), sharded)
+        _, metrics = step(step.init({"a": torch.ones(3)}), torch.ones(300))
+        return metrics
 
-    for metrics in run(ranks, trained):
+    for metrics in run(ranks, metrics_on_rank):
         assert metrics["loss"] == metrics["mean"] == metrics["number"] == number
 
 
-@pytest.mark.parametrize(("ranks", "pieces", "length"), [(1, 2, 8), (2, 1, 8), (2, 2, 8), (1, 2, 7), (2, 2, 7)])
-def test_an_integer_that_float32_does_not_hold_keeps_its_value(ranks, pieces, length):
+@pytest.mark.parametrize(("ranks", "microbatches", "length"), [(1, 2, 8), (2, 1, 8), (2, 2, 8), (1, 2, 7), (2, 2, 7)])
+def test_an_integer_that_float32_cannot_represent_keeps_its_value(ranks, microbatches, length):
     number = 2**25 + 1
 
     def loss(params, batch):
         return (params["a"] * 0).sum() + batch.sum(), {"tokens": torch.tensor(number)}
 
-    def trained(_):
-        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(pieces), ft.sharded(ft.parallel.mesh()))
-        return int(step(step.init({"a": torch.ones(3)}), torch.ones(length))[1]["tokens"])
+    def metric_on_rank(_):
+        sharded = ft.sharded(ft.parallel.mesh())
+        step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(microbatches), sharded)
+        _, metrics = step(step.init({"a": torch.ones(3)}), torch.ones(length))
+        return int(metrics["tokens"])
 
-    assert run(ranks, trained) == [number] * ranks
+    assert run(ranks, metric_on_rank) == [number] * ranks
 
 
 def test_a_plain_loss_in_float16_is_summed_in_a_wider_dtype():
@@ -286,17 +302,19 @@ def test_a_plain_loss_in_float16_is_summed_in_a_wider_dtype():
 
 
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
-def test_a_first_batch_with_fewer_examples_than_microbatches_is_logged(wrappers, caplog):
-    def train(batches):
-        step = ft.compose(ft.train_step(lambda w, x: (w * x).square().mean(), ft.optim.sgd(0.1)), ft.accumulate(4))
-        step = ft.compose(step, *wrappers)
-        state = step.init(torch.ones(()))
-        for batch in batches:
-            state, _ = step(state, batch)
-
-    train([torch.ones(1), torch.ones(1)])
-    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "only 1 of 4 microbatches" in message
-    caplog.clear()
-    train([torch.ones(4), torch.ones(1)])  # A short batch that is not the first is normal at the end of an epoch.
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+@pytest.mark.parametrize(
+    ("first_length", "num_messages"),
+    [
+        (1, 1),
+        (4, 0),  # A short batch that is not the first is normal at the end of an epoch.
+    ],
+)
+def test_a_first_batch_with_fewer_examples_than_microbatches_is_logged(first_length, num_messages, wrappers, caplog):
+    step = ft.train_step(lambda params, batch: (params * batch).square().mean(), optim.sgd(0.1))
+    step = ft.compose(step, ft.accumulate(4), *wrappers)
+    state = step.init(torch.ones(()))
+    for length in (first_length, 1):
+        state, _ = step(state, torch.ones(length))
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == num_messages
+    assert all("only 1 of 4 microbatches" in message for message in messages)

@@ -12,6 +12,7 @@ from tests.parallel.models import ragged_mean
 from tests.parallel.ranks import run
 
 NAN = float("nan")
+LOSS = Loss(lambda *args: None, "loss")  # Its function is not called.
 
 
 def mean(value, weight=1.0):
@@ -19,7 +20,7 @@ def mean(value, weight=1.0):
 
 
 @pytest.mark.parametrize(
-    ("whole", "pieces", "dtype", "same"),
+    ("whole", "pieces", "dtype", "agrees"),
     [
         (mean(2.0), [mean(1.0), mean(3.0)], torch.float32, True),
         (mean(2.5), [mean(1.0), mean(3.0, 3.0)], torch.float32, True),
@@ -33,14 +34,12 @@ def mean(value, weight=1.0):
         (mean(NAN), [mean(NAN), mean(3.0)], torch.float32, True),
     ],
 )
-def test_the_loss_of_a_batch_is_compared_with_the_mean_over_its_pieces(whole, pieces, dtype, same):
-    loss = Loss(lambda *args: None, "loss")
-    assert (difference(loss, {"w": torch.ones(2, dtype=dtype)}, whole, pieces) is None) is same
+def test_the_loss_of_a_batch_is_compared_with_the_mean_over_its_pieces(whole, pieces, dtype, agrees):
+    assert (difference(LOSS, {"w": torch.ones(2, dtype=dtype)}, whole, pieces) is None) == agrees
 
 
-def test_the_loss_of_pieces_is_weighted():
-    loss = Loss(lambda *args: None, "loss")
-    assert difference(loss, {"w": torch.ones(2)}, mean(4.0), [mean(1.0), mean(3.0, 3.0)]) == (4.0, 2.5)
+def test_a_difference_is_returned_with_the_weighted_mean_over_the_pieces():
+    assert difference(LOSS, {"w": torch.ones(2)}, mean(4.0), [mean(1.0), mean(3.0, 3.0)]) == (4.0, 2.5)
 
 
 def test_lists_and_arrays_are_split_if_they_have_a_value_for_each_example():
@@ -60,53 +59,56 @@ def test_lists_and_arrays_are_split_if_they_have_a_value_for_each_example():
     assert second["lengths"] == second["x"].tolist() == second["pair"][0].tolist() == [2, 3]
     assert (second["names"], last["ragged"]) == (("c", "d"), [[4], [5]])
     assert last["array"].tolist() == [[8, 9], [10, 11]]
-    uneven = split_batch(batch, 4)
-    assert [(len(piece["x"]), *piece["lengths"]) for piece in uneven] == [(2, 0, 1), (2, 2, 3), (1, 4), (1, 5)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_only_a_list_as_long_as_the_whole_batch_is_split(size):
-    """The batch is split among ranks, microbatches and pieces. `coefs` is as long as a part of it, and goes to each."""
+def test_the_first_pieces_of_a_batch_that_is_not_divisible_are_longer():
+    pieces = split_batch({"x": torch.arange(6), "lengths": [*range(6)]}, 4)
+    assert [piece["lengths"] for piece in pieces] == [[0, 1], [2, 3], [4], [5]]
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_a_list_as_long_as_the_whole_batch_is_split(ranks):
+    """Among ranks, microbatches and pieces. `coefs` is as long as a part of the batch, and each part gets all of it."""
 
     def loss(params, batch):
-        powers = torch.stack([c * batch["x"] ** n for n, c in enumerate(batch["coefs"])])
+        powers = torch.stack([coef * batch["x"] ** n for n, coef in enumerate(batch["coefs"])])
         weights = torch.as_tensor(batch["weights"], dtype=torch.float64)
         return ((powers.sum(0) * params["w"]).square() * weights).mean()
+
+    def loss_of_two_examples(params, batch):
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss(params, batch)
 
     batch = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64), "coefs": (1.0, -2.0, 3.0, 0.5), "weights": [*range(8)]}
     base = ft.train_step(loss, ft.optim.sgd(0.1))
     state = base.init({"w": torch.ones((), dtype=torch.float64)})
-    expected = base(state, batch)[0].params["w"]
+    expected, _ = base(state, batch)
     expected_loss = ft.evaluate(ft.eval_step(loss), state, [batch])["loss"]
 
-    def rank(_):
-        mesh = ft.parallel.mesh()
-        for wrappers in ([ft.accumulate(2)], [ft.sharded(mesh, 0)], [ft.accumulate(2), ft.sharded(mesh, 0)]):
+    def compare_on_rank(_):
+        sharded = ft.sharded(ft.parallel.mesh(), 0)
+        for wrappers in ([ft.accumulate(2)], [sharded], [ft.accumulate(2), sharded]):
             for pieces in (1, 2):
-                step = split_step(ft.compose(base, *wrappers), pieces)
-                torch.testing.assert_close(step(state, batch)[0].params["w"], expected, rtol=1e-12, atol=0)
-        on_ranks = ft.eval_step(ft.compose(base, ft.sharded(mesh, 0)).loss)
+                new, _ = split_step(ft.compose(base, *wrappers), pieces)(state, batch)
+                torch.testing.assert_close(new.params, expected.params, rtol=1e-12, atol=0)
+        for function in (loss, loss_of_two_examples):
+            evaluation = ft.eval_step(sharded(ft.train_step(function, ft.optim.sgd(0.1))).loss)
+            means = ft.evaluate(evaluation, state, [batch], on_oom="split")
+            assert means["loss"] == pytest.approx(expected_loss, rel=1e-12)
 
-        def limited(params, batch):
-            if len(batch["x"]) > 2:
-                raise torch.OutOfMemoryError("out of memory")
-            return loss(params, batch)
-
-        small = ft.eval_step(ft.compose(ft.train_step(limited, ft.optim.sgd(0.1)), ft.sharded(mesh, 0)).loss)
-        for step in (on_ranks, small):
-            assert ft.evaluate(step, state, [batch], on_oom="split")["loss"] == pytest.approx(expected_loss, rel=1e-12)
-
-    run(size, rank)
+    run(ranks, compare_on_rank)
 
 
 @pytest.mark.parametrize("convert", [list, tuple, np.array], ids=lambda convert: convert.__name__)
-def test_microbatches_have_their_own_lengths(convert):
+def test_each_microbatch_gets_the_lengths_of_its_examples(convert):
     lengths = [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
     batch = {"x": torch.randn(12, 4, dtype=torch.float64), "lengths": convert(lengths)}
     params = {"w": torch.randn(4, 4, dtype=torch.float64)}
     whole = ft.train_step(ragged_mean, ft.optim.sgd(0.1))
-    in_pieces = ft.compose(whole, ft.accumulate(3))
+    accumulated = ft.compose(whole, ft.accumulate(3))
     expected, expected_metrics = whole(whole.init(params), batch)
-    actual, metrics = in_pieces(in_pieces.init(params), batch)
-    torch.testing.assert_close(actual.params["w"], expected.params["w"], rtol=1e-12, atol=1e-12)
+    new, metrics = accumulated(accumulated.init(params), batch)
+    torch.testing.assert_close(new.params, expected.params, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(metrics["loss"], expected_metrics["loss"], rtol=1e-12, atol=1e-12)

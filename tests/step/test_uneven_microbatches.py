@@ -1,7 +1,5 @@
 """`accumulate(n)` where n does not divide the batch: the gradient and the metrics are those of the whole batch."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -9,42 +7,45 @@ import ftrain as ft
 from ftrain.training.oom_retry import split_step
 
 
-def plain(params, batch):
+def mean_over_examples(params, batch):
     """Return a mean over examples, and metrics that are means over examples too."""
     errors = (torch.tanh(batch["x"] @ params["w1"]) @ params["w2"] - batch["y"]).square().mean(-1)
-    return errors.mean(), {"mae": errors.sqrt().mean(), "worse": (errors > 1).double().mean()}
+    return errors.mean(), {"rmse": errors.sqrt().mean(), "share_above_1": (errors > 1).double().mean()}
 
 
-def counted(params, batch):
-    """Return a mean over some elements, a metric that is a mean over elements, and one over examples."""
+def mean_over_elements(params, batch):
+    """Return a mean over some elements, a metric that is a mean over all elements, and one over examples."""
     errors = (torch.tanh(batch["x"] @ params["w1"]) @ params["w2"] - batch["y"]).square()
     counts = batch["counts"]
-    mean = ft.Mean((errors * counts).sum(), counts.sum())
-    return mean, {"elements": ft.Mean(errors.sqrt().sum(), counts.new_tensor(errors.numel())), "mae": errors.mean()}
+    loss = ft.Mean((errors * counts).sum(), counts.sum())
+    mae = ft.Mean(errors.sqrt().sum(), counts.new_tensor(errors.numel()))
+    return loss, {"mae": mae, "mse": errors.mean()}
 
 
-def data(length):
+def floats(*shape, generator):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def make_batch(length):
     generator = torch.Generator().manual_seed(length)
-    draw = lambda *size: torch.randn(*size, dtype=torch.float64, generator=generator)  # noqa: E731
     counts = torch.randint(0, 2, (length, 2), generator=generator).double()
-    return {"x": draw(length, 3), "y": draw(length, 2), "counts": counts}
+    return {"x": floats(length, 3, generator=generator), "y": floats(length, 2, generator=generator), "counts": counts}
 
 
-def params():
+def make_params():
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *size: torch.randn(*size, dtype=torch.float64, generator=generator)  # noqa: E731
-    return {"w1": draw(3, 5), "w2": draw(5, 2)}
+    return {"w1": floats(3, 5, generator=generator), "w2": floats(5, 2, generator=generator)}
 
 
-def make(loss, *wrappers):
+def make_step(loss, *wrappers):
     return ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
 
 
-def run(step, lengths):
+def train(step, lengths):
     """Return the state after a step on a batch of each length, and the metrics of each step."""
-    state, history = step.init(params()), []
+    state, history = step.init(make_params()), []
     for length in lengths:
-        state, metrics = step(state, data(length))
+        state, metrics = step(state, make_batch(length))
         history.append({name: float(value) for name, value in metrics.items()})
     return state, history
 
@@ -59,47 +60,49 @@ STACKS = {
 
 
 @pytest.mark.parametrize(
-    ("stack", "compiled"), [*((stack, None) for stack in STACKS), *itertools.product(["clip, ema"], ["whole", "split"])]
+    ("stack", "lowering"), [*((stack, None) for stack in STACKS), ("clip, ema", "whole"), ("clip, ema", "split")]
 )
-@pytest.mark.parametrize("loss", [plain, counted])
-def test_microbatches_of_unequal_length_are_the_whole_batch(loss, stack, compiled):
-    outer = [] if compiled is None else [ft.compiled(backend="aot_eager", lowering=compiled)]
-    lengths = (8, 7, 2, 1, 8) if compiled is None else (7, 2)
-    expected, expected_metrics = run(make(loss, *STACKS[stack]), lengths)
-    actual, metrics = run(make(loss, ft.accumulate(4), *STACKS[stack], *outer), lengths)
-    torch.testing.assert_close(actual.params, expected.params, rtol=1e-11, atol=1e-12)
-    for of_step, expected_of_step in zip(metrics, expected_metrics, strict=True):
-        assert of_step == pytest.approx(expected_of_step, rel=1e-11, abs=1e-12)
+@pytest.mark.parametrize("loss", [mean_over_examples, mean_over_elements])
+def test_microbatches_of_unequal_length_are_the_whole_batch(loss, stack, lowering):
+    compiled = [] if lowering is None else [ft.compiled(backend="aot_eager", lowering=lowering)]
+    lengths = (8, 7, 2, 1, 8) if lowering is None else (7, 2)
+    expected, expected_history = train(make_step(loss, *STACKS[stack]), lengths)
+    state, history = train(make_step(loss, ft.accumulate(4), *STACKS[stack], *compiled), lengths)
+    torch.testing.assert_close(state.params, expected.params, rtol=1e-11, atol=1e-12)
+    for metrics, expected_metrics in zip(history, expected_history, strict=True):
+        assert metrics == pytest.approx(expected_metrics, rel=1e-11, abs=1e-12)
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
-@pytest.mark.parametrize("loss", [plain, counted])
-def test_a_split_for_memory_within_unequal_microbatches_is_the_same_update(loss, pieces):
-    """Microbatches of 5 and 4: one is split in equal pieces, the other is not."""
-    expected, (expected_metrics,) = run(make(loss), [9])
-    actual, (metrics,) = run(split_step(make(loss, ft.accumulate(2)), pieces), [9])
-    torch.testing.assert_close(actual.params, expected.params, rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("loss", [mean_over_examples, mean_over_elements])
+def test_unequal_microbatches_that_are_split_for_memory_are_the_whole_batch(loss, pieces):
+    """Microbatches of 5 and 4 examples: neither 2 nor 3 divides both."""
+    expected, (expected_metrics,) = train(make_step(loss), [9])
+    state, (metrics,) = train(split_step(make_step(loss, ft.accumulate(2)), pieces), [9])
+    torch.testing.assert_close(state.params, expected.params, rtol=1e-11, atol=1e-12)
     assert metrics == pytest.approx(expected_metrics, rel=1e-11, abs=1e-12)
 
 
-def test_clip_within_clips_each_microbatch_and_weighs_it_by_its_examples():
-    state, _ = run(ft.compose(ft.train_step(plain, ft.optim.sgd(1.0)), ft.clip(0.1), ft.accumulate(2)), [5])
-    batch, sums = data(5), {name: torch.zeros_like(leaf) for name, leaf in params().items()}
-    for first, last in itertools.pairwise((0, 3, 5)):
-        step = ft.compose(ft.train_step(plain, ft.optim.sgd(1.0)), ft.clip(0.1))
-        after, _ = step(step.init(params()), {name: leaf[first:last] for name, leaf in batch.items()})
-        for name, leaf in params().items():
-            sums[name] += (after.params[name] - leaf) * (last - first) / 5
-    expected = {name: leaf + sums[name] for name, leaf in params().items()}
+def test_clip_inside_of_accumulate_clips_each_microbatch_and_weights_it_by_its_examples():
+    clipped = ft.compose(ft.train_step(mean_over_examples, ft.optim.sgd(1.0)), ft.clip(0.1))
+    state, _ = train(ft.accumulate(2)(clipped), [5])
+    batch, params = make_batch(5), make_params()
+    expected = make_params()
+    for start, stop in ((0, 3), (3, 5)):
+        microbatch = {name: leaf[start:stop] for name, leaf in batch.items()}
+        new, _ = clipped(clipped.init(params), microbatch)
+        for name, leaf in params.items():
+            expected[name] += (new.params[name] - leaf) * (stop - start) / 5
     torch.testing.assert_close(state.params, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_losses_of_epochs_whose_last_batch_is_short():
-    examples = [{name: leaf[index] for name, leaf in data(22).items()} for index in range(22)]
-    losses = []
-    for wrappers in ([], [ft.accumulate(4)]):
+def test_accumulate_changes_no_loss_of_epochs_whose_last_batch_is_short():
+    def losses(*wrappers):
+        examples = [{name: leaf[index] for name, leaf in make_batch(22).items()} for index in range(22)]
         loader = ft.data.loader(examples, 8, seed=0, drop_last=False)
-        step = make(plain, *wrappers)
-        losses.append(ft.fit(step, step.init(params()), loader, epochs=2, log_every=1).history["loss"])
-    assert len(losses[0]) == 6
-    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+        step = make_step(mean_over_examples, *wrappers)
+        return ft.fit(step, step.init(make_params()), loader, epochs=2, log_every=1).history["loss"]
+
+    expected = losses()
+    assert len(expected) == 6
+    assert losses(ft.accumulate(4)) == pytest.approx(expected, rel=1e-10)

@@ -1,6 +1,6 @@
-"""Guards and readers: what the cheap look accepts must be what the thorough one does."""
+"""`reader`, `Flattener` and `tensor_guard` accept the trees and tensors that a full comparison accepts."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,19 +11,19 @@ from ftrain import _torch, tree
 from ftrain.errors import ConsumedError
 from ftrain.tree.fast_flatten import Flattener, reader
 from ftrain.types import Mean, TrainState, consume
+from tests.tree.strategies import Pair, assert_same_objects
 
-Pair = namedtuple("Pair", "a b")
-
-LEAVES = st.integers(0, 9)
 TREES = st.recursive(
-    LEAVES | st.none(),
-    lambda inner: st.one_of(
-        st.dictionaries(st.sampled_from("abcde"), inner, max_size=4),
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=2).map(OrderedDict),
-        st.tuples(inner, inner).map(lambda pair: TrainState(None, *pair, None, {}, {}, None)),
+    st.integers(0, 9) | st.none(),
+    lambda children: st.one_of(
+        st.dictionaries(st.sampled_from("abcde"), children, max_size=4),
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.builds(Pair, children, children),
+        st.dictionaries(st.sampled_from("abc"), children, max_size=2).map(OrderedDict),
+        st.builds(
+            lambda params, opt_state: TrainState(None, params, opt_state, None, {}, {}, None), children, children
+        ),
     ),
     max_leaves=12,
 )
@@ -34,50 +34,57 @@ def test_a_reader_reads_the_leaves_of_its_structure_and_of_no_other(first, secon
     leaves, spec = tree.flatten(first)
     read = reader(spec)
     assert read(first) == leaves
-    actual, other = tree.flatten(second)
-    if other == spec:
-        assert read(second) == actual
+    second_leaves, second_spec = tree.flatten(second)
+    if second_spec == spec:
+        assert read(second) == second_leaves
     else:
-        # What stands in the place of a leaf is for the caller to look at.
+        # It may return a list with a node in the place of a leaf: the caller checks the types.
         assert read(second) is None or any(not isinstance(leaf, int) for leaf in read(second))
 
 
 @given(st.lists(TREES, min_size=1, max_size=6), st.data())
-def test_a_flattener_flattens(nodes, data):
-    """It returns what `tree.flatten` returns, with and without tensors, whatever structure the last tree had."""
+def test_a_flattener_returns_what_flatten_returns_whatever_tree_came_before(nodes, data):
     flatten = Flattener()
     for node in nodes:
+        # Only leaves that are tensors take the fast path.
         values = data.draw(st.sampled_from([node, tree.map(torch.tensor, node)]))
         expected_leaves, expected_spec = tree.flatten(values)
         leaves, spec = flatten(values)
         assert spec == expected_spec
-        assert len(leaves) == len(expected_leaves)
-        assert all(a is b for a, b in zip(leaves, expected_leaves, strict=True))
+        assert_same_objects(leaves, expected_leaves)
 
 
-def test_a_flattener_sees_a_tree_in_the_place_of_a_leaf():
+def test_a_flattener_notices_a_list_in_the_place_of_a_tensor():
     flatten = Flattener()
-    one, two = {"a": torch.ones(1), "b": torch.ones(1)}, {"a": [torch.ones(1)], "b": torch.ones(1)}
-    for each in (one, one, two, one):
-        leaves, spec = flatten(each)
-        assert (len(leaves), spec) == (2, tree.flatten(each)[1])
+    flat, nested = {"a": torch.ones(1), "b": torch.ones(1)}, {"a": [torch.ones(1)], "b": torch.ones(1)}
+    for values in (flat, flat, nested, flat):
+        leaves, spec = flatten(values)
+        assert (len(leaves), spec) == (2, tree.flatten(values)[1])
 
 
-def test_a_reader_sees_more_and_fewer_keys():
+def test_a_reader_reads_a_dict_of_its_keys_in_any_order():
     read = reader(tree.flatten({"a": 1, "b": 2})[1])
     assert read({"b": 4, "a": 3}) == [3, 4]
-    for other in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}, [1, 2], OrderedDict(a=1, b=2)):
-        assert read(other) is None
 
 
-def test_a_reader_sees_what_is_not_a_leaf():
-    whole, plain = Mean(1, 2), Mean(1, 2, plain=True)
-    read = reader(tree.flatten({"loss": whole})[1])
-    assert read({"loss": whole}) == [1, 2]
+@pytest.mark.parametrize(
+    "values",
+    [{"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}, [1, 2], OrderedDict(a=1, b=2)],
+    ids=["missing key", "unexpected key", "another key", "list", "ordered dict"],
+)
+def test_a_reader_of_a_dict_reads_no_other_container(values):
+    read = reader(tree.flatten({"a": 1, "b": 2})[1])
+    assert read(values) is None
+
+
+def test_a_reader_compares_the_static_values_of_a_node():
+    weighted, plain = Mean(1, 2), Mean(1, 2, plain=True)
+    read = reader(tree.flatten({"loss": weighted})[1])
+    assert read({"loss": weighted}) == [1, 2]
     assert read({"loss": plain}) is None
 
 
-def test_a_consumed_state_is_refused():
+def test_a_consumed_state_has_no_leaves_to_read():
     state = TrainState(None, {"w": torch.ones(1)}, None, None, {}, {}, None)
     read, flatten = reader(tree.flatten(state)[1]), Flattener()
     assert read(state) == flatten(state)[0] == [state.params["w"]]
@@ -87,21 +94,20 @@ def test_a_consumed_state_is_refused():
         flatten(state)
 
 
-LIKE = torch.zeros(2, 3), torch.zeros(())
-UNLIKE = {
+DIFFERENT = {
     "shape": torch.zeros(3, 2),
     "dtype": torch.zeros(2, 3, dtype=torch.float64),
     "stride": torch.zeros(3, 2).T,
-    "axes": torch.zeros(2, 3, 1),
+    "number of axes": torch.zeros(2, 3, 1),
     "device": torch.zeros(2, 3, device="meta"),
-    "gradient": torch.zeros(2, 3, requires_grad=True),
-    "no tensor": 1.0,
-    "no leaf": {"a": torch.zeros(2, 3)},
+    "requires_grad": torch.zeros(2, 3, requires_grad=True),
+    "number": 1.0,
+    "dict": {"a": torch.zeros(2, 3)},
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
-def test_a_guard_sees_another(name):
-    is_like = _torch.tensor_guard(LIKE)
-    assert is_like(torch.ones(2, 3), torch.ones(()))
-    assert not is_like(UNLIKE[name], torch.ones(()))
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_guard_accepts_tensors_that_differ_in_values_and_nothing_else(name):
+    accepts = _torch.tensor_guard((torch.zeros(2, 3), torch.zeros(())))
+    assert accepts(torch.ones(2, 3), torch.ones(()))
+    assert not accepts(DIFFERENT[name], torch.ones(()))
