@@ -58,7 +58,7 @@ def test_an_embedding_that_rescales_its_weight_is_refused():
 
 
 def test_a_weight_of_packed_bits_is_refused_with_advice():
-    """As other libraries quantise: torchao's weights are tensors of the shape of the layer."""
+    """As other libraries store them; the quantised weights of torchao have the shape of the layer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[1].weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(OptionError, match=r"the weight of 1 is uint8\[4, 1\], bits that .* with torchao instead"):
