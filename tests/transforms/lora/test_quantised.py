@@ -8,7 +8,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, StructureError
-from tests.laws.test_pipelines import assert_equal
+from tests.checkpoint.trees import assert_trees_equal
 from tests.transforms.lora.models import adapters_in, make_step, without_none
 
 quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
@@ -60,7 +60,7 @@ def assert_states_equal(actual, expected):
         frozen = {name: inner_tensors(leaf) for name, leaf in without_none(state.frozen).items()}
         return state.params, frozen, state.opt_state, state.rng
 
-    assert_equal(plain(actual), plain(expected))
+    assert_trees_equal(plain(actual), plain(expected))
 
 
 def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path):
@@ -78,7 +78,7 @@ def test_quantised_weights_are_loaded_with_like_of_the_same_class_alone(tmp_path
     loaded = ft.checkpoint.load(tmp_path / "a", like=build().init(seed=4))
     assert_states_equal(loaded, state)
     batch = random_batch()
-    assert_equal(build()(loaded, batch)[1], build()(state, batch)[1])
+    assert_trees_equal(build()(loaded, batch)[1], build()(state, batch)[1])
     with pytest.raises(
         CheckpointError, match="the tree holds a tensor Int8Tensor, which can only be loaded with like="
     ):
