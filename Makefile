@@ -14,10 +14,11 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
-OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py transforms/compile/test_graph_passes.py tree/test_fast_flatten.py \
+OLD_TESTS := $(addprefix tests/,$(addprefix transforms/compile/test_,lowered.py graph_passes.py evaluation.py checks_of_values.py) \
+	tree/test_fast_flatten.py \
 	$(addprefix transforms/remat/test_,recomputed_gradients.py recomputed_memory.py recomputed_errors.py torch_checkpoint.py) \
 	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes \
-	transforms/compile/test_evaluation.py laws/test_compiled.py::test_a_split_step_does_not_lose_the_gradient_of_a_gradient)
+	laws/test_compiled.py::test_a_split_step_does_not_lose_the_gradient_of_a_gradient)
 
 # Ranks as threads of one process: what they trace at once would disturb the compiled steps of other tests.
 RANK_TESTS := tests/parallel tests/profiling/test_planning.py

@@ -70,7 +70,9 @@ def test_a_user_of_deterministic_algorithms_still_gets_errors_and_not_warnings()
 
 def devices_that_measure_no_code():
     """Return the types of devices for which Inductor compiles without a measurement of which code is fastest."""
-    compiler = Compiler("inductor", {}, True, False, None, None, 8)
+    compiler = Compiler(
+        backend="inductor", options={}, fullgraph=True, dynamic=False, replay=None, cache_dir=None, max_graphs=8
+    )
     devices = [torch.device("meta"), torch.device("cpu")]
     return [device.type for device in devices if compiler.options_for(device).get("deterministic")]
 

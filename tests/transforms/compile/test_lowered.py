@@ -149,17 +149,6 @@ def test_a_split_step_reports_where_its_graph_breaks(caplog):
     assert_equal(state, before)
 
 
-def test_a_distribution_checks_its_arguments_in_the_graph():
-    def entropy(params, batch):
-        return torch.distributions.Categorical(logits=params * batch, validate_args=True).entropy().mean()
-
-    step = ft.compose(ft.train_step(entropy, ft.optim.sgd(0.1)), ft.compiled(lowering="whole", backend="eager"))
-    state, batch = step.init(torch.ones(3)), torch.ones(2, 3)
-    assert int(step(state, batch)[0].step) == 1
-    with pytest.raises(RuntimeError, match="a check of values within the loss failed"):
-        step(state, batch * torch.nan)
-
-
 def test_a_graph_break_raises_with_fullgraph_or_a_whole_graph():
     step = make_step(criterion=reads_a_value, lowering="split", fullgraph=True)
     with pytest.raises(TorchDynamoException, match="item"):

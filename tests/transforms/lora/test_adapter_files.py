@@ -63,7 +63,7 @@ class Outer(Inner):
     [
         (["a", "inner.a"], ["a"]),
         (["inner.a"], ["inner.a"]),
-        # Peft compares the ends of names with those of a list, and whole names with a text.
+        # Peft compares a list with the ends of names, and a text, a regular expression, with whole names.
         (["a"], "a"),
         (["a", "inner.b"], r"a|inner\.b"),
     ],
