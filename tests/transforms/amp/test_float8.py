@@ -292,11 +292,19 @@ def test_parameters_in_float16_are_refused():
 
 
 @needs_torchao
-def test_watching_a_second_precision_and_an_evaluation_by_name_are_refused():
+def test_float8_is_not_watched():
     with failing(OptionError, "watch=True", "fp8", "watch bf16 or fp16"):
         ft.with_amp("fp8", watch=True)
+
+
+@needs_torchao
+def test_a_second_with_amp_is_refused():
     with failing(ComposeError, "with_amp(fp8)", "already has the wrapper with_amp", "with_amp(bf16)"):
         make(squares, ft.with_amp("bf16"), ft.with_amp("fp8"))
+
+
+def test_an_evaluation_of_any_loss_in_float8_is_refused():
+    """Only the loss of a step with float8 computes in it."""
     with failing(OptionError, "evaluate", "'fp8'", "bf16, fp16"):
         ft.evaluate(ft.eval_step(squares), make().init({"w": torch.ones(3)}), [batch()], dtype="fp8")
 

@@ -154,7 +154,7 @@ def test_ranks_that_gather_blocks_evaluate_eagerly_and_the_first_logs_it(rank, c
     assert ["runs eagerly" in record.getMessage() for record in caplog.records] == [True] * (rank == 0)
 
 
-def test_it_is_compiled_once():
+def test_a_second_compiled_is_refused():
     step = ft.compiled()(ft.eval_step(weighted_mean))
     with pytest.raises(ComposeError, match="compiled: the evaluation already has it"):
         ft.compiled()(step)

@@ -74,7 +74,7 @@ class LinearWithDropout(nn.Module):
         return F.dropout(torch.tanh(self.linear(x)), 0.5)
 
 
-def test_such_draws_are_refused_in_blocks_within_torchs_checkpoint_too():
+def test_draws_of_blocks_within_torchs_checkpoint_are_refused_in_a_whole_graph():
     model = nn.Sequential(LinearWithDropout(), LinearWithDropout()).double()
     loss = ft.from_module(model, lambda model, batch: checkpoint(model, batch, use_reentrant=False).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.remat(blocks=[LinearWithDropout]), CAPTURED)
