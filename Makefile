@@ -14,9 +14,11 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
-OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py transforms/compile/test_graph_passes.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
+OLD_TESTS := $(addprefix tests/,$(addprefix transforms/compile/test_,lowered.py graph_passes.py evaluation.py checks_of_values.py compiled_blocks.py) \
+	tree/test_fast_flatten.py \
+	$(addprefix transforms/remat/test_,recomputed_gradients.py recomputed_memory.py recomputed_errors.py torch_checkpoint.py) \
 	test_types.py test_versions.py data/test_workers.py random/test_draws_in_every_mode.py::test_dynamic_shapes \
-	transforms/compile/test_evaluation.py laws/test_compiled.py::test_a_split_step_does_not_lose_the_gradient_of_a_gradient)
+	laws/test_compiled.py::test_a_split_step_does_not_lose_the_gradient_of_a_gradient)
 
 # Ranks as threads of one process: what they trace at once would disturb the compiled steps of other tests.
 RANK_TESTS := tests/parallel tests/profiling/test_planning.py
@@ -25,7 +27,7 @@ RANK_TESTS := tests/parallel tests/profiling/test_planning.py
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
 CPU_TESTS := $(addprefix tests/,backends/test_emulated.py \
 	profiling/test_loss_scale.py profiling/test_amp_dtypes.py profiling/test_evaluate_16_bits.py profiling/test_matmul_precision.py \
-	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
+	$(addprefix transforms/amp/test_,overflow_counts.py overflow_report.py watched_parts.py) golden parity/test_low_precision.py parity/test_loop.py \
 	backends/test_doctor.py)
 
 # What needs a GPU. The first file lets the tests see it; they take turns on it.

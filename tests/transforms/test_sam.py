@@ -1,4 +1,4 @@
-"""`sam` beyond the matrix of laws: the formula, zero gradients, the same draws, buffers, tied weights."""
+"""`sam` beyond the matrix of laws: the formula, zero gradients, the same draws in both passes, buffers."""
 
 import pytest
 import torch
@@ -7,26 +7,24 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import ComposeError, OptionError
 from tests.laws.test_pipelines import assert_equal
-
-CAPTURED = ft.compiled(lowering="whole", backend="eager")
-modes = pytest.mark.parametrize("more", [(), (ft.donated(),), (CAPTURED,)], ids=["eager", "donated", "captured"])
+from tests.transforms.modes import modes
 
 
-def step_of(loss, *wrappers, rho=0.1, **options):
-    return ft.compose(ft.train_step(loss, ft.optim.sgd(1.0), **options), ft.sam(rho), *wrappers)
+def make_step(loss, *wrappers):
+    return ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers)
 
 
 @modes
-def test_the_formula(more):
+def test_the_formula(mode):
     def quartic(params, batch):
         return (params["w"] ** 4).sum() + batch * params["b"].sin().sum()
 
     params = {"w": torch.randn(3, dtype=torch.float64), "b": torch.randn(2, 2, dtype=torch.float64)}
     grads = {"w": 4 * params["w"] ** 3, "b": 2.0 * params["b"].cos()}
     norm = torch.sqrt(sum(grad.square().sum() for grad in grads.values()))
-    moved = {name: leaf + 0.1 * grads[name] / norm for name, leaf in params.items()}
-    expected = {"w": params["w"] - 4 * moved["w"] ** 3, "b": params["b"] - 2.0 * moved["b"].cos()}
-    step = step_of(quartic, *more)
+    perturbed = {name: param + 0.1 * grads[name] / norm for name, param in params.items()}
+    expected = {"w": params["w"] - 4 * perturbed["w"] ** 3, "b": params["b"] - 2.0 * perturbed["b"].cos()}
+    step = make_step(quartic, ft.sam(0.1), *mode)
     state, metrics = step(step.init(params), torch.tensor(2.0, dtype=torch.float64))
     torch.testing.assert_close(state.params, expected, rtol=1e-12, atol=1e-12)
     # The loss is that at the parameters themselves.
@@ -35,92 +33,92 @@ def test_the_formula(more):
 
 @modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_of_zero_moves_nothing_and_brings_no_nan(more, dtype):
-    step = step_of(lambda params, batch: (params["w"] * batch).square().sum(), *more)
+def test_a_gradient_of_zero_moves_nothing_and_brings_no_nan(mode, dtype):
+    step = make_step(lambda params, batch: (params["w"] * batch).square().sum(), ft.sam(0.1), *mode)
     params = {"w": torch.ones(3, dtype=dtype)}
     state, _ = step(step.init(params), torch.zeros(3, dtype=dtype))
     assert_equal(state.params, params)
 
 
 @modes
-def test_both_passes_have_the_same_key(more):
-    seen = []
+def test_both_passes_have_the_same_key(mode):
+    draws = []
 
     def noisy(params, batch, rng):
         noise = ft.random.normal(rng, (3,))
-        seen.append(noise)
+        draws.append(noise)
         return (params["w"] * noise).sum()
 
-    step = step_of(noisy, *more)
+    step = make_step(noisy, ft.sam(0.1), *mode)
     state, _ = step(step.init({"w": torch.zeros(3)}), torch.zeros(1))
-    # The loss is linear, so that the gradient is the noise: of both passes, if it is the same.
+    # The loss is linear, so that the gradient is the noise of the second pass.
     noise = ft.random.normal(ft.random.fold_in(ft.random.key(0), 0), (3,))
     torch.testing.assert_close(state.params["w"], -noise)
-    assert len(seen) >= 2
+    assert len(draws) >= 2
 
 
 @modes
-def test_both_passes_have_the_same_dropout_of_stock_modules(more):
+def test_both_passes_have_the_same_dropout_of_stock_modules(mode):
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
-    loss = ft.from_module(module, lambda model, batch: model(batch).sum())
-    plain = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *more)
-    # Of a loss that is linear in the parameters, the gradient is the same everywhere.
-    step = step_of(loss, *more, rho=10.0)
+    loss_fn = ft.from_module(module, lambda model, batch: model(batch).sum())
+    plain, step = make_step(loss_fn, *mode), make_step(loss_fn, ft.sam(10.0), *mode)
     batch = torch.randn(8, 64)
-    actual, expected = (each(each.init(), batch)[0].params for each in (step, plain))
-    torch.testing.assert_close(actual, expected)
+    # The loss is linear in the parameters, so that its gradient is the same everywhere.
+    expected, _ = plain(plain.init(), batch)
+    state, _ = step(step.init(), batch)
+    torch.testing.assert_close(state.params, expected.params)
 
 
-def test_torch_draws_on_as_after_one_pass():
+def test_after_a_step_torch_draws_the_numbers_that_it_draws_after_one_pass():
     def loss(params, batch):
         return (params["w"] * torch.rand(3)).sum()
 
-    drawn = []
+    draws = []
     for wrappers in ((), (ft.sam(),)):
-        step = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers)
+        step = make_step(loss, *wrappers)
         torch.manual_seed(0)
         step(step.init({"w": torch.ones(3)}), torch.ones(1))
-        drawn.append(torch.rand(2))
-    assert torch.equal(*drawn)
+        draws.append(torch.rand(2))
+    assert torch.equal(*draws)
 
 
 @modes
-def test_buffers_are_those_of_the_first_pass(more):
+def test_buffers_are_those_of_the_first_pass(mode):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    loss = ft.from_module(module, lambda model, batch: model(batch).square().mul(torch.arange(4.0)).sum())
-    plain = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *more)
-    step = step_of(loss, *more, rho=1.0)
+    loss_fn = ft.from_module(module, lambda model, batch: model(batch).square().mul(torch.arange(4.0)).sum())
+    plain, step = make_step(loss_fn, *mode), make_step(loss_fn, ft.sam(1.0), *mode)
     batch = torch.randn(8, 4)
-    actual, expected = (each(each.init(), batch)[0] for each in (step, plain))
-    torch.testing.assert_close(actual.buffers, expected.buffers)
-    assert int(actual.buffers["1.num_batches_tracked"]) == 1
-    assert not actual.params["0.weight"].allclose(expected.params["0.weight"])
+    expected, _ = plain(plain.init(), batch)
+    state, _ = step(step.init(), batch)
+    torch.testing.assert_close(state.buffers, expected.buffers)
+    assert int(state.buffers["1.num_batches_tracked"]) == 1
+    assert not state.params["0.weight"].allclose(expected.params["0.weight"])
 
 
 @modes
-def test_the_second_pass_starts_with_the_buffers_of_before_the_step(more):
-    """The loss is linear with a slope that the buffer gives, which each pass makes larger."""
+def test_the_second_pass_starts_with_the_buffers_of_before_the_step(mode):
+    """The loss is linear with a slope in a buffer, which each pass increases."""
 
     def sloped(params, batch, buffers):
         return (params["w"] * batch * buffers["slope"]).sum(), {}, {"slope": buffers["slope"] + 1}
 
-    step = step_of(sloped, *more)
+    step = make_step(sloped, ft.sam(0.1), *mode)
     state, _ = step(step.init({"w": torch.zeros(3)}, buffers={"slope": torch.tensor(2.0)}), torch.ones(3))
     torch.testing.assert_close(state.params["w"], torch.full((3,), -2.0))
     assert float(state.buffers["slope"]) == 3
 
 
 def test_it_prints():
-    step = ft.compose(ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(1.0)), ft.sam(), ft.clip(1.0))
+    step = make_step(lambda params, batch: params["w"].sum(), ft.sam(), ft.clip(1.0))
     assert "grad    value_and_grad <- sam(0.05) <- clip(norm<=1)" in repr(step)
 
 
-def test_what_needs_all_gradients_is_refused():
+def test_a_step_that_never_has_all_gradients_is_refused():
     with pytest.raises(ComposeError, match=r"update_in_backward: sam\(0.05\) needs all gradients at once"):
-        ft.compose(ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(1.0)), ft.sam(), ft.update_in_backward())
+        make_step(lambda params, batch: params["w"].sum(), ft.sam(), ft.update_in_backward())
 
 
 @pytest.mark.parametrize("rho", [0, -1.0, float("inf"), float("nan"), True, "0.05"])
-def test_a_distance_out_of_range(rho):
+def test_a_distance_out_of_range_is_refused(rho):
     with pytest.raises(OptionError, match=r"sam: rho is .* needs a positive number"):
         ft.sam(rho)

@@ -101,7 +101,7 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
 
 
 def require_no_policy(step: Any) -> None:
-    """Raise a ComposeError if `remat` decides for each operation of a block whether to keep its result."""
+    """Raises a ComposeError if `remat` decides for each operation of a block whether to keep its result."""
     for wrapper in step.wrappers:
         options = wrapper.options or {}
         chosen = options.get("blocks")

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import types
+import warnings
 
 import pytest
 import torch
@@ -17,14 +18,15 @@ from ftrain.transforms.amp import float8
 from tests.faults.problem import assert_bitwise, batch, failing, make, squares
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-quiet = pytest.mark.filterwarnings("ignore")  # Of torchao's import.
 
 
 class Net(nn.Module):
-    def __init__(self, width=64):
+    """Two blocks whose layers multiply in float8, and two layers that do not: 40 is not a multiple of 16."""
+
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32, bias=False)) for _ in range(2)
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(2)
         )
         self.odd, self.head = nn.Linear(32, 40), nn.Linear(40, 16)
 
@@ -34,42 +36,52 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.odd(x)))
 
 
+FLOAT8_LAYERS = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
+
+
 def criterion(model, batch):
     return ft.Mean(model(batch).float().square().sum(), torch.tensor(float(batch.numel())))
 
 
-def net():
+def make_net():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Net()
 
 
-def data(rows=16):
+def make_batch(rows=16):
     return torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
 
 
-def config(*, padded):
+def emulated_config(*, padded):
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(emulate=True, pad_inner_dim=padded)
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """A CPU that says it multiplies in float8, and torchao's arithmetic for those that do not."""
-    monkeypatch.setattr(float8, "_config", config)
-    real = ft.backends.get("cpu")
-    ft.backends.register(dataclasses.replace(real, float8=lambda: True))
+def _emulated(monkeypatch):
+    """A CPU that says that it multiplies in float8, with torchao's arithmetic for devices that cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("torchao.float8", reason="multiplies in float8")
+    monkeypatch.setattr(float8, "_config", emulated_config)
+    record = ft.backends.get("cpu")
+    ft.backends.register(dataclasses.replace(record, float8=lambda: True))
     yield
-    ft.backends.register(real)
+    ft.backends.register(record)
 
 
-def step_of(*wrappers, model=None, dtype="fp8"):
-    loss = ft.from_module(net() if model is None else model, criterion)
-    return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.with_amp(dtype), *wrappers)
+emulated = pytest.mark.usefixtures("_emulated")
+
+
+def make_step(*wrappers, model=None, dtype="fp8"):
+    loss_fn = ft.from_module(make_net() if model is None else model, criterion)
+    return ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), ft.with_amp(dtype), *wrappers)
 
 
 def train(step, batches):
+    """Return the state after a step on each batch, and the losses."""
     state, losses = step.init(), []
     for x in batches:
         state, metrics = step(state, x)
@@ -77,17 +89,17 @@ def train(step, batches):
     return state, losses
 
 
-def by_torchao(model, batches):
-    """The loop by hand over the module that torchao converts: its own layers in place of those of torch."""
+def train_with_torchao(model, batches):
+    """Return the parameters and the losses of a loop by hand over the module that torchao converts."""
     from torchao.float8 import convert_to_float8_training
 
     model = copy.deepcopy(model)
-    chosen = {f"blocks.{block}.{layer}" for block in (0, 1) for layer in (0, 2)}
-    convert_to_float8_training(model, module_filter_fn=lambda part, name: name in chosen, config=config(padded=False))
-    for name in chosen:
-        part = model.get_submodule(name)
+    convert_to_float8_training(
+        model, module_filter_fn=lambda layer, name: name in FLOAT8_LAYERS, config=emulated_config(padded=False)
+    )
+    for name in FLOAT8_LAYERS:
         # Torchao's layer reads the autocast dtype of GPUs only, so its input is cast here as autocast on a CPU does.
-        part.register_forward_pre_hook(lambda part, args: (args[0].bfloat16(),))
+        model.get_submodule(name).register_forward_pre_hook(lambda layer, args: (args[0].bfloat16(),))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for x in batches:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -95,46 +107,55 @@ def by_torchao(model, batches):
         optimizer.zero_grad()
         loss.backward(gradient=torch.tensor(1.0 / x.numel()))
         optimizer.step()
-        losses.append(float(loss) / x.numel())
+        losses.append(float(loss.detach()) / x.numel())
     return dict(model.named_parameters()), losses
 
 
-@needs_torchao
-@quiet
-def test_it_is_what_torchao_computes(emulated):
-    model, batches = net(), [data(), data(48), data(32).reshape(2, 16, 32)]
-    state, losses = train(step_of(model=model), batches)
-    expected_params, expected_losses = by_torchao(model, batches)
+def assert_close(actual, expected, *, rtol=1e-5, atol=1e-7):
+    assert actual.keys() == expected.keys()
+    for name, param in actual.items():
+        torch.testing.assert_close(param, expected[name].detach(), rtol=rtol, atol=atol)
+
+
+@emulated
+def test_a_step_computes_what_torchao_computes():
+    model, batches = make_net(), [make_batch(), make_batch(48), make_batch(32).reshape(2, 16, 32)]
+    state, losses = train(make_step(model=model), batches)
+    expected_params, expected_losses = train_with_torchao(model, batches)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
-    assert expected_params.keys() == state.params.keys()
-    for name, leaf in state.params.items():
-        torch.testing.assert_close(leaf, expected_params[name].detach(), rtol=1e-5, atol=1e-7)
-    narrow, other = train(step_of(model=model, dtype="bf16"), batches)
-    assert other == pytest.approx(losses, rel=0.05)
-    assert not torch.equal(narrow.params["blocks.0.0.weight"], state.params["blocks.0.0.weight"])
-    # What is left out is as it was in bf16, up to what reaches it.
-    torch.testing.assert_close(narrow.params["head.bias"], state.params["head.bias"], rtol=0.1, atol=1e-2)
+    assert_close(state.params, expected_params)
 
 
-@needs_torchao
-@quiet
-def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
-    model = net()
-    kept = {name: (type(part), set(part.__dict__)) for name, part in model.named_modules()}
-    step, plain = step_of(model=model), step_of(model=model, dtype="bf16")
-    state, _ = train(step, [data()])
-    tree.require_same("test", "the state", state, plain.init())
+@emulated
+def test_a_step_differs_from_bf16_by_the_rounding_of_float8():
+    model, batches = make_net(), [make_batch(), make_batch(48)]
+    state, losses = train(make_step(model=model), batches)
+    bf16_state, bf16_losses = train(make_step(model=model, dtype="bf16"), batches)
+    assert losses == pytest.approx(bf16_losses, rel=0.05)
+    assert not torch.equal(state.params["blocks.0.0.weight"], bf16_state.params["blocks.0.0.weight"])
+    # The head multiplies in bf16; only its input differs.
+    torch.testing.assert_close(state.params["head.bias"], bf16_state.params["head.bias"], rtol=0.1, atol=1e-2)
+
+
+@emulated
+def test_the_state_and_the_module_are_those_of_bf16(tmp_path):
+    def types_and_attributes(model):
+        return {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
+
+    model = make_net()
+    before = types_and_attributes(model)
+    step, bf16_step = make_step(model=model), make_step(model=model, dtype="bf16")
+    state, _ = train(step, [make_batch()])
+    assert types_and_attributes(model) == before
+    tree.require_same("test", "the state", state, bf16_step.init())
     assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
-    assert {name: (type(part), set(part.__dict__)) for name, part in model.named_modules()} == kept
     ft.checkpoint.save(tmp_path / "a", state)
-    actual = ft.checkpoint.load(tmp_path / "a", like=plain.init())
-    assert_bitwise(actual.params, state.params)
+    assert_bitwise(ft.checkpoint.load(tmp_path / "a", like=bf16_step.init()).params, state.params)
 
 
-@needs_torchao
-@quiet
+@emulated
 @pytest.mark.parametrize(
-    "more",
+    "wrappers",
     [
         pytest.param((ft.remat(blocks=["blocks.0", "blocks.1"]),), id="remat"),
         pytest.param((ft.donated(),), id="donated"),
@@ -145,75 +166,86 @@ def test_state_and_module_are_as_they_would_be_without(emulated, tmp_path):
         pytest.param((ft.compiled(lowering="whole", backend="aot_eager"),), id="whole", marks=pytest.mark.exhaustive),
     ],
 )
-def test_other_wrappers_change_nothing(more, emulated):
-    batches = [data(), data()]
-    actual_state, losses = train(step_of(*more), batches)
-    expected_state, expected_losses = train(step_of(), batches)
+def test_other_wrappers_change_nothing(wrappers):
+    batches = [make_batch(), make_batch()]
+    state, losses = train(make_step(*wrappers), batches)
+    expected_state, expected_losses = train(make_step(), batches)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
-    for a, b in zip(tree.leaves(actual_state.params), tree.leaves(expected_state.params), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert_close(state.params, expected_state.params)
 
 
-@needs_torchao
-@quiet
-@pytest.mark.parametrize("rows", [1, 15, 17, 0])
-def test_any_number_of_rows(rows, emulated):
+@emulated
+@pytest.mark.parametrize("rows", [1, 15, 17])
+def test_any_number_of_rows(rows):
     """The gradient of a weight sums over rows, which torchao then pads to a multiple of 16."""
-    step = step_of()
-    state, (loss,) = train(step, [data(rows)])
-    if not rows:
-        return
-    narrow, (other,) = train(step_of(dtype="bf16"), [data(rows)])
-    assert loss == pytest.approx(other, rel=0.1)
-    difference = tree.global_norm(tree.map(torch.sub, state.params, narrow.params))
-    moved = tree.global_norm(tree.map(torch.sub, narrow.params, step.init().params))
-    assert 0 < float(difference) < 0.2 * float(moved)
+    step = make_step()
+    state, (loss,) = train(step, [make_batch(rows)])
+    bf16_state, (bf16_loss,) = train(make_step(dtype="bf16"), [make_batch(rows)])
+    assert loss == pytest.approx(bf16_loss, rel=0.1)
+    difference = tree.global_norm(tree.map(torch.sub, state.params, bf16_state.params))
+    update = tree.global_norm(tree.map(torch.sub, bf16_state.params, step.init().params))
+    assert 0 < float(difference) < 0.2 * float(update)
 
 
-@needs_torchao
-@quiet
-@pytest.mark.parametrize(("shape", "padded"), [((32, 32), 0), ((2, 8, 32), 0), ((17, 32), 4), ((3, 5, 32), 4)])
-def test_rows_are_padded_where_they_must_be(shape, padded, emulated, monkeypatch):
-    """Emulated products take any number; those of a GPU do not."""
-    seen = []
-    converted = float8._converted
+@emulated
+def test_a_batch_without_rows_changes_no_parameter():
+    step = make_step()
+    state, _ = train(step, [make_batch(0)])
+    assert_bitwise(state.params, step.init().params)
 
-    def watched(layer, *, padded):
-        float8_layer = converted(layer, padded=padded)
+
+@emulated
+@pytest.mark.parametrize(
+    ("shape", "is_padded"), [((32, 32), False), ((2, 8, 32), False), ((17, 32), True), ((3, 5, 32), True)]
+)
+def test_rows_are_padded_to_a_multiple_of_16(shape, is_padded, monkeypatch):
+    """A GPU needs that; emulated products take any number of rows."""
+    calls = []
+    convert = float8._converted
+
+    def convert_recording(layer, *, padded):
+        float8_layer = convert(layer, padded=padded)
         forward = float8_layer.forward
-        float8_layer.forward = lambda x: seen.append(padded) or forward(x)
+
+        def forward_recording(x):
+            calls.append(padded)
+            return forward(x)
+
+        float8_layer.forward = forward_recording
         return float8_layer
 
-    monkeypatch.setattr(float8, "_converted", watched)
-    train(step_of(), [torch.randn(shape)])
-    assert len(seen) == 4
-    assert sum(seen) == padded
+    monkeypatch.setattr(float8, "_converted", convert_recording)
+    train(make_step(), [torch.randn(shape)])
+    assert calls == [is_padded] * len(FLOAT8_LAYERS)
 
 
-@needs_torchao
-@quiet
-def test_an_evaluation_of_the_steps_loss_is_in_float8_too(emulated):
-    step = step_of()
+@emulated
+def test_an_evaluation_of_the_loss_of_a_step_is_in_float8_too():
+    step = make_step()
     state = step.init()
-    actual = ft.evaluate(ft.eval_step(step.loss), state, [data()])
-    _, metrics = step(state, data())
-    assert actual["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
-    assert actual != ft.evaluate(ft.eval_step(step.base), state, [data()], dtype="bf16")
+    means = ft.evaluate(ft.eval_step(step.loss), state, [make_batch()])
+    _, metrics = step(state, make_batch())
+    assert means["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    assert means != ft.evaluate(ft.eval_step(step.base), state, [make_batch()], dtype="bf16")
     with failing(ComposeError, "evaluate", "computes in fp8"):
-        ft.evaluate(ft.eval_step(step.loss), state, [data()], dtype="bf16")
+        ft.evaluate(ft.eval_step(step.loss), state, [make_batch()], dtype="bf16")
 
 
-def test_which_layers():
-    assert list(float8.float8_layers(net())) == ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
+def test_layers_whose_sizes_are_multiples_of_16_multiply_in_float8_except_for_the_head():
+    assert list(float8.float8_layers(make_net())) == FLOAT8_LAYERS
+    sizes = [(16, 16), (16, 17), (17, 16), (32, 48), (48, 16)]
+    assert list(float8.float8_layers(nn.Sequential(*(nn.Linear(*size) for size in sizes)))) == ["0", "3"]
 
-    class Own(nn.Linear):
+
+def test_tied_layers_and_those_with_a_forward_of_their_own_do_not_multiply_in_float8():
+    class Doubling(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
 
     tied, embedding = nn.Linear(16, 32, bias=False), nn.Embedding(32, 16)
     tied.weight = embedding.weight
-    parts = [embedding, tied, Own(16, 16), nn.Linear(16, 17), nn.Linear(17, 16), nn.Linear(16, 16), nn.Linear(16, 16)]
-    assert list(float8.float8_layers(nn.Sequential(*parts))) == ["5"]
+    plain, head = nn.Linear(16, 16), nn.Linear(16, 16)
+    assert list(float8.float8_layers(nn.Sequential(embedding, tied, Doubling(16, 16), plain, head))) == ["3"]
 
 
 # Refusals
@@ -221,59 +253,81 @@ def test_which_layers():
 
 @needs_torchao
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_device_without_float8():
-    step = step_of()
+def test_a_device_without_float8_is_refused():
+    step = make_step()
     with failing(DeviceError, "with_amp", "CPU", "no matmuls in fp8", "bf16, fp16, float32"):
         step.init()
 
 
-def test_without_torchao(monkeypatch):
+def test_without_torchao_it_is_refused(monkeypatch):
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     with failing(FtrainError, "fp8", "torchao", "pip install 'torchao>=0.18'"):
         ft.with_amp("fp8")
 
 
 @needs_torchao
-@quiet
-def test_where_there_is_nothing_to_multiply_in_float8(emulated):
+def test_a_pure_loss_is_refused():
     with failing(OptionError, "fp8", "squares", "no module", "ft.from_module"):
         make(squares, ft.with_amp("fp8"))
-    with failing(OptionError, "fp8", "Sequential", "multiples of 16", "head"):
-        step_of(model=nn.Sequential(nn.Linear(32, 33), nn.Linear(33, 16)))
-    loss = ft.from_module(net(), criterion)
-    adapted = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(2, targets=["odd"]))
-    with failing(ComposeError, "fp8", "adapters", "bf16"):
-        ft.with_amp("fp8")(adapted)
-    with failing(StructureError, "params", "float16"):
-        step_of(model=net().half()).init()
 
 
 @needs_torchao
-def test_what_it_is_not_asked_for_with():
+def test_a_module_without_a_layer_for_float8_is_refused():
+    with failing(OptionError, "fp8", "Sequential", "multiples of 16", "head"):
+        make_step(model=nn.Sequential(nn.Linear(32, 33), nn.Linear(33, 16)))
+
+
+@needs_torchao
+def test_a_step_with_adapters_is_refused():
+    adapted = ft.train_step(ft.from_module(make_net(), criterion), ft.optim.sgd(0.1))
+    adapted = ft.lora(2, targets=["odd"])(adapted)
+    with failing(ComposeError, "fp8", "adapters", "bf16"):
+        ft.with_amp("fp8")(adapted)
+
+
+@emulated
+def test_parameters_in_float16_are_refused():
+    with failing(StructureError, "params", "float16"):
+        make_step(model=make_net().half()).init()
+
+
+@needs_torchao
+def test_float8_is_not_watched():
     with failing(OptionError, "watch=True", "fp8", "watch bf16 or fp16"):
         ft.with_amp("fp8", watch=True)
+
+
+@needs_torchao
+def test_a_second_with_amp_is_refused():
     with failing(ComposeError, "with_amp(fp8)", "already has the wrapper with_amp", "with_amp(bf16)"):
         make(squares, ft.with_amp("bf16"), ft.with_amp("fp8"))
+
+
+def test_an_evaluation_of_any_loss_in_float8_is_refused():
+    """Only the loss of a step with float8 computes in it."""
     with failing(OptionError, "evaluate", "'fp8'", "bf16, fp16"):
         ft.evaluate(ft.eval_step(squares), make().init({"w": torch.ones(3)}), [batch()], dtype="fp8")
 
 
-# What devices say
-
-
-@pytest.mark.parametrize(("capability", "able"), [((7, 5), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_gpus_of_nvidia(capability, able, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert cuda.BACKEND.float8() is able
+# Which devices multiply in float8
 
 
 @pytest.mark.parametrize(
-    ("name", "able"), [("gfx90a:sramecc+", False), ("gfx942:sramecc+:xnack-", True), ("gfx950", True)]
+    ("capability", "multiplies"), [((7, 5), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
 )
-def test_gpus_of_amd(name, able, monkeypatch):
+def test_gpus_of_nvidia_multiply_in_float8_from_8_9_on(capability, multiplies, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert cuda.BACKEND.float8() is multiplies
+
+
+@pytest.mark.parametrize(
+    ("name", "multiplies"), [("gfx90a:sramecc+", False), ("gfx942:sramecc+:xnack-", True), ("gfx950", True)]
+)
+def test_gpus_of_amd_multiply_in_float8_from_gfx942_on(name, multiplies, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(gcnArchName=name))
-    assert rocm.BACKEND.float8() is able
+    assert rocm.BACKEND.float8() is multiplies
 
 
-def test_other_devices_have_none():
-    assert not any(record.float8() for record in map(ft.backends.of, ("cpu", "mps", "hpu", "xla")))
+@pytest.mark.parametrize("name", ["cpu", "mps", "hpu", "xla"])
+def test_other_devices_have_no_float8(name):
+    assert not ft.backends.of(name).float8()

@@ -1,4 +1,4 @@
-"""What is changed in Inductor's graphs: large products by oneDNN, products of lists, copies of what is overwritten."""
+"""Changes in Inductor's graphs: large products by oneDNN, products of lists, copies of values before they change."""
 
 import pytest
 import torch
@@ -10,16 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import ftrain as ft
 from ftrain.backends import onednn
-from ftrain.errors import BatchError
 from ftrain.transforms.compile import graph_passes
 from tests.exhaustive import exhaustive
+from tests.laws.test_pipelines import assert_equal
 
 PRODUCT = "ftrain::onednn_product"
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
 
-def layouts(rows, columns):
-    """Matrices of one shape in every layout that a graph may have."""
+def matrices(rows, columns):
+    """Return random matrices of one shape by their layout in memory."""
     return {
         "rows": torch.randn(rows, columns),
         "columns": torch.randn(columns, rows).t(),
@@ -35,11 +35,11 @@ def layouts(rows, columns):
 def test_a_product_by_onednn_is_exact_for_every_layout(sizes):
     torch.manual_seed(0)
     rows, inner, columns = sizes
-    for first, a in layouts(rows, inner).items():
-        for second, b in layouts(inner, columns).items():
+    for layout_of_a, a in matrices(rows, inner).items():
+        for layout_of_b, b in matrices(inner, columns).items():
             product, exact = onednn.product()(a, b), a.double() @ b.double()
-            assert product.is_contiguous(), (first, second)
-            assert torch.allclose(product.double(), exact, rtol=1e-5, atol=1e-4), (first, second)
+            assert product.is_contiguous(), (layout_of_a, layout_of_b)
+            assert torch.allclose(product.double(), exact, rtol=1e-5, atol=1e-4), (layout_of_a, layout_of_b)
 
 
 class Net(nn.Module):
@@ -53,17 +53,16 @@ class Net(nn.Module):
         return self.head(x + self.second(F.gelu(self.first(x))))
 
 
-def products():
-    """The products of a compiled step by the operation that computes them, its loss, and its loss when it is eager."""
-    loss = ft.from_module(Net(), lambda model, batch: model(batch).square().mean())
-    eager = ft.train_step(loss, ft.optim.sgd(0.1))
-    step, batch = ft.compiled()(eager), torch.randn(16, 32)
-    state = step.init(seed=0)
-    (after, _), (expected, _) = step(state, batch), eager(state, batch)
-    for name, leaf in expected.params.items():
-        torch.testing.assert_close(after.params[name], leaf, rtol=1e-5, atol=1e-6)
+def count_products():
+    """Return how many products of a compiled step oneDNN computes, and how many torch; check the step itself."""
+    loss_fn = ft.from_module(Net(), lambda model, batch: model(batch).square().mean())
+    eager = ft.train_step(loss_fn, ft.optim.sgd(0.1))
+    compiled, batch = ft.compiled()(eager), torch.randn(16, 32)
+    state = compiled.init(seed=0)
+    (after, _), (expected, _) = compiled(state, batch), eager(state, batch)
+    torch.testing.assert_close(after.params, expected.params, rtol=1e-5, atol=1e-6)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-        step(state, batch)
+        compiled(state, batch)
     names = [event.name for event in profiled.events()]
     return names.count(PRODUCT), names.count("aten::mm") + names.count("aten::addmm")
 
@@ -73,17 +72,18 @@ def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monk
     monkeypatch.setattr(onednn, "is_faster", lambda: True)
     monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 16 * 32 * 32)
     monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32)
-    # Those of the first two layers, without the gradient of the batch; those of the head are small.
-    assert products() == (5, 3)
-    # Of these, the gradients of two weights.
+    # The first two layers have five large products: two outputs, two gradients of weights and one of an input. Those
+    # of the head are small.
+    assert count_products() == (5, 3)
+    # The two gradients of weights read a transposed matrix, which must be copied.
     monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32 + 1)
-    assert products() == (3, 5)
+    assert count_products() == (3, 5)
     monkeypatch.setattr(onednn, "is_faster", lambda: False)
-    assert products() == (0, 8)
+    assert count_products() == (0, 8)
 
 
 @needs_onednn
-def test_a_product_of_nodes_without_a_value_stays(monkeypatch):
+def test_products_of_unknown_sizes_and_of_float64_are_not_replaced(monkeypatch):
     monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 1)
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
@@ -91,7 +91,6 @@ def test_a_product_of_nodes_without_a_value_stays(monkeypatch):
     graph.output(product)
     graph_passes.products_by_onednn(graph)
     assert product.target is torch.ops.aten.mm.default
-    # Nor is there a kernel for float64.
     a.meta["val"] = b.meta["val"] = torch.ones(2, 2, dtype=torch.float64)
     graph_passes.products_by_onednn(graph)
     assert product.target is torch.ops.aten.mm.default
@@ -113,30 +112,30 @@ def test_onednn_is_chosen_by_the_maker_of_the_cpu(name, is_faster, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3, 1)], ids=str)
-def test_products_of_a_list_are_taken_one_by_one(sizes):
-    """What Inductor makes one kernel of on a GPU, and then cannot fuse with others."""
+def test_the_products_of_a_list_become_one_operation_each(sizes):
+    """Inductor would make one kernel of a list on a GPU, and could not fuse it with others."""
 
-    def clipped(factor, *gradients):
+    def scale(factor, *gradients):
         return torch._foreach_mul(list(gradients), factor)
 
     inputs = [torch.tensor(0.5), *(torch.randn(size) for size in sizes)]
-    graph = make_fx(clipped)(*inputs)
+    graph = make_fx(scale)(*inputs)
     graph_passes.products_apart(graph.graph)
     graph.recompile()
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert names == ["aten.mul.Tensor"] * len(sizes)
-    for actual, wanted in zip(graph(*inputs), clipped(*inputs), strict=True):
-        assert torch.equal(actual, wanted)
+    assert_equal(graph(*inputs), scale(*inputs))
 
 
 @pytest.mark.parametrize("lowering", ["whole", *exhaustive(["split"])])
 def test_a_donated_buffer_that_gets_the_old_value_of_another(lowering, tmp_path):
-    """Which the graph overwrites first. Torch's cache takes the second graph for the first."""
+    """The graph overwrites that other buffer first. Torch's cache would take the second graph for the first."""
 
-    def trained(delay, *wrappers):
+    def final_buffers(source_of_b, *wrappers):
+        """Return the buffers after 3 steps, which set "a" from the batch and "b" to the old value of a buffer."""
+
         def loss(params, batch, buffers):
-            new = {"a": batch[0], "b": buffers["a" if delay else "b"]}
-            return (batch @ params).square().mean(), {}, new
+            return (batch @ params).square().mean(), {}, {"a": batch[0], "b": buffers[source_of_b]}
 
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.01)), *wrappers)
         state = step.init(torch.ones(2), buffers={"a": torch.zeros(2), "b": torch.full((2,), 7.0)})
@@ -144,16 +143,8 @@ def test_a_donated_buffer_that_gets_the_old_value_of_another(lowering, tmp_path)
             state, _ = step(state, batch)
         return state.buffers
 
-    # What Inductor compiles once to find out which vectors a CPU has would take ten seconds in each new directory.
+    # Inductor compiles a program to find out which vectors a CPU has; in each new directory it would take ten seconds.
     pick_vec_isa()
-    for delay in (True, False):
+    for source_of_b in ("a", "b"):
         compiled = ft.compiled(lowering=lowering, donate=True, cache_dir=tmp_path)
-        torch.testing.assert_close(trained(delay, compiled), trained(delay), rtol=0, atol=0)
-
-
-def test_a_batch_in_the_memory_of_a_donated_state_is_refused():
-    step = ft.train_step(lambda params, batch: (batch @ params).square().mean(), ft.optim.sgd(0.1))
-    step = ft.compiled(backend="eager", donate=True)(step)
-    state = step.init(torch.ones(2))
-    with pytest.raises(BatchError, match="shares memory with the state, which is donated"):
-        step(state, state.params[None])
+        assert_equal(final_buffers(source_of_b, compiled), final_buffers(source_of_b))

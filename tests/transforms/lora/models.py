@@ -1,4 +1,4 @@
-"""A small model to adapt, and the same with its adapters written out by hand as modules."""
+"""A small model to adapt, the same model with its adapters written out as modules, and functions that train them."""
 
 import copy
 import math
@@ -11,6 +11,13 @@ import ftrain as ft
 from tests.laws.models import VOCABULARY, WIDTH, Drop, make_batch
 
 TARGETS = ["embed", "*.up", "*.down", "head"]
+VARIANTS = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "dropout": {"dora": True, "dropout": 0.3},
+}
+"""Options of `ft.lora`, by a name for the tests."""
 
 
 class Block(nn.Module):
@@ -39,7 +46,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def make(p=0.3, dtype=torch.float64):
+def make_model(p=0.3, dtype=torch.float64):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Net(p).to(dtype)
@@ -49,68 +56,81 @@ def loss(model, batch):
     return ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
-def step_of(model, *wrappers, criterion=loss, optimizer=None, **options):
+def make_step(model, *wrappers, criterion=loss, optimizer=None, **options):
     base_step = ft.train_step(ft.from_module(model, criterion), optimizer or ft.optim.adamw(0.05), **options)
     return ft.compose(base_step, *wrappers)
 
 
-def train(step, steps=3, seed=0, state=None):
-    state, losses = step.init(seed=seed) if state is None else state, []
+def train(step, steps=3, state=None):
+    """Return the state and the losses of a run on the first batches, from `state` or a new state."""
+    if state is None:
+        state = step.init(seed=0)
+    losses = []
     for index in range(steps):
         state, metrics = step(state, make_batch(index))
         losses.append(float(metrics["loss"]))
     return state, losses
 
 
-def adapters(tree):
-    """The adapters in a tree by name, without what is frozen beside them."""
-    return {name: leaf for name, leaf in tree.items() if leaf is not None and ".lora_" in name}
+def without_none(tree):
+    """Return the leaves of a tree by name, without the names of leaves that another part of the state has."""
+    return {name: leaf for name, leaf in tree.items() if leaf is not None}
 
 
-class ByHand(nn.Module):
-    """``W + s B A`` of a linear map or an embedding, with magnitudes ``m (W + s B A) / |W + s B A|``."""
+def adapters_in(tree):
+    """Return the adapters among the leaves of a tree, by name."""
+    return {name: leaf for name, leaf in without_none(tree).items() if ".lora_" in name}
+
+
+class AdaptedByHand(nn.Module):
+    """A linear map or an embedding with the weight ``W + s B A``, or with magnitudes ``m (W + s B A) / |W + s B A|``.
+
+    The adapters have the names of peft. Their values are to be set.
+    """
 
     def __init__(self, base, rank, scale, *, dropout, dora):
         super().__init__()
         self.base, self.scale, self.dropout = base, scale, nn.Dropout(dropout)
-        out = base.weight.shape[1] if isinstance(base, nn.Embedding) else base.weight.shape[0]
-        options = {"dtype": base.weight.dtype}
-        if isinstance(base, nn.Embedding):
-            self.lora_embedding_A = nn.Parameter(torch.zeros(rank, len(base.weight), **options))
-            self.lora_embedding_B = nn.Parameter(torch.zeros(out, rank, **options))
+        self.is_embedding = isinstance(base, nn.Embedding)
+        inputs, outputs = base.weight.shape if self.is_embedding else reversed(base.weight.shape)
+        dtype = base.weight.dtype
+        if self.is_embedding:
+            self.lora_embedding_A = nn.Parameter(torch.zeros(rank, inputs, dtype=dtype))
+            self.lora_embedding_B = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
         else:
-            self.lora_A = nn.Linear(base.weight.shape[1], rank, bias=False, **options)
-            self.lora_B = nn.Linear(rank, out, bias=False, **options)
-        self.lora_magnitude_vector = nn.Parameter(torch.zeros(out, **options)) if dora else None
+            self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=dtype)
+            self.lora_B = nn.Linear(rank, outputs, bias=False, dtype=dtype)
+        self.lora_magnitude_vector = nn.Parameter(torch.zeros(outputs, dtype=dtype)) if dora else None
 
     def forward(self, x):
-        table = isinstance(self.base, nn.Embedding)
-        if table:
-            added = (F.embedding(x, self.lora_embedding_A.T) * self.scale) @ self.lora_embedding_B.T
+        if self.lora_magnitude_vector is not None:
+            return self._forward_with_magnitudes(x)
+        if self.is_embedding:
+            return self.base(x) + (F.embedding(x, self.lora_embedding_A.T) * self.scale) @ self.lora_embedding_B.T
+        return self.base(x) + self.lora_B(self.lora_A(self.dropout(x)) * self.scale)
+
+    def _forward_with_magnitudes(self, x):
+        if self.is_embedding:
+            weight, a, b = self.base.weight.T, self.lora_embedding_A, self.lora_embedding_B
         else:
-            dropped = self.dropout(x)
-            added = self.lora_B(self.lora_A(dropped) * self.scale)
-        if self.lora_magnitude_vector is None:
-            return self.base(x) + added
-        weight = self.base.weight.T if table else self.base.weight
-        a, b = (self.lora_embedding_A, self.lora_embedding_B) if table else (self.lora_A.weight, self.lora_B.weight)
-        whole = weight + self.scale * b @ a
-        turned = (self.lora_magnitude_vector / whole.norm(dim=1).detach())[:, None] * whole
-        if table:
-            return F.embedding(x, turned.T)
-        return F.linear(x, weight, self.base.bias) + F.linear(dropped, turned - weight)
+            weight, a, b = self.base.weight, self.lora_A.weight, self.lora_B.weight
+        adapted = weight + self.scale * b @ a
+        rescaled = (self.lora_magnitude_vector / adapted.norm(dim=1).detach())[:, None] * adapted
+        if self.is_embedding:
+            return F.embedding(x, rescaled.T)
+        return F.linear(x, weight, self.base.bias) + F.linear(self.dropout(x), rescaled - weight)
 
 
-def by_hand(model, state, rank, alpha, *, dropout=0.0, dora=False, rslora=False):
-    """A copy of a model whose targets carry their adapters, with the values they have in a state."""
+def adapt_by_hand(model, state, rank, alpha, *, dropout=0.0, dora=False, rslora=False):
+    """Return a copy of a model whose targets are `AdaptedByHand`, with the adapters of a state."""
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     model = copy.deepcopy(model)
-    parts = dict(model.named_modules())
-    for name in ["embed", "head", *(f"blocks.{i}.{part}" for i in range(2) for part in ("up", "down"))]:
-        owner, _, last = name.rpartition(".")
-        setattr(parts[owner], last, ByHand(parts[name], rank, scale, dropout=dropout, dora=dora))
-    tensors = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    for target in ["embed", "head", *(f"blocks.{i}.{layer}" for i in range(2) for layer in ("up", "down"))]:
+        parent, _, attribute = target.rpartition(".")
+        setattr(modules[parent], attribute, AdaptedByHand(modules[target], rank, scale, dropout=dropout, dora=dora))
+    params = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in adapters(state.params).items():
-            tensors[name].copy_(value)
+        for name, value in adapters_in(state.params).items():
+            params[name].copy_(value)
     return model

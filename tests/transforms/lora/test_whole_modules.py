@@ -1,6 +1,5 @@
 """What trains beside adapters, in the files of peft: whole modules, with their buffers, and weights that are tied."""
 
-import json
 import warnings
 
 import pytest
@@ -11,8 +10,19 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import StructureError
 from tests.laws.test_pipelines import assert_equal
+from tests.transforms.lora.adapter_files import (
+    DIGESTS,
+    WEIGHTS,
+    load_with_peft,
+    read_config,
+    update_config,
+    without_warnings,
+)
+from tests.transforms.lora.models import make_model, make_step
 
-WEIGHTS, CONFIG, DIGESTS = "adapter_model.safetensors", "adapter_config.json", "ftrain_digests.json"
+TOKENS = torch.arange(12).view(4, 3) % 7
+CLASSIFICATION_BATCH = {"tokens": TOKENS, "labels": torch.arange(4) % 3}
+NEXT_TOKEN_BATCH = {"tokens": TOKENS, "labels": TOKENS.roll(1)}
 
 
 class Head(nn.Module):
@@ -24,8 +34,8 @@ class Head(nn.Module):
         return self.last(self.norm(torch.tanh(self.dense(x))))
 
 
-class Net(nn.Module):
-    """Classifies, with names as those of models of transformers."""
+class Classifier(nn.Module):
+    """Has names like those of models of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -39,8 +49,8 @@ class Net(nn.Module):
         return self.classifier(self.out(self.pre_classifier(x)))
 
 
-class Tied(nn.Module):
-    """Predicts tokens; embedding and head are one weight, or two of the same value."""
+class LanguageModel(nn.Module):
+    """Its embedding and its head are one weight, or two of the same value."""
 
     def __init__(self, *, tied):
         super().__init__()
@@ -59,27 +69,22 @@ def loss(model, batch):
     return ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
 
 
-def step_with_adapters(model, trainable, targets=("layers.*",)):
-    step = ft.train_step(ft.from_module(model.double(), loss), ft.optim.adamw(0.1), trainable=trainable)
-    return ft.lora(2, targets=targets)(step)
-
-
-def seeded(build):
+def seeded(build, *args, **options):
     torch.manual_seed(1)
-    return build()
+    return build(*args, **options).double()
 
 
-def batch_of(labels_like_tokens=False):
-    tokens = torch.arange(12).view(4, 3) % 7
-    return {"tokens": tokens, "labels": tokens.roll(1) if labels_like_tokens else torch.arange(4) % 3}
+def make_adapted_step(model, trainable, targets=("layers.*",)):
+    lora = ft.lora(2, targets=list(targets))
+    return make_step(model, lora, criterion=loss, optimizer=ft.optim.adamw(0.1), trainable=trainable)
 
 
-def saved(directory, trainable, task_type=None):
-    """Return a step and its trained state, whose adapters are in the directory."""
-    step = step_with_adapters(seeded(Net), trainable)
+def save_trained_classifier(directory, trainable, task_type=None):
+    """Save the adapters of a classifier after training, and return its step and state."""
+    step = make_adapted_step(seeded(Classifier), trainable)
     state = step.init()
     for _ in range(2):
-        state, _ = step(state, batch_of())
+        state, _ = step(state, CLASSIFICATION_BATCH)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "adapters.save: training has changed buffers")
         ft.adapters.save(directory, step, state, task_type=task_type)
@@ -95,138 +100,170 @@ def saved(directory, trainable, task_type=None):
     ],
 )
 def test_the_outermost_modules_are_saved(trainable, modules, tmp_path):
-    step, state = saved(tmp_path / "adapter", trainable)
-    assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"] == modules
+    step, state = save_trained_classifier(tmp_path / "adapter", trainable)
+    assert read_config(tmp_path / "adapter")["modules_to_save"] == modules
     assert_equal(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
 
 
-def test_peft_looks_for_the_ends_of_names(tmp_path):
+@pytest.mark.parametrize(
+    ("trainable", "targets", "message"),
+    [
+        (["head.bias"], ["embed"], r"parameters of head train, and head\.weight is frozen"),
+        (["head.*"], ["head"], "parameters of head train, and have adapters too"),
+    ],
+)
+def test_a_module_that_is_not_trained_as_a_whole_is_refused(trainable, targets, message, tmp_path):
+    step = make_step(make_model(), ft.lora(3, targets=targets), trainable=trainable)
+    with pytest.raises(StructureError, match=message):
+        ft.adapters.save(tmp_path / "adapter", step, step.init())
+
+
+def test_a_saved_module_must_train_in_the_step_that_loads_it(tmp_path):
+    lora = ft.lora(3, targets=["blocks.0.down"])
+    step = make_step(make_model(), lora, trainable=["blocks.0.up.*"])
+    ft.adapters.save(tmp_path / "adapter", step, step.init())
+    assert read_config(tmp_path / "adapter")["modules_to_save"] == ["blocks.0.up"]
+    frozen = make_step(make_model(), lora)
+    with pytest.raises(StructureError, match=r"up\.bias: unexpected .* it trained beside the adapters: name it in"):
+        ft.adapters.load(tmp_path / "adapter", frozen, frozen.init())
+
+
+def test_a_name_that_ends_as_that_of_another_module_is_refused(tmp_path):
+    """Peft looks for modules whose names end with those in the file."""
     with pytest.raises(StructureError, match="parameters of classifier train, and peft would take pre_classifier for"):
-        saved(tmp_path / "adapter", ["classifier.*"])
+        save_trained_classifier(tmp_path / "adapter", ["classifier.*"])
     with pytest.raises(StructureError, match=r"and peft would take layers\.0\.lora_dropout for it"):
-        saved(tmp_path / "adapter", ["out.*"])
+        save_trained_classifier(tmp_path / "adapter", ["out.*"])
 
 
 def test_a_list_of_modules_is_saved_by_its_members(tmp_path):
-    step = step_with_adapters(seeded(Net), ["layers.*"], targets=["out"])
+    step = make_adapted_step(seeded(Classifier), ["layers.*"], targets=["out"])
     ft.adapters.save(tmp_path / "adapter", step, step.init())
-    assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"] == ["layers.0", "layers.1"]
+    assert read_config(tmp_path / "adapter")["modules_to_save"] == ["layers.0", "layers.1"]
 
 
 def test_a_task_needs_its_head_in_the_files(tmp_path):
     trainable = ["pre_classifier.*", "classifier.*"]
-    saved(tmp_path / "adapter", trainable, "SEQ_CLS")
-    saved(tmp_path / "another", ["embed.*"], "CAUSAL_LM")
-    for trained in (trainable[:1], [*trainable[:1], "classifier.last.*"]):
+    save_trained_classifier(tmp_path / "whole head", trainable, "SEQ_CLS")
+    save_trained_classifier(tmp_path / "task without a head", ["embed.*"], "CAUSAL_LM")
+    for too_few in (["pre_classifier.*"], ["pre_classifier.*", "classifier.last.*"]):
         with pytest.raises(StructureError, match="with task_type='SEQ_CLS' peft needs all of classifier in the files"):
-            saved(tmp_path / "none", trained, "SEQ_CLS")
+            save_trained_classifier(tmp_path / "refused", too_few, "SEQ_CLS")
 
 
 def test_buffers_of_whole_modules_are_in_the_files(tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Nothing is lost.
-        step, state = saved(tmp_path / "adapter", ["pre_classifier.*", "classifier.*"])
+        warnings.simplefilter("error")  # No buffer is lost.
+        step, state = save_trained_classifier(tmp_path / "adapter", ["pre_classifier.*", "classifier.*"])
     assert "base_model.model.classifier.norm.running_mean" in load_file(tmp_path / "adapter" / WEIGHTS)
     loaded = ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1))
     assert_equal((loaded.params, loaded.buffers), (state.params, state.buffers))
-    assert not torch.equal(loaded.buffers["classifier.norm.running_mean"], torch.zeros(6))
+    assert loaded.buffers["classifier.norm.running_mean"].any()
 
 
-def test_modules_to_save_are_the_ends_of_names(tmp_path):
-    step, state = saved(tmp_path / "adapter", ["classifier.*", "pre_classifier.*"])
-    config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
-    (tmp_path / "adapter" / CONFIG).write_text(json.dumps({**config, "modules_to_save": ["classifier"]}))
+def test_modules_to_save_may_be_the_ends_of_names(tmp_path):
+    step, state = save_trained_classifier(tmp_path / "adapter", ["classifier.*", "pre_classifier.*"])
+    update_config(tmp_path / "adapter", modules_to_save=["classifier"])
     (tmp_path / "adapter" / DIGESTS).unlink()
     assert_equal(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
 
 
-def test_weights_that_are_tied_here_and_not_in_the_file(tmp_path):
-    apart = step_with_adapters(seeded(lambda: Tied(tied=False)), ["embed.*", "lm_head.*"], targets=["middle"])
-    start = apart.init()
-    ft.adapters.save(tmp_path / "same", apart, start)
-    ft.adapters.save(tmp_path / "apart", apart, apart(start, batch_of(True))[0])
-    tied = step_with_adapters(seeded(lambda: Tied(tied=True)), ["embed.*"], targets=["middle"])
+# Weights that are tied in a model and not in the file
+
+
+@pytest.fixture
+def tied_step():
+    return make_adapted_step(seeded(LanguageModel, tied=True), ["embed.*"], targets=["middle"])
+
+
+def make_untied_step(trainable):
+    return make_adapted_step(seeded(LanguageModel, tied=False), trainable, targets=["middle"])
+
+
+def test_two_equal_weights_are_loaded_into_a_tied_one(tied_step, tmp_path):
+    step = make_untied_step(["embed.*", "lm_head.*"])
+    state = step.init()
+    ft.adapters.save(tmp_path / "adapter", step, state)
+    loaded = ft.adapters.load(tmp_path / "adapter", tied_step, tied_step.init(seed=1))
+    torch.testing.assert_close(loaded.params["embed.weight"], state.params["lm_head.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trainable", [["embed.*", "lm_head.*"], ["embed.*"]], ids=["both train", "one trains"])
+def test_two_weights_that_differ_are_not_loaded_into_a_tied_one(trainable, tied_step, tmp_path):
+    step = make_untied_step(trainable)
+    state, _ = step(step.init(), NEXT_TOKEN_BATCH)
+    ft.adapters.save(tmp_path / "adapter", step, state)
     with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from embed\.weight, to which it is tied"):
-        ft.adapters.load(tmp_path / "apart", tied, tied.init(seed=1))
-    loaded = ft.adapters.load(tmp_path / "same", tied, tied.init(seed=1))
-    torch.testing.assert_close(loaded.params["embed.weight"], start.params["lm_head.weight"], rtol=0, atol=0)
-    one = step_with_adapters(seeded(lambda: Tied(tied=False)), ["embed.*"], targets=["middle"])
-    ft.adapters.save(tmp_path / "one", one, one(one.init(), batch_of(True))[0])
-    with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from embed\.weight"):
-        ft.adapters.load(tmp_path / "one", tied, tied.init(seed=1))
+        ft.adapters.load(tmp_path / "adapter", tied_step, tied_step.init(seed=1))
 
 
-@pytest.fixture(scope="module")
-def peft():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("peft", reason="peft loads what ftrain has written")
+# With peft
 
 
 def test_peft_loads_a_head_with_its_buffers(peft, tmp_path):
-    step, state = saved(tmp_path / "adapter", ["pre_classifier.*", "classifier.*"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = peft.PeftModel.from_pretrained(seeded(Net).double(), tmp_path / "adapter").eval()
+    step, state = save_trained_classifier(tmp_path / "adapter", ["pre_classifier.*", "classifier.*"])
+    peft_model = load_with_peft(peft, seeded(Classifier), tmp_path / "adapter").eval()
     with torch.no_grad():
-        expected = loss(theirs, batch_of())
-    actual = ft.eval_step(step.loss)(state, batch_of())["loss"]
+        expected = loss(peft_model, CLASSIFICATION_BATCH)
+    actual = ft.eval_step(step.loss)(state, CLASSIFICATION_BATCH)["loss"]
     torch.testing.assert_close(actual.value, expected.value, rtol=0, atol=1e-12)
 
 
-def classifier():
+def roberta():
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = RobertaConfig(**sizes, vocab_size=7, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
-    return RobertaForSequenceClassification(config).double().eval()
+    return RobertaForSequenceClassification(config).eval()
 
 
 def test_a_classifier_of_transformers_goes_to_peft_and_back(peft, tmp_path):
-    tokens = {"input_ids": torch.arange(12).view(4, 3) % 7, "labels": torch.arange(4) % 3}
-    step = ft.train_step(ft.from_module(seeded(classifier)), ft.optim.adamw(0.1), trainable=["classifier.*"])
+    batch = {"input_ids": TOKENS, "labels": torch.arange(4) % 3}
+    step = ft.train_step(ft.from_module(seeded(roberta)), ft.optim.adamw(0.1), trainable=["classifier.*"])
     step = ft.lora(2, targets=["*.query"])(step)
-    state, _ = step(step.init(), tokens)
-    ft.adapters.save(tmp_path / "ours", step, state, task_type="SEQ_CLS")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = peft.PeftModel.from_pretrained(seeded(classifier), tmp_path / "ours").eval()
-        theirs.save_pretrained(tmp_path / "theirs")
+    state, _ = step(step.init(), batch)
+    ft.adapters.save(tmp_path / "ftrain", step, state, task_type="SEQ_CLS")
+    peft_model = load_with_peft(peft, seeded(roberta), tmp_path / "ftrain").eval()
+    with without_warnings():
+        peft_model.save_pretrained(tmp_path / "peft")
     with torch.no_grad():
-        expected = theirs(**tokens).loss
-    back = ft.adapters.load(tmp_path / "theirs", step, step.init(seed=1))
-    for each in (state, back):
-        actual = ft.eval_step(step.loss)(each, tokens)["loss"]
-        torch.testing.assert_close(actual.value, expected, rtol=0, atol=1e-12)
+        expected = peft_model(**batch).loss
+    loaded = ft.adapters.load(tmp_path / "peft", step, step.init(seed=1))
+    evaluate = ft.eval_step(step.loss)
+    torch.testing.assert_close(evaluate(state, batch)["loss"].value, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(evaluate(loaded, batch)["loss"].value, expected, rtol=0, atol=1e-12)
 
 
-def test_a_tied_embedding_that_peft_has_trained(peft, tmp_path):
+def tied_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = LlamaConfig(**sizes, vocab_size=7, tie_word_embeddings=True)
-    tokens = {"input_ids": torch.arange(12).view(4, 3) % 7, "labels": torch.arange(12).view(4, 3) % 7}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=7, tie_word_embeddings=True))
 
-    def of_peft(**options):
-        options = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], **options}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = peft.get_peft_model(seeded(lambda: LlamaForCausalLM(config)), peft.LoraConfig(r=2, **options))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(0.1 * torch.randn_like(param) * param.requires_grad)
-        return model
 
-    step = ft.train_step(
-        ft.from_module(seeded(lambda: LlamaForCausalLM(config))), ft.optim.adamw(0.1), trainable=["*.embed_tokens.*"]
-    )
-    together = of_peft(ensure_weight_tying=True)
-    together.save_pretrained(tmp_path / "together")
-    step = ft.adapters.like(tmp_path / "together")(step)
-    state = ft.adapters.load(tmp_path / "together", step, step.init(seed=1))
+def save_embedding_with_peft(peft, directory, **options):
+    """Save a model of peft whose trained parameters are random, its embedding among them, and return it."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], **options)
+    with without_warnings():
+        model = peft.get_peft_model(seeded(tied_llama), config)
     with torch.no_grad():
-        expected = float(together(**tokens).loss)
-    assert float(ft.eval_step(step.loss)(state, tokens)["loss"]) == pytest.approx(expected, rel=1e-6)
-    of_peft().save_pretrained(tmp_path / "apart")
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(directory)
+    return model
+
+
+def test_a_tied_embedding_that_peft_has_trained(peft, tmp_path):
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    peft_model = save_embedding_with_peft(peft, tmp_path / "tied", ensure_weight_tying=True)
+    loss_fn = ft.from_module(seeded(tied_llama))
+    step = ft.train_step(loss_fn, ft.optim.adamw(0.1), trainable=["*.embed_tokens.*"])
+    step = ft.adapters.like(tmp_path / "tied")(step)
+    state = ft.adapters.load(tmp_path / "tied", step, step.init(seed=1))
+    with torch.no_grad():
+        expected = float(peft_model(**batch).loss)
+    assert float(ft.eval_step(step.loss)(state, batch)["loss"]) == pytest.approx(expected, rel=1e-6)
+    save_embedding_with_peft(peft, tmp_path / "untied")
     with pytest.raises(StructureError, match=r"lm_head\.weight: trained apart from model\.embed_tokens\.weight"):
-        ft.adapters.load(tmp_path / "apart", step, step.init(seed=1))
+        ft.adapters.load(tmp_path / "untied", step, step.init(seed=1))

@@ -6,17 +6,20 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
-
-SIZE = 3
+from tests.laws.test_pipelines import assert_equal
+from tests.transforms.modes import CAPTURED
+from tests.transforms.remat.recomputing import SIZE
 
 
 class Block(nn.Module):
-    def __init__(self, sloping=False):
+    """Returns a linear map with tanh, or the gradient of its sum by `torch.func.grad`."""
+
+    def __init__(self, *, takes_gradient=False):
         super().__init__()
-        self.linear, self.sloping = nn.Linear(SIZE, SIZE), sloping
+        self.linear, self.takes_gradient = nn.Linear(SIZE, SIZE), takes_gradient
 
     def forward(self, x):
-        if self.sloping:
+        if self.takes_gradient:
             return torch.func.grad(lambda x: torch.tanh(self.linear(x)).sum())(x)
         return torch.tanh(self.linear(x))
 
@@ -33,26 +36,26 @@ def by_jvp(model, batch):
     return torch.stack(torch.func.jvp(model, (batch,), (batch,))).square().mean()
 
 
-def trained(criterion, *wrappers, sloping=False):
+def params_after_a_step(criterion, *wrappers, takes_gradient=False):
     torch.manual_seed(0)
-    model = nn.Sequential(Block(sloping), Block(sloping)).double()
+    model = nn.Sequential(*(Block(takes_gradient=takes_gradient) for _ in range(2))).double()
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.sgd(0.1)), *wrappers)
-    return step(step.init(), torch.randn(4, SIZE, dtype=torch.float64))[0].params
+    return step(step.init(), torch.randn(5, SIZE, dtype=torch.float64))[0].params
 
 
-# On its first use, torch compiles its own formulas by what it has deprecated.
+# At the first use of forward mode, torch compiles its own formulas with a deprecated function.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("wrapper", [ft.remat(), ft.remat("dots"), ft.remat(budget=0.0)], ids=lambda each: each.text)
+@pytest.mark.parametrize("remat", [ft.remat(), ft.remat("dots"), ft.remat(budget=0.0)], ids=lambda remat: remat.text)
 @pytest.mark.parametrize("criterion", [by_grad, by_example, by_jvp])
-def test_within_a_transform_blocks_compute_the_same_and_the_log_says_what_they_keep(criterion, wrapper, caplog):
-    actual, expected = trained(criterion, wrapper), trained(criterion)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+def test_blocks_within_a_transform_compute_the_same_and_the_log_says_that_they_are_kept(criterion, remat, caplog):
+    expected = params_after_a_step(criterion)
+    assert_equal(params_after_a_step(criterion, remat), expected)
     # A budget does not count these blocks.
-    assert caplog.text.count("keeps its activations") == (wrapper.options["budget"] is None)
-    close = trained(criterion, wrapper, ft.compiled(lowering="whole", backend="eager"))
-    assert all(torch.allclose(close[name], expected[name], rtol=1e-12, atol=0) for name in expected)
+    assert caplog.text.count("keeps its activations") == (remat.options["budget"] is None)
+    captured = params_after_a_step(criterion, remat, CAPTURED)
+    torch.testing.assert_close(captured, expected, rtol=1e-12, atol=0)
 
 
-def test_a_block_that_takes_a_gradient_by_a_transform_says_what_to_do():
+def test_a_block_that_takes_a_gradient_by_a_transform_is_an_error_with_advice():
     with pytest.raises(LossError, match=r"torch\.func .* use torch\.autograd\.grad"):
-        trained(lambda model, batch: model(batch).square().mean(), ft.remat(), sloping=True)
+        params_after_a_step(lambda model, batch: model(batch).square().mean(), ft.remat(), takes_gradient=True)
