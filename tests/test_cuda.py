@@ -100,6 +100,21 @@ def test_compiled_agrees_with_eager():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_compiled_blocks_agree_with_uncompiled_ones():
+    def make_deep(*wrappers):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Sequential(*(Net() for _ in range(3))), nn.Linear(16, 4))
+        loss = ft.from_module(net, lambda net, batch: net(batch).square().mean())
+        return ft.compose(ft.train_step(loss, ft.optim.adamw(1e-3)), ft.accumulate(2), *wrappers, ft.donated())
+
+    for wrappers in ((), (ft.remat(),)):
+        state, losses = train(make_deep(*wrappers, ft.compiled(lowering="blocks")), batches(4))
+        expected_state, expected_losses = train(make_deep(*wrappers), batches(4))
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-5)
+        for a, b in zip(tree.leaves(state.params), tree.leaves(expected_state.params), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=["plain", "guarded", "compiled"]
 )

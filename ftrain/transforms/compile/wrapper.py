@@ -89,8 +89,9 @@ def compiled(
         replay: record and replay on the device. Default: where that is possible.
         cache_dir: directory in which Inductor keeps its code for the next process. Default: the environment variable
             ``TORCHINDUCTOR_CACHE_DIR``, else a temporary directory of the user.
-        max_graphs: the largest number of graphs to compile for one step; before torch 2.13 at most 8 for an evaluation
-            or a split step. Not used with ``dynamic=True``.
+        max_graphs: the largest number of graphs to compile for one step, or of kinds of batches with ``"blocks"``;
+            before torch 2.13 at most 8 for an evaluation, a split step, or the layers of a class. Not used with
+            ``dynamic=True``.
         options: options of Inductor, by name, such as ``max_autotune=True``.
 
     Raises:
