@@ -100,10 +100,19 @@ def test_compiled_agrees_with_eager():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 def test_compiled_blocks_agree_with_uncompiled_ones():
     def make_deep(*wrappers):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Sequential(*(Net() for _ in range(3))), nn.Linear(16, 4))
+        net = nn.Sequential(nn.Sequential(*(Layer() for _ in range(3))), nn.Linear(16, 4))
         loss = ft.from_module(net, lambda net, batch: net(batch).square().mean())
         return ft.compose(ft.train_step(loss, ft.optim.adamw(1e-3)), ft.accumulate(2), *wrappers, ft.donated())
 
