@@ -378,13 +378,18 @@ def laid_out(tree, directory):
             (directory / name).write_bytes(below)
 
 
-def descriptors():
-    """Return the open descriptors of this process and their paths."""
-    paths = {}
-    for name in os.listdir("/proc/self/fd"):
+def open_files(directory):
+    """Return the paths of the files in a directory that this process has open.
+
+    Not all of its descriptors: the garbage collector may close those of earlier tests at any time, such as the pipes to
+    the workers of a loader.
+    """
+    paths = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed by now.
         with suppress(OSError):
-            paths[name] = os.readlink(f"/proc/self/fd/{name}")
-    return {(name, path) for name, path in paths.items() if not path.startswith("/proc")}
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in paths if path.startswith(f"{directory}/")]
 
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EINTR": errno.EINTR}

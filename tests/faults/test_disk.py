@@ -20,7 +20,7 @@ from ftrain.checkpoint import files, load, save
 from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
 from tests.exhaustive import choose
-from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
+from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, open_files, through
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import forked, quiet_forks
 from tests.faults.saves import checkpoints, fast, newest, require_goes_on, save_with_history, temporary, tree
@@ -134,11 +134,11 @@ def let_calls_fail(tries, fast, mode, error, numbers, **options):
     for number in numbers:
         with tries.attempt(number):
             directory = shutil.copytree(template, fast / f"{mode}-{number}")
-            before, outcome = descriptors(), Outcome()
+            outcome = Outcome()
             proxy = Failing(number, error, **options)
             run(directory, proxy, mode, outcome)
             num_failed, num_errors = num_failed + bool(proxy.failed), num_errors + bool(outcome.errors)
-            assert descriptors() == before
+            assert open_files(fast) == []
             if not options.get("lasting"):
                 # The next save removes an older checkpoint that could not be removed.
                 assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
