@@ -24,7 +24,7 @@ RANK_TESTS := tests/parallel tests/profiling/test_planning.py
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
 CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precision_report.py \
-	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
+	transforms/amp/test_overflow_counts.py golden parity/test_low_precision*.py parity/test_loop*.py \
 	backends/test_doctor.py)
 
 # What needs a GPU. The first file lets the tests see it; they take turns on it.
