@@ -15,7 +15,7 @@ from ftrain.training import progress
 from tests.exhaustive import choose
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.test_pipelines import train_on
+from tests.laws.pipelines import train_on
 
 # The loss scale of fp16
 

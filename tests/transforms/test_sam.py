@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, OptionError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 CAPTURED = ft.compiled(lowering="whole", backend="eager")
 modes = pytest.mark.parametrize("more", [(), (ft.donated(),), (CAPTURED,)], ids=["eager", "donated", "captured"])

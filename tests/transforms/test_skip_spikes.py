@@ -7,7 +7,7 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import OptionError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 CAPTURED = ft.compiled(lowering="whole", backend="eager")
 modes = pytest.mark.parametrize("more", [(), (ft.donated(),), (CAPTURED,)], ids=["eager", "donated", "captured"])

@@ -11,7 +11,7 @@ from ftrain.training import progress
 from tests.exhaustive import choose
 from tests.faults.problem import assert_bitwise, failing, make, squares
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 KINDS = "overflow", "underflow", "grad_overflow", "grad_underflow"
 

@@ -9,9 +9,9 @@ import ftrain as ft
 from tests.exhaustive import choose
 from tests.laws import registry
 from tests.laws.models import VOCABULARY, WIDTH, keyed_loss, make_batch
+from tests.laws.pipelines import assert_equal, assert_near, assert_trees_near
 from tests.laws.registry import STACKS
 from tests.laws.registry import is_narrow as narrow
-from tests.laws.test_pipelines import assert_equal, assert_near, close_trees
 from tests.transforms.lora.models import adapters, by_hand, loss, make, step_of, train
 
 RANK, ALPHA = 3, 7.0
@@ -90,7 +90,7 @@ def test_captured_is_eager(names):
     eager, losses = train(step)
     captured, actual = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
     for part in ("params", "frozen", "opt_state", "slots"):
-        close_trees(getattr(captured, part), getattr(eager, part), names)
+        assert_trees_near(getattr(captured, part), getattr(eager, part), names)
     assert actual == pytest.approx(losses, rel=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_compiled_is_eager(lowering, backend):
     step = step_of(model, ft.lora(2, targets=["2"], dora=True), optimizer=ft.optim.sgd(0.5, momentum=0.9))
     actual, _ = train(ft.compiled(lowering=lowering, backend=backend, donate=True)(step))
     expected, _ = train(step)
-    close_trees(actual.params, expected.params, ())
+    assert_trees_near(actual.params, expected.params, ())
     assert_equal(actual.frozen, expected.frozen)
 
 
@@ -152,7 +152,7 @@ def test_accumulation_is_the_full_batch():
     _, step = build((), 0, p=0.0, dora=True)
     whole, _ = train(step)
     pieces, _ = train(ft.accumulate(4)(step))
-    close_trees(pieces.params, whole.params, ())
+    assert_trees_near(pieces.params, whole.params, ())
 
 
 @pytest.mark.parametrize("kind", KINDS)

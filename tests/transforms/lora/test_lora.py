@@ -12,7 +12,7 @@ import ftrain as ft
 from ftrain.errors import ComposeError, LossError, OptionError, StructureError
 from tests.laws.models import WIDTH, make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True, "alpha": 5.0}, "dora": {"dora": True}}

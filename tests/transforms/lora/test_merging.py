@@ -9,7 +9,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, StructureError
 from tests.laws.models import make_batch
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}

@@ -16,7 +16,7 @@ from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, read_saf
 from ftrain.errors import CheckpointError, ComposeError, OptionError, StructureError
 from tests.laws.models import make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}

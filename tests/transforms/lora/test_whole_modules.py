@@ -10,7 +10,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import StructureError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 WEIGHTS, CONFIG, DIGESTS = "adapter_model.safetensors", "adapter_config.json", "ftrain_digests.json"
 
