@@ -5,13 +5,14 @@ All calls of checkpoints to the system go through the name `os` in `ftrain.check
 
 import errno
 import functools
+import math
 import os
 import random
 import signal
 import sys
 import threading
 from contextlib import contextmanager, suppress
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 from ftrain.checkpoint import files
@@ -57,7 +58,7 @@ def through(proxy):
         files.os = os
 
 
-def half(name, function, args):
+def write_half(name, function, args):
     """Write the first half of the data of a write; do nothing for another call."""
     if name == "write":
         function(args[0], bytes(args[1])[: len(args[1]) // 2])
@@ -74,7 +75,7 @@ class Killed(Calls):
         if number != self.at:
             return function(*args)
         if self.moment == "halfway":
-            half(name, function, args)
+            write_half(name, function, args)
         elif self.moment == "after":
             # A call that fails, such as `lstat` of a missing file, has ended too.
             with suppress(OSError):
@@ -97,12 +98,15 @@ class Failing(Calls):
         self.failed = 0
 
     def call(self, number, name, function, args):
-        fails = number == self.at or (self.lasting and number > self.at and name in WRITING - {"close"})
-        if not fails:
+        fails_too = self.lasting and number > self.at and name in WRITING - {"close"}
+        if number != self.at and not fails_too:
             return function(*args)
         self.failed += 1
         if self.error == "short":
-            return function(args[0], bytes(args[1])[: (len(args[1]) + 1) // 2]) if name == "write" else function(*args)
+            if name == "write":
+                descriptor, data = args
+                return function(descriptor, bytes(data)[: (len(data) + 1) // 2])
+            return function(*args)
         # A descriptor is closed even where closing fails.
         if self.after or name == "close":
             result = function(*args)
@@ -272,8 +276,8 @@ def site_of(path):
 class Disk:
     """The possible contents of a disk after a power loss at the end of a log.
 
-    The bytes of a file and the entries of a directory are on the disk up to its last sync. Each later change may be
-    there or not: a change of a directory completely or not at all; of a write nothing, all, the first half, or zeros.
+    The bytes of a file and the entries of a directory are on the disk up to its last sync. Of each later change a part
+    may be there: "none" or "all" of it, and of a write also the first "half", or "zeros" in place of the data.
     """
 
     def __init__(self, log):
@@ -302,41 +306,45 @@ class Disk:
                 left += below.get(node, ())
         return seen
 
-    def states(self, most, seed):
+    def states(self, max_others, seed):
         """Yield the different trees that may be on the disk, each as ``{name: tree or bytes}``.
 
         First those with none and all of the pending changes, and with one change more or less; then all others, or a
-        random sample of `most` if there are more.
+        random sample of `max_others` if there are more.
         """
         seen = set()
-        for choice in self._choices(most, seed):
-            tree = self.tree(choice)
+        for parts in self._parts(max_others, seed):
+            tree = self.tree(parts)
             key = frozen(tree)
             if key not in seen:
                 seen.add(key)
                 yield tree
 
-    def _choices(self, most, seed):
-        count = len(self.pending)
-        options = [("none", "all") if line[0] != "bytes" else ("none", "all", "half", "zeros") for line in self.pending]
-        for most_of, one in (("none", "all"), ("all", "none")):
-            yield (most_of,) * count
-            for at in range(count):
-                for other in {*options[at]} - {most_of} if most_of == "all" else (one,):
-                    yield (*(most_of,) * at, other, *(most_of,) * (count - at - 1))
-        size = 1
-        for option in options:
-            size *= len(option)
-        draw = random.Random(seed)
-        every = product(*options) if size <= most else (tuple(map(draw.choice, options)) for _ in range(most))
-        yield from islice(every, most)
+    def _parts(self, max_others, seed):
+        """Yield lists of the part of each pending change that is on the disk, in the order of `states`."""
+        options = [("none", "all", "half", "zeros") if line[0] == "bytes" else ("none", "all") for line in self.pending]
+        none, everything = ["none"] * len(options), ["all"] * len(options)
+        yield none
+        for at in range(len(options)):
+            yield [*none[:at], "all", *none[at + 1 :]]
+        yield everything
+        for at, possible_parts in enumerate(options):
+            for part in possible_parts:
+                yield [*everything[:at], part, *everything[at + 1 :]]
+        if math.prod(map(len, options)) <= max_others:
+            yield from product(*options)
+        else:
+            draw = random.Random(seed)
+            for _ in range(max_others):
+                yield [draw.choice(possible_parts) for possible_parts in options]
 
-    def tree(self, choice):
+    def tree(self, parts):
+        """Return the tree on the disk, of which there is this part of each pending change."""
         entries = {node: dict(names) for node, names in self._entries.items()}
         contents = dict(self._bytes)
-        for line, how in zip(self.pending, choice, strict=True):
-            if how != "none":
-                _apply(line, entries, contents, how)
+        for line, part in zip(self.pending, parts, strict=True):
+            if part != "none":
+                _apply(line, entries, contents, part)
 
         def below(node):
             if node not in entries:
@@ -346,7 +354,8 @@ class Disk:
         return below(0)
 
 
-def _apply(line, entries, contents, how):
+def _apply(line, entries, contents, part):
+    """Apply a part of a line of the log to the entries of directories and the bytes of files."""
     if line[0] == "entries":
         entries[line[1]].update(line[2])
         for name in [name for name, node in line[2].items() if node is None]:
@@ -357,7 +366,7 @@ def _apply(line, entries, contents, how):
         contents[line[1]] = before[: line[2]].ljust(line[2], b"\0")
         return
     offset, data = line[2:]
-    data = {"all": data, "half": data[: len(data) // 2], "zeros": bytes(len(data))}[how]
+    data = {"all": data, "half": data[: len(data) // 2], "zeros": bytes(len(data))}[part]
     contents[line[1]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
 
 

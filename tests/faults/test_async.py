@@ -9,7 +9,7 @@ import ftrain as ft
 from ftrain.checkpoint import files, load
 from tests.faults.figures import tally, times
 from tests.faults.problem import batch, make, squares
-from tests.faults.specimens import everything, same
+from tests.faults.specimens import everything, have_same_bits
 
 LENGTH = 2048
 
@@ -48,7 +48,7 @@ def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
         monkeypatch.setattr(files, "write", write)
 
     def as_kept(number):
-        assert same(load(checkpoints.path(number)), kept)
+        assert have_same_bits(load(checkpoints.path(number)), kept)
 
     with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {case}") as tries:
         kept = None

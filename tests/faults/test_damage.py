@@ -21,7 +21,7 @@ from ftrain.checkpoint.manifest import parse
 from ftrain.errors import CheckpointError
 from tests.faults.figures import tally, times
 from tests.faults.forks import forked, quiet_forks
-from tests.faults.specimens import everything, same, state
+from tests.faults.specimens import everything, have_same_bits, state
 
 MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
 FILES = MODEL, STATE, TEXT, MANIFEST
@@ -158,7 +158,7 @@ def by_latest(run):
         actual = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
     if actual.step == NEW:
         return None
-    assert same(actual.parts, run.parts[OLD])
+    assert have_same_bits(actual.parts, run.parts[OLD])
     assert len(caught) == 1
     assert f"going back to step {OLD}" in str(caught[0].message)
     return str(caught[0].message)
@@ -311,7 +311,7 @@ def noticed(send, name, path, tries):
         except BaseException:
             counts["found"] += 1
         else:
-            counts["harmless" if same(actual, expected) else "silent"] += 1
+            counts["harmless" if have_same_bits(actual, expected) else "silent"] += 1
         put(file, whole[file])
     send(counts)
 

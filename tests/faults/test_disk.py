@@ -23,9 +23,7 @@ from tests.exhaustive import choose
 from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, open_files, through
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import forked, quiet_forks
-from tests.faults.saves import checkpoints, fast, newest, require_goes_on, save_with_history, temporary, tree
-
-__all__ = ["fast"]
+from tests.faults.saves import checkpoints, newest, require_goes_on, save_with_history, temporary, tree
 
 KEEP = 2
 MODES = {"sync": False, "async": True}
@@ -127,18 +125,18 @@ def check(directory, outcome, mode):
     assert not files._held
 
 
-def let_calls_fail(tries, fast, mode, error, numbers, **options):
+def let_calls_fail(tries, ram_path, mode, error, numbers, **options):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
     num_failed = num_errors = 0
-    template = prepared(fast / "template")
+    template = prepared(ram_path / "template")
     for number in numbers:
         with tries.attempt(number):
-            directory = shutil.copytree(template, fast / f"{mode}-{number}")
+            directory = shutil.copytree(template, ram_path / f"{mode}-{number}")
             outcome = Outcome()
             proxy = Failing(number, error, **options)
             run(directory, proxy, mode, outcome)
             num_failed, num_errors = num_failed + bool(proxy.failed), num_errors + bool(outcome.errors)
-            assert open_files(fast) == []
+            assert open_files(ram_path) == []
             if not options.get("lasting"):
                 # The next save removes an older checkpoint that could not be removed.
                 assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
@@ -163,55 +161,57 @@ def numbers_to_fail(calls_made, *choices):
 @modes
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
-def test_a_call_fails(mode, when, error, fast):
-    calls_made = calls(fast / "all", mode)
+def test_a_call_fails(mode, when, error, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
     with tally(f"{error} {when} a call, {mode}") as tries:
-        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
+        failed, named = let_calls_fail(tries, ram_path, mode, ERRORS[error], numbers, after=when == "after")
         assert failed > 0.9 * len(numbers)
         assert named > 0.5 * failed
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, fast):
-    calls_made = calls(fast / "all", "sync")
+def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, ram_path):
+    calls_made = calls(ram_path / "all", "sync")
     directories = [number for number, name in enumerate(calls_made) if name == "mkdir"]
     # The first directory of the second save is the temporary one: it is made, opened and looked up.
     first = directories[len(directories) // 2]
     with tally(f"EIO {when} a call for a temporary directory") as tries:
-        failed, named = let_calls_fail(tries, fast, "sync", errno.EIO, range(first, first + 3), after=when == "after")
+        failed, named = let_calls_fail(
+            tries, ram_path, "sync", errno.EIO, range(first, first + 3), after=when == "after"
+        )
         assert failed == named == 3
 
 
 @modes
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
-def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
-    calls_made = calls(fast / "all", mode)
+def test_calls_fail_from_one_on_until_the_process_ends(mode, error, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (error, ERRORS))
     with tally(f"{error} from a call on, {mode}") as tries:
-        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, lasting=True)
+        failed, named = let_calls_fail(tries, ram_path, mode, ERRORS[error], numbers, lasting=True)
         assert named > 0.5 * failed
 
 
 @modes
-def test_a_write_takes_but_a_part(mode, fast):
-    calls_made = calls(fast / "all", mode)
+def test_a_write_takes_but_a_part(mode, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     writes = [number for number, name in enumerate(calls_made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
-        assert let_calls_fail(tries, fast, mode, "short", writes) == (len(writes), 0)
+        assert let_calls_fail(tries, ram_path, mode, "short", writes) == (len(writes), 0)
 
 
-def test_a_write_takes_nothing(fast):
+def test_a_write_takes_nothing(ram_path):
     class Nothing(Failing):
         def call(self, number, name, function, args):
             return 0 if number == self.at else function(*args)
 
-    calls_made = calls(fast / "all", "sync")
+    calls_made = calls(ram_path / "all", "sync")
     number = [number for number, name in enumerate(calls_made) if name == "write"][1]
     outcome = Outcome()
-    run(prepared(fast / "run"), Nothing(number, None), "sync", outcome)
+    run(prepared(ram_path / "run"), Nothing(number, None), "sync", outcome)
     assert "nothing was written" in str(outcome.errors[0])
-    check(fast / "run", outcome, "sync")
+    check(ram_path / "run", outcome, "sync")
 
 
 # For real
@@ -340,9 +340,9 @@ def with_small_files(send, root):
 
 
 @quiet_forks
-def test_files_may_not_grow(fast):
+def test_files_may_not_grow(ram_path):
     with tally("a limit on the size of files") as tries:
-        errors = record_results(tries, forked(with_small_files, fast))
+        errors = record_results(tries, forked(with_small_files, ram_path))
         assert sum(errors) > len(errors) // 3
 
 

@@ -14,7 +14,7 @@ from ftrain.checkpoint.manifest import signed
 from ftrain.checkpoint.reading import read_manifest
 from ftrain.errors import CheckpointError, OptionError
 from tests.faults.figures import record
-from tests.faults.specimens import same, state
+from tests.faults.specimens import have_same_bits, state
 
 MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
 SECONDS = 20
@@ -305,7 +305,7 @@ def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, parts)
     assert run_in(tmp_path / "runs").steps() == [2, 3]
-    assert same(run_in(tmp_path / "runs").latest().parts, parts)
+    assert have_same_bits(run_in(tmp_path / "runs").latest().parts, parts)
 
 
 @pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])

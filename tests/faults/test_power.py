@@ -22,7 +22,6 @@ from tests.faults.saves import (
     FROZEN,
     TEXTS,
     checkpoints,
-    fast,
     is_tree,
     newest,
     records,
@@ -32,9 +31,8 @@ from tests.faults.saves import (
     tree,
 )
 
-__all__ = ["fast"]
-
-MOST = times(512, 2)
+MAX_STATES = times(512, 2)
+"""How many of the possible disks are drawn at a moment at which there are more."""
 PINNED = 2
 
 
@@ -200,7 +198,7 @@ def outcomes(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
     seen = set()
     for at in [*moments(log)][::stride]:
         acknowledged = known(log[:at])
-        for state in Disk(log[:at]).states(MOST, seed=at):
+        for state in Disk(log[:at]).states(MAX_STATES, seed=at):
             if (key := (frozen(state), acknowledged)) in seen:
                 continue
             seen.add(key)
@@ -218,14 +216,14 @@ def goes_on(root, begun):
 
 
 @stories
-def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, fast):
-    (fast / "disk").mkdir()
-    (fast / "scratch").mkdir()
-    disk, check = recorded(fast / "disk", story), STORIES[story][1]
+def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, ram_path):
+    (ram_path / "disk").mkdir()
+    (ram_path / "scratch").mkdir()
+    disk, check = recorded(ram_path / "disk", story), STORIES[story][1]
     with tally(f"power loss, {story}") as tries:
         tries.note = "disks that there may be after power was lost"
         after = None if check is check_alone else goes_on
-        outcomes(disk.log, check, fast / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
+        outcomes(disk.log, check, ram_path / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
         assert tries.runs > 10
 
 
@@ -263,25 +261,25 @@ def is_site(name, site):
 
 
 @pytest.mark.parametrize("name", choose(list(SYNCS), [name for name in SYNCS if name != "renamed_before_a_kill"]))
-def test_leaving_out_a_sync_is_noticed(name, fast):
-    (fast / "disk").mkdir()
-    (fast / "scratch").mkdir()
+def test_leaving_out_a_sync_is_noticed(name, ram_path):
+    (ram_path / "disk").mkdir()
+    (ram_path / "scratch").mkdir()
     story, dropped = SYNCS[name][0], lambda site: is_site(name, site)
     if story == "kill":
         with LOST:
-            kills(fast, 2, dropped=dropped)
+            kills(ram_path, 2, dropped=dropped)
         return
-    disk = recorded(fast / "disk", story, dropped=dropped)
+    disk = recorded(ram_path / "disk", story, dropped=dropped)
     assert any(map(dropped, disk.sites))
     with LOST:
-        outcomes(disk.log, STORIES[story][1], fast / "scratch")
+        outcomes(disk.log, STORIES[story][1], ram_path / "scratch")
 
 
-def test_every_sync_is_left_out_once(fast):
+def test_every_sync_is_left_out_once(ram_path):
     sites = set()
     for number, story in enumerate(STORIES):
-        (fast / str(number)).mkdir()
-        sites.update(recorded(fast / str(number), story).sites)
+        (ram_path / str(number)).mkdir()
+        sites.update(recorded(ram_path / str(number), story).sites)
     assert {site for site in sites if not any(is_site(name, site) for name in SYNCS)} == set()
 
 
@@ -317,9 +315,9 @@ def saved(disk, root, step):
 
 
 @pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
-def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
+def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, ram_path):
     with tally(f"power loss after a kill, save {first}") as tries:
-        moments = kills(fast, first, attempt=tries.attempt)
+        moments = kills(ram_path, first, attempt=tries.attempt)
         tries.note = f"{moments} moments of the kill"
         assert moments > 20
 
@@ -342,7 +340,7 @@ def check_told(log, scratch, step, attempt):
     seen = set()
     for at in [at for at, line in enumerate(log, 1) if line == ("event", "saved", step)]:
         acknowledged = known(log[:at])
-        for state in Disk(log[:at]).states(MOST, seed=at):
+        for state in Disk(log[:at]).states(MAX_STATES, seed=at):
             if (key := (frozen(state), acknowledged)) not in seen:
                 seen.add(key)
                 laid_out(state, scratch / str(len(seen)))

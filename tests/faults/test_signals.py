@@ -14,7 +14,7 @@ from tests.exhaustive import exhaustive_rows
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import FOREVER, Child, quiet_forks
 from tests.faults.problem import make
-from tests.faults.specimens import same
+from tests.faults.specimens import have_same_bits
 
 pytestmark = quiet_forks
 
@@ -58,7 +58,7 @@ def whole():
     step, state, data = problem()
     states = {new.step: ft.tree.clone(new.state) for new in ft.iterate(step, state, data, steps=STEPS)}
     result = train()
-    assert same(result.state, states[STEPS])
+    assert have_same_bits(result.state, states[STEPS])
     return result.state, records(result.history), states
 
 
@@ -109,7 +109,7 @@ def ends_like_whole(directory):
     """Resume a run, and return whether it ends like one without signals."""
     result = train(directory)
     state, history, _ = whole()
-    return same(result.state, state) and records(result.history) == history
+    return have_same_bits(result.state, state) and records(result.history) == history
 
 
 @signals
@@ -130,7 +130,7 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
                 latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
                 saved_step = None if latest is None else latest.step
                 saved += exit_code == code
-                is_right = saved_step is not None and same(latest.parts["state"], states[saved_step])
+                is_right = saved_step is not None and have_same_bits(latest.parts["state"], states[saved_step])
                 # A signal that comes after `fit` has ended changes nothing.
                 is_right &= (
                     saved_step == before + steps
@@ -166,7 +166,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             if exit_code not in (stopped, code, ENDED, -number):
                 tries.failures.append((tried, exit_code, moments))
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
-            if latest is not None and not same(latest.parts["state"], states[latest.step]):
+            if latest is not None and not have_same_bits(latest.parts["state"], states[latest.step]):
                 tries.failures.append((tried, exit_code, latest.step))
             if not ends_like_whole(directory):
                 tries.failures.append((tried, exit_code, "goes on otherwise"))
@@ -253,7 +253,7 @@ def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
     actual = train(tmp_path, **options)
     assert actual.history.stopped == "enough"
     assert records(actual.history) == records(expected.history)
-    assert same(actual.state, expected.state)
+    assert have_same_bits(actual.state, expected.state)
 
 
 # While a step is compiled
@@ -313,7 +313,7 @@ def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tm
     step, state, data = compiling(lowering, "eager")
     actual = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
     expected = undisturbed(lowering)
-    assert same(actual.state, expected.state)
+    assert have_same_bits(actual.state, expected.state)
     assert records(actual.history) == records(expected.history)
 
 

@@ -14,7 +14,7 @@ from ftrain.errors import CheckpointError, StructureError
 from ftrain.training.replay import replay
 from tests.faults.figures import tally, times
 from tests.faults.problem import batch, failing, make, squares
-from tests.faults.specimens import everything, same, state
+from tests.faults.specimens import everything, have_same_bits, state
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64
 
@@ -210,7 +210,7 @@ def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path, mo
                 ):
                     tries.failures.append((number, actual, expected))
             after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
-            if not same(like, before) or memory != after:
+            if not have_same_bits(like, before) or memory != after:
                 tries.failures.append((number, "touched"))
 
 
@@ -233,7 +233,7 @@ def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
     listed_lines = listed(caught.value)
     assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= listed_lines.keys()
     assert listed_lines["params.w"].startswith("found float32[3], needs float32[4]")
-    assert same(other, before)
+    assert have_same_bits(other, before)
 
 
 @pytest.mark.parametrize("more", [{}, {"run": {"note": "mine"}}, {"run": None}], ids=["alone", "of ours", "none"])
