@@ -47,11 +47,11 @@ def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
 
         monkeypatch.setattr(files, "write", write)
 
-    def as_kept(number):
-        assert have_same_bits(load(checkpoints.path(number)), kept)
+    def require_copy(number):
+        assert have_same_bits(load(checkpoints.path(number)), last_copy)
 
     with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {case}") as tries:
-        kept = None
+        last_copy = None
         for number in range(1, count + 1):
             state = train(step, state, draw.randint(1, 3))
             parts = {"state": state} if case == "donated steps" else {"state": state, "more": others}
@@ -61,16 +61,16 @@ def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
             copy = ft.tree.clone(parts)
             checkpoints.save(number, parts)
             # The save before is done now, and that state is gone.
-            if kept is not None:
+            if last_copy is not None:
                 with tries.attempt(number - 1):
-                    as_kept(number - 1)
-            kept = copy
+                    require_copy(number - 1)
+            last_copy = copy
             state = train(step, state, draw.randint(0, 5))
             if case != "donated steps":
                 scribble(others, draw)
         checkpoints.wait()
         with tries.attempt(count):
-            as_kept(count)
+            require_copy(count)
 
 
 def test_a_donated_state_cannot_be_saved(tmp_path):

@@ -161,21 +161,21 @@ def is_damaged(path):
     return path.exists() and (path / "MANIFEST.json").read_bytes() == b"{}"
 
 
-def alone(path, step):
+def save_without_a_run(path, step):
     save(path, tree(step), texts=TEXTS)
 
 
 @quiet_forks
 def test_a_process_ends_at_a_call_of_save(ram_path):
-    calls = forked(counted, ram_path / "counted" / "m", alone, 1, {})
+    calls = forked(counted, ram_path / "counted" / "m", save_without_a_run, 1, {})
     with tally("crash at a call, save") as tries:
         tries.note = f"{len(calls)} calls"
         for number, moment in points(calls):
             path = ram_path / f"{number}-{moment}" / "m"
             with tries.attempt((number, moment)):
-                assert Child(crash, path, alone, 1, {}, number, moment).wait() == -signal.SIGKILL
+                assert Child(crash, path, save_without_a_run, 1, {}, number, moment).wait() == -signal.SIGKILL
                 if not path.exists():
-                    alone(path, 1)
+                    save_without_a_run(path, 1)
                 assert is_tree(1, load(path))
                 assert os.listdir(path.parent) == ["m"]
         assert tries.runs > 25 // STRIDE

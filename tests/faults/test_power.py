@@ -48,7 +48,7 @@ def run(disk, root, **options):
                 disk.note("pinned", step)
 
 
-def overlapping(disk, root, **options):
+def run_in_background(disk, root, **options):
     """Save four steps in the background; each save waits for the one before, which is then on the disk."""
     with checkpoints(root / "runs" / "a", async_=True) as writer:
         for step in (1, 2, 3, 4):
@@ -66,7 +66,7 @@ def check_run(root, saved, begun, pinned):
     assert not pinned or (directory / f"step-{PINNED:012d}.pinned").exists()
 
 
-def alone(disk, root):
+def save_without_a_run(disk, root):
     """Call `save` twice, without a run, in directories that do not exist."""
     for step in (1, 2):
         disk.note("begun", step)
@@ -74,7 +74,7 @@ def alone(disk, root):
         disk.note("saved", step)
 
 
-def check_alone(root, saved, begun, pinned):
+def check_save_without_a_run(root, saved, begun, pinned):
     for step in (1, 2):
         path = root / "new" / "models" / f"m{step}"
         if step <= saved or path.exists():
@@ -82,7 +82,7 @@ def check_alone(root, saved, begun, pinned):
             assert is_tree(step, load(path))
 
 
-def shared(disk, root, **options):
+def run_with_frozen(disk, root, **options):
     """Save four steps of a run that share a file of frozen parameters, except the last, which has a copy of them."""
     with checkpoints(root / "runs" / "a", **options) as writer:
         for step in (1, 2, 3, 4):
@@ -91,15 +91,17 @@ def shared(disk, root, **options):
             disk.note("saved", step)
 
 
-def refused(disk, root):
+def save_after_a_failure(disk, root):
     """Save a step whose new name cannot be synced, nor be renamed back, so the save fails; then save it again."""
     with checkpoints(root / "runs" / "a") as writer:
-        renamed = []
+        renames = []
 
         def broken(name, args):
+            """Whether a call fails: after the first rename all syncs and renames do."""
             if name == "rename":
-                renamed.append(args)
-            return len(renamed) > 1 if name == "rename" else name == "fsync" and bool(renamed)
+                renames.append(args)
+                return len(renames) > 1
+            return name == "fsync" and bool(renames)
 
         disk.note("begun", 1)
         disk.broken = broken
@@ -111,7 +113,7 @@ def refused(disk, root):
         disk.note("saved", 1)
 
 
-def replaced(disk, root):
+def replace_a_checkpoint(disk, root):
     """Save two steps, and replace the last checkpoint by one with other metrics."""
     with checkpoints(root / "runs" / "a") as writer:
         for step, loss in ((1, 1.0), (PINNED, 2.0), (PINNED, 3.0)):
@@ -128,7 +130,7 @@ def check_replaced(root, saved, begun, replaced):
         assert loss == 3.0 if replaced else loss in (2.0, 3.0)
 
 
-def with_history(disk, root):
+def run_with_history(disk, root):
     """Save twice with a history, then only append records, as if killed, and resume in another context."""
     directory = root / "runs" / "a"
     with checkpoints(directory) as writer:
@@ -148,22 +150,23 @@ def with_history(disk, root):
 
 STORIES = {
     "run": (run, check_run, {}),
-    "async": (overlapping, check_run, {}),
+    "async": (run_in_background, check_run, {}),
     "keep_1": (run, check_run, {"keep": 1}),
-    "save": (alone, check_alone, {}),
-    "refused": (refused, check_run, {}),
-    "replaced": (replaced, check_replaced, {}),
-    "frozen": (shared, check_run, {}),
-    "history": (with_history, check_run, {}),
+    "save": (save_without_a_run, check_save_without_a_run, {}),
+    "refused": (save_after_a_failure, check_run, {}),
+    "replaced": (replace_a_checkpoint, check_replaced, {}),
+    "frozen": (run_with_frozen, check_run, {}),
+    "history": (run_with_history, check_run, {}),
 }
 stories = pytest.mark.parametrize(
     "story", choose(list(STORIES), ["run", "async", "save", "replaced", "frozen", "history"])
 )
 
 
-def recorded(root, story, **how):
+def recorded(root, story, **disk_options):
+    """Return the recorded disk after a story."""
     act, _, options = STORIES[story]
-    with through(Recorded(root, **how)) as disk:
+    with through(Recorded(root, **disk_options)) as disk:
         act(disk, root, **options)
     return disk
 
@@ -193,7 +196,7 @@ def uncounted(label):
     return nullcontext()
 
 
-def outcomes(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
+def check_states(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
     """Check each possible content of the disk once, at every moment, or at every `stride`-th."""
     seen = set()
     for at in [*moments(log)][::stride]:
@@ -222,8 +225,8 @@ def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, ram_p
     disk, check = recorded(ram_path / "disk", story), STORIES[story][1]
     with tally(f"power loss, {story}") as tries:
         tries.note = "disks that there may be after power was lost"
-        after = None if check is check_alone else goes_on
-        outcomes(disk.log, check, ram_path / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
+        after = None if check is check_save_without_a_run else goes_on
+        check_states(disk.log, check, ram_path / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
         assert tries.runs > 10
 
 
@@ -267,12 +270,12 @@ def test_leaving_out_a_sync_is_noticed(name, ram_path):
     story, dropped = SYNCS[name][0], lambda site: is_site(name, site)
     if story == "kill":
         with LOST:
-            kills(ram_path, 2, dropped=dropped)
+            check_kills(ram_path, 2, dropped=dropped)
         return
     disk = recorded(ram_path / "disk", story, dropped=dropped)
     assert any(map(dropped, disk.sites))
     with LOST:
-        outcomes(disk.log, STORIES[story][1], ram_path / "scratch")
+        check_states(disk.log, STORIES[story][1], ram_path / "scratch")
 
 
 def test_every_sync_is_left_out_once(ram_path):
@@ -317,12 +320,12 @@ def saved(disk, root, step):
 @pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
 def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, ram_path):
     with tally(f"power loss after a kill, save {first}") as tries:
-        moments = kills(ram_path, first, attempt=tries.attempt)
+        moments = check_kills(ram_path, first, attempt=tries.attempt)
         tries.note = f"{moments} moments of the kill"
         assert moments > 20
 
 
-def kills(directory, first, attempt=uncounted, **options):
+def check_kills(directory, first, attempt=uncounted, **options):
     """Check the possible disks after a kill at each moment of a save; return the number of moments."""
     for at in itertools.count(step=times(1, 5)):
         root, scratch = directory / f"disk{at}", directory / f"scratch{at}"
@@ -331,11 +334,11 @@ def kills(directory, first, attempt=uncounted, **options):
         disk = killed(root, at, first, **options)
         if disk is None:
             return at
-        check_told(disk.log, scratch, first, attempt)
+        check_acknowledged(disk.log, scratch, first, attempt)
     return None
 
 
-def check_told(log, scratch, step, attempt):
+def check_acknowledged(log, scratch, step, attempt):
     """Check each possible disk once, right after the other process has loaded or saved a step."""
     seen = set()
     for at in [at for at, line in enumerate(log, 1) if line == ("event", "saved", step)]:
