@@ -52,10 +52,16 @@ def remaining_messages(child):
     return messages
 
 
+def last_step(messages, event, default):
+    """Return the last step of the messages about an event."""
+    return max((step for name, step in messages if name == event), default=default)
+
+
 @quiet_forks
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, ram_path):
-    draw, directory, options, num_interrupted, num_leftovers = random.Random(mode), ram_path / "run", MODES[mode], 0, 0
+    draw, directory, options = random.Random(mode), ram_path / "run", MODES[mode]
+    num_interrupted = num_leftovers = 0
     count = times(3400, 4)
     span = seconds_of_saves(directory, options)
     known = newest(directory)
@@ -70,10 +76,7 @@ def test_a_process_is_killed_while_it_saves(mode, ram_path):
                 child.wait()
                 num_leftovers += bool(temporary(directory))
                 before, known = known, newest(directory)
-                saved, begun = (
-                    max((step for event, step in messages if event == name), default=before)
-                    for name in ("saved", "begun")
-                )
+                saved, begun = (last_step(messages, event, default=before) for event in ("saved", "begun"))
                 assert saved <= known <= begun, (known, messages)
                 num_interrupted += known < before + BLOCK
                 require_whole(directory)
@@ -96,10 +99,12 @@ def seconds_of_saves(directory, options):
 # Runs
 
 STEPS, SAMPLES, BATCH = 20, 33, 4
-LATEST = times(8, 14)
-"""The largest number of steps before a process is killed: more than two intervals between checkpoints."""
+MAX_STEPS_BEFORE_A_KILL = times(8, 14)
+"""More than two intervals between checkpoints."""
 DATA = {
-    "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
+    "list": lambda: [
+        torch.utils.data.default_collate(samples()[start : start + BATCH]) for start in range(0, 28, BATCH)
+    ],
     "loader": lambda: ft.data.loader(samples(), BATCH, seed=5),
     "workers": lambda: ft.data.loader(samples(), BATCH, seed=5, num_workers=2, context="fork"),
 }
@@ -120,9 +125,9 @@ def named_batches():
 
     def wrap(grad):
         def naming(state, batch, rng):
-            actual = grad(state, batch, rng)
-            places = enumerate(batch["id"].unbind())
-            return replace(actual, metrics={**actual.metrics, **{f"id{place}": value for place, value in places}})
+            gradients = grad(state, batch, rng)
+            ids = {f"id{index}": value for index, value in enumerate(batch["id"].unbind())}
+            return replace(gradients, metrics={**gradients.metrics, **ids})
 
         return naming
 
@@ -202,7 +207,7 @@ def run_until_done(directory, data, draw, span):
         assert child.receive() == "begun"
         # Workers of the killed process ran until now, next to the new process.
         kill_workers(before)
-        for _ in range(draw.randint(0, LATEST)):
+        for _ in range(draw.randint(0, MAX_STEPS_BEFORE_A_KILL)):
             if child.receive() != "step":
                 break
         time.sleep(draw.random() * span)
