@@ -11,10 +11,12 @@ STEPS = 3
 
 
 def label(names):
+    """Return the names of wrappers as one text, for the name of a test."""
     return "+".join(names) or "plain"
 
 
 def build(names, *more, criterion=token_loss, **of_model):
+    """Return the tiny model, and the step that trains it with the wrappers of these names and then those in `more`."""
     # Autocast leaves float64 alone, so mixed precision is held to float32.
     model = make_model(dtype=torch.float32 if is_narrow(names) else torch.float64, **of_model)
     optimizer = ft.optim.adamw(oracle.LR, weight_decay=oracle.DECAY)
@@ -28,6 +30,7 @@ def blocks_for(names):
 
 
 def train(step, steps=STEPS, seed=0):
+    """Return the state after some steps, and the metrics of each as numbers."""
     state = step.init(seed=seed)
     metrics = []
     for index in range(steps):
@@ -52,6 +55,7 @@ def assert_equal(actual, expected):
 def assert_near(actual, expected, names, narrow=(2e-3, 1e-5)):
     """Check that tensors are equal within the rounding of float64, or with `narrow` as (rtol, atol) of 16 bits."""
     rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -66,6 +70,7 @@ def assert_trees_near(actual, expected, names, **tolerance):
 
 
 def train_on(step, batches, seed=0):
+    """Return the state after a step with each batch, and the metrics of the last."""
     state, metrics = step.init(seed=seed), {}
     for batch in batches:
         state, metrics = step(state, batch)

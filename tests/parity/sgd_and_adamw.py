@@ -6,7 +6,7 @@ import torch
 
 import ftrain as ft
 from ftrain import tree
-from tests.parity.fifty_steps import F64, STEPS
+from tests.parity.fifty_steps import F64, STEPS, TIGHT
 
 LR = 0.05
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -35,7 +35,7 @@ def generator(seed):
 
 
 def make_params(dtype=F64, *, turned=False):
-    """Return parameters of ranks 0 to 4, in layouts that fused kernels take, or with one transposed if `turned`."""
+    """Return parameters of ranks 0 to 4, contiguous or channels-last, or with one transposed if `turned`."""
     draw = generator(0)
 
     def randn(*shape):
@@ -101,12 +101,22 @@ def trainable_leaves(params):
     return [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
 
 
+def set_grads(leaves, grads):
+    """Set the gradients of parameters of torch to those of a tree."""
+    for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
+        leaf.grad = grad
+
+
+def assert_equals_theirs(params, leaves, tolerance=TIGHT):
+    """Assert that a tree has the values of the parameters of torch."""
+    torch.testing.assert_close(tree.leaves(params), [leaf.detach() for leaf in leaves], **tolerance)
+
+
 def train_theirs(family, case, *, dtype=F64, steps=STEPS, **more):
     """Train with the optimizer of torch, and return the parameters and the state of each."""
     leaves = trainable_leaves(make_params(dtype))
     optimizer = make_theirs(family, case, leaves, **more)
     for step in range(steps):
-        for leaf, grad in zip(leaves, tree.leaves(make_grads(step, dtype)), strict=True):
-            leaf.grad = grad
+        set_grads(leaves, make_grads(step, dtype))
         optimizer.step()
     return leaves, [optimizer.state[leaf] for leaf in leaves]

@@ -12,11 +12,13 @@ from tests.parity.fifty_steps import F64, STEPS, TIGHT
 from tests.parity.sgd_and_adamw import (
     ADAMW,
     SGD,
+    assert_equals_theirs,
     generator,
     make_grads,
     make_optimizer,
     make_params,
     make_theirs,
+    set_grads,
     train_theirs,
     trainable_leaves,
 )
@@ -59,7 +61,7 @@ def test_step_equals_torch(family, turned, wrapper):
     case = "nesterov-decay" if family == "sgd" else "decay"
     state, _ = train_step(make_optimizer(family, case), wrapper, params=make_params(turned=turned))
     theirs, _ = train_theirs(family, case)
-    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in theirs], **TIGHT)
+    assert_equals_theirs(state.params, theirs)
 
 
 @wrapped
@@ -115,12 +117,11 @@ def test_schedule_drives_the_rate_as_lambda_lr_does(family, wrapper):
     # LambdaLR multiplies the initial rate; its constructor must have recorded the 1.0 and not the LR of make_theirs.
     assert [group["initial_lr"] for group in theirs.param_groups] == [1.0, 1.0]
     for k in range(STEPS):
-        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
-            leaf.grad = grad
+        set_grads(leaves, make_grads(k))
         assert rates[k] == {"lr": schedule(k)} == {"lr": theirs.param_groups[0]["lr"]}
         theirs.step()
         scheduler.step()
-    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)
+    assert_equals_theirs(state.params, leaves)
 
 
 def test_rate_of_update_k_is_schedule_of_k():
@@ -166,10 +167,9 @@ def test_partition_equals_param_groups(wrapper):
         ]
     )
     for k in range(STEPS):
-        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
-            leaf.grad = grad
+        set_grads(leaves, make_grads(k))
         theirs.step()
-    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)
+    assert_equals_theirs(state.params, leaves)
 
 
 @pytest.mark.parametrize("wrapper", ["eager", "compiled-donated"])
@@ -186,9 +186,8 @@ def test_partition_equals_two_optimizers(wrapper):
     body = torch.optim.SGD(leaves_of_group(leaves, "body"), lr=1.0, momentum=0.9, nesterov=True)
     rest = torch.optim.AdamW(leaves_of_group(leaves, "rest"), lr=0.02, weight_decay=0.0)
     for k in range(STEPS):
-        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
-            leaf.grad = grad
+        set_grads(leaves, make_grads(k))
         body.param_groups[0]["lr"] = schedule(k)
         body.step()
         rest.step()
-    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)
+    assert_equals_theirs(state.params, leaves)
