@@ -65,10 +65,17 @@ def criterion(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def by_hand(model, batches, *, clip=None, make=None, after=None):
-    """Train a copy of the model with the usual torch loop, and return the copy and its losses."""
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+
+
+def train_by_hand(model, batches, *, clip=None, make_optimizer=adamw, after=None):
+    """Train a copy of the model with the usual torch loop, and return the copy and its losses.
+
+    `clip` gets the parameters before each update, and `after` the model after it.
+    """
     model = copy.deepcopy(model).train()
-    optimizer = (make or adamw)(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -81,10 +88,6 @@ def by_hand(model, batches, *, clip=None, make=None, after=None):
             after(model)
         losses.append(loss.detach())
     return model, losses
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
 
 
 def run(step, state, batches):

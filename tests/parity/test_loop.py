@@ -13,13 +13,13 @@ from tests.parity.loop_by_hand import (
     MODELS,
     WRAPPERS,
     assert_same_model,
-    by_hand,
     criterion,
     make_batches,
     make_mlp,
     models,
     run,
     seeded,
+    train_by_hand,
 )
 
 
@@ -32,7 +32,7 @@ def test_a_step_equals_the_loop_by_hand(model_name, wrapper):
     step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), *WRAPPERS[wrapper]())
     before = copy.deepcopy(model.state_dict())
     state, losses = run(step, step.init(), batches)
-    theirs, expected = by_hand(model, batches)
+    theirs, expected = train_by_hand(model, batches)
     torch.testing.assert_close(losses, expected, **TIGHT)
     assert_same_model(theirs, state)
     assert int(state.step) == STEPS
@@ -56,7 +56,7 @@ def test_sgd_with_param_groups(model_name):
     optimizer = ft.optim.sgd(0.05, momentum=0.9, weight_decay=0.05, decay_mask=lambda name, leaf: leaf.ndim >= 2)
     step = ft.train_step(ft.from_module(model, criterion), optimizer)
     state, losses = run(step, step.init(), batches)
-    theirs, expected = by_hand(model, batches, make=grouped)
+    theirs, expected = train_by_hand(model, batches, make_optimizer=grouped)
     torch.testing.assert_close(losses, expected, **TIGHT)
     assert_same_model(theirs, state)
 
@@ -95,7 +95,7 @@ def test_clip_equals_torchs_clipping(model_name, limit, wrapper):
         expected.append(float(nn.utils.get_total_norm([param.grad for param in params])))
         theirs(params)
 
-    reference, _ = by_hand(model, batches, clip=clip)
+    reference, _ = train_by_hand(model, batches, clip=clip)
     assert_same_model(reference, state)
     assert norms == pytest.approx(expected, rel=1e-12)
     # Some gradients are longer than the limit of 0.5 and some shorter, so both cases are tested.
@@ -116,5 +116,7 @@ def test_clip_is_bitwise_torchs_in_float32(limit):
         by_name = dict(zip(names, params, strict=True))
         theirs([by_name[name] for name in sorted(names)])
 
-    reference, _ = by_hand(model, batches, clip=clip, make=lambda params: torch.optim.SGD(params, lr=0.1, fused=True))
+    reference, _ = train_by_hand(
+        model, batches, clip=clip, make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, fused=True)
+    )
     assert_same_model(reference, state, {"rtol": 0, "atol": 0})

@@ -54,7 +54,7 @@ def float32_weight_criterion(model, batch):
     return Mean(mean.total, mean.weight.float())
 
 
-def weighted_by_hand(model, batches):
+def train_weighted_by_hand(model, batches):
     """Train a copy of the model with the mean loss per token of the whole batch, and return the copy and its losses."""
     model = copy.deepcopy(model).train()
     optimizer = adamw(model.parameters())
@@ -78,7 +78,7 @@ def test_weighted_loss_without_accumulation(name):
     model, batches = seeded(make_mlp), make_tokens()
     step = ft.train_step(ft.from_module(model, CRITERIA[name]), ft.optim.adamw(1e-2))
     state, losses = run(step, step.init(), batches)
-    reference, expected = weighted_by_hand(model, batches)
+    reference, expected = train_weighted_by_hand(model, batches)
     torch.testing.assert_close(losses, expected, **REORDERED)
     assert_same_model(reference, state, REORDERED)
 
@@ -93,7 +93,7 @@ def test_accumulation_of_uneven_weights(name, pieces, wrapper):
     step = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.accumulate(pieces), *WRAPPERS[wrapper]())
     state, losses = run(step, step.init(), batches)
 
-    reference, expected = weighted_by_hand(model, batches)
+    reference, expected = train_weighted_by_hand(model, batches)
     torch.testing.assert_close(losses, expected, **REORDERED)
     assert_same_model(reference, state, REORDERED)
 

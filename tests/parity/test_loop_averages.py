@@ -6,7 +6,7 @@ import torch
 import ftrain as ft
 from ftrain import tree
 from tests.parity.fifty_steps import STEPS, TIGHT
-from tests.parity.loop_by_hand import REORDERED, WRAPPERS, by_hand, criterion, make_batches, make_mlp, run, seeded
+from tests.parity.loop_by_hand import REORDERED, WRAPPERS, criterion, make_batches, make_mlp, run, seeded, train_by_hand
 
 
 @pytest.mark.parametrize(("decay", "wrapper"), [(0.0, "eager"), (0.9, "donated"), (0.999, "compiled")])
@@ -33,7 +33,7 @@ def test_ema_equals_the_closed_form_and_averaged_model(decay, wrapper):
     swa = torch.optim.swa_utils
     theirs = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(decay))
     theirs.update_parameters(model)
-    by_hand(model, batches, after=theirs.update_parameters)
+    train_by_hand(model, batches, after=theirs.update_parameters)
     torch.testing.assert_close(average, {n: p.detach() for n, p in theirs.module.named_parameters()}, **REORDERED)
 
 

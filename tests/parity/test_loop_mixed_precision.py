@@ -12,16 +12,16 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.transforms.amp import loss_scale as amp
 from tests.parity.fifty_steps import STEPS
-from tests.parity.loop_by_hand import MODELS, by_hand, criterion, make_batches, models, run, seeded
+from tests.parity.loop_by_hand import MODELS, criterion, make_batches, models, run, seeded, train_by_hand
 
 
-def autocast_by_hand(model, batches, dtype, *, make, scaler=None):
+def train_in_autocast_by_hand(model, batches, dtype, *, make_optimizer, scaler=None):
     """Train a copy of the model under autocast, and return the copy, its losses and a trace of the scaler.
 
     The trace has (scale, growth tracker, parameters) after each step, and is empty without a scaler.
     """
     model = copy.deepcopy(model).train()
-    optimizer = make(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     losses, trace = [], []
     for batch in batches:
         optimizer.zero_grad()
@@ -65,13 +65,13 @@ def test_bf16_is_bitwise_the_autocast_loop(model_name, family):
     model, batches = seeded(MODELS[model_name], torch.float32), make_batches(model_name, dtype=torch.float32)
     step = ft.with_amp("bf16")(ft.train_step(ft.from_module(model, criterion), ours()))
     state, losses = run(step, step.init(), batches)
-    reference, expected, _ = autocast_by_hand(model, batches, torch.bfloat16, make=make)
+    reference, expected, _ = train_in_autocast_by_hand(model, batches, torch.bfloat16, make_optimizer=make)
     assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
     assert all(torch.equal(state.params[name], param.detach()) for name, param in reference.named_parameters())
     assert all(torch.equal(state.buffers[name], buffer) for name, buffer in reference.named_buffers())
     assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(state.opt_state))
     # The computation was in bfloat16: in float32 the first loss is another one.
-    _, float32_losses = by_hand(model, batches, make=make)
+    _, float32_losses = train_by_hand(model, batches, make_optimizer=make)
     assert not torch.equal(float32_losses[0], expected[0])
 
 
@@ -100,7 +100,7 @@ def test_fp16_scales_as_grad_scaler_does(model_name, family, monkeypatch):
         amp.GROWTH,
         1 / amp.GROWTH,
     )
-    _, expected, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
+    _, expected, trace = train_in_autocast_by_hand(model, batches, torch.float16, make_optimizer=make, scaler=scaler)
 
     step = ft.with_amp("fp16")(ft.train_step(ft.from_module(model, criterion), ours()))
     state = step.init()
