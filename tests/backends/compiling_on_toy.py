@@ -39,11 +39,11 @@ def a_compiled_step_reads_nothing_that_the_loss_makes_on_the_host(name, module):
 
     def loss(params, batch):
         y = batch @ params["w"]
-        own = torch.tensor([0.5, 2.0, 1.0]).to(y.device)
-        own.mul_(2)  # Each step has its own.
+        factors = torch.tensor([0.5, 2.0, 1.0]).to(y.device)
+        factors.mul_(2)  # Each step has a new tensor.
         positions = torch.arange(3).to(y.device, torch.float32)
         mask = torch.ones(3).masked_fill(torch.tensor([True, False, True]), 0.25).to(y.device)
-        total = (y[:, torch.tensor([2, 0, 1])] * own + positions) * mask * torch.tensor(1.5)
+        total = (y[:, torch.tensor([2, 0, 1])] * factors + positions) * mask * torch.tensor(1.5)
         return (total * outside.to(y.device)).square().mean()
 
     def run(device, **options):

@@ -36,13 +36,13 @@ def scribble(tree, draw):
 def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
     count, draw = times({"donated steps": 600}.get(case, 200), 6), random.Random(case)
     step, state = problem()
-    others = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
+    extra = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
     if case == "while files are written":
         # The state changes before each write.
         write_of_files = files.write
 
         def write(descriptor, data):
-            scribble(others, draw)
+            scribble(extra, draw)
             write_of_files(descriptor, data)
 
         monkeypatch.setattr(files, "write", write)
@@ -54,7 +54,7 @@ def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
         last_copy = None
         for number in range(1, count + 1):
             state = train(step, state, draw.randint(1, 3))
-            parts = {"state": state} if case == "donated steps" else {"state": state, "more": others}
+            parts = {"state": state} if case == "donated steps" else {"state": state, "more": extra}
             if case == "while files are written":
                 # Else the writer would change it between the copy of this test and that of the call.
                 checkpoints.wait()
@@ -67,7 +67,7 @@ def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
             last_copy = copy
             state = train(step, state, draw.randint(0, 5))
             if case != "donated steps":
-                scribble(others, draw)
+                scribble(extra, draw)
         checkpoints.wait()
         with tries.attempt(count):
             require_copy(count)

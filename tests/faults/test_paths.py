@@ -231,12 +231,10 @@ def test_a_path_that_is_not_a_regular_file_is_refused_before_it_is_opened(checkp
 
 def test_a_device_is_refused_before_it_is_opened(checkpoint, watched, monkeypatch):
     """Simulated by `lstat`, since only root may make a device."""
-    lstat_of_os = os.lstat
-    _, *other_fields = lstat_of_os(checkpoint / STATE)
-    device = os.stat_result((stat.S_IFBLK | 0o600, *other_fields))
+    device = os.stat_result((stat.S_IFBLK | 0o600, *os.lstat(checkpoint / STATE)[1:]))
 
     def lstat(path):
-        return device if path.name == STATE else lstat_of_os(path)
+        return device if path.name == STATE else os.lstat(path)
 
     monkeypatch.setattr(watched, "lstat", lstat, raising=False)
     assert "regular file" in refusal_of(load, checkpoint)
@@ -313,7 +311,7 @@ def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
     assert have_same_bits(run_in(tmp_path / "runs").latest().parts, parts)
 
 
-@pytest.mark.parametrize("put", IRREGULAR, ids=[put.__name__ for put in IRREGULAR])
+@irregular
 def test_rotation_leaves_paths_that_are_not_checkpoints(tmp_path, secret, put):
     """A link with the name of a step is not a checkpoint of the run: it is not counted, and not removed."""
     shutil.copy(secret, secret.parent / "kept")

@@ -1,7 +1,8 @@
 """A power loss: of unsynced changes any part may be on the disk, but each save that has returned is there.
 
-The disk is a model (`tests.faults.disk.Disk`). All changes that checkpoints make are recorded. For each moment every
-possible content of the disk is written to a directory and loaded. A test also leaves out each sync, and must then fail.
+The disk is a model (`tests.faults.power_loss.Disk`). All changes that checkpoints make are recorded. For each moment
+every possible content of the disk is written to a directory and loaded. A test also leaves out each sync, and must then
+fail.
 """
 
 import itertools
@@ -16,8 +17,9 @@ from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
 from tests.exhaustive import choose
-from tests.faults.disk import Disk, PowerCut, Recorded, frozen, laid_out, through
+from tests.faults.disk import through
 from tests.faults.figures import tally, times
+from tests.faults.power_loss import Disk, PowerCut, Recorded, frozen, laid_out
 from tests.faults.saves import (
     FROZEN,
     TEXTS,

@@ -40,11 +40,11 @@ def with_frozen_modules(send, function, directory, count):
 def saving(send, directory, count):
     samples = []
     step, new_state = make(squares, ft.ema(0.9)), state()
-    others = everything()
+    extra = everything()
     with ft.Checkpoints(directory, every=1, keep=2) as checkpoints:
         for number in range(1, count + 1):
             new_state, _ = step.donating(new_state, batch())
-            checkpoints.save(number, {"state": new_state, "more": others}, metrics={"loss": number / 7})
+            checkpoints.save(number, {"state": new_state, "more": extra}, metrics={"loss": number / 7})
             if number % (count // SAMPLES) == 0:
                 checkpoints.wait()
                 gc.collect()

@@ -151,10 +151,10 @@ def candidates(tree, name):
     return [(path, node) for path, node in nodes(tree) if suits(tree, path, node, CHANGES[name][1])]
 
 
-def changed(tree, draw, name, others):
-    """Make a change, and `others` more at other nodes; return the tree and the lines that the error must have."""
+def changed(tree, draw, name, num_others):
+    """Make a change, and `num_others` more at other nodes; return the tree and the lines that the error must have."""
     like, lines, changed_paths = tree, {}, []
-    for number in range(1 + others):
+    for number in range(1 + num_others):
         change = name if not number else draw.choice([*CHANGES])
         unchanged = [
             (path, node)

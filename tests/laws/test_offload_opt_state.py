@@ -267,11 +267,11 @@ def test_a_full_disk_raises_with_the_sizes_and_leaves_no_file(fails, tmp_path, m
 
 @pytest.mark.parametrize("first", [True, False])
 def test_wrappers_that_may_refuse_an_update_are_refused(first, tmp_path):
-    for other, message in (
+    for wrapper, message in (
         (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may refuse an update"),
         (ft.with_amp("fp16"), r"with_amp\(fp16\) may refuse an update"),
     ):
-        wrappers = (offloaded(tmp_path), other)
+        wrappers = (offloaded(tmp_path), wrapper)
         with pytest.raises(ComposeError, match=rf"offload\(opt_state, .*\): {message}.*leave out one of the two"):
             build((), *wrappers[:: 1 if first else -1])
 
