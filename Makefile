@@ -23,7 +23,8 @@ RANK_TESTS := tests/parallel tests/profiling/test_planning.py
 
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
-CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precision_report.py \
+CPU_TESTS := $(addprefix tests/,backends/test_emulated.py \
+	profiling/test_loss_scale.py profiling/test_amp_dtypes.py profiling/test_evaluate_16_bits.py profiling/test_matmul_precision.py \
 	transforms/amp/test_overflow_counts.py golden parity/test_low_precision*.py parity/test_loop*.py \
 	backends/test_doctor.py)
 

@@ -61,7 +61,7 @@ def tree_tag(cls: type) -> str:
 def tree_class(cls: type[T]) -> type[T]:
     """Register a dataclass as a tree whose children are its fields, except those with the metadata `STATIC`.
 
-    Use it as a decorator, above ``@dataclass``. Its entry of `TREE_CLASSES` raises a StructureError for other fields.
+    A decorator, to be put above ``@dataclass``. Raises a StructureError, when a tree is read, for other fields.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     child_names = tuple(field.name for field in fields if not field.metadata.get("static"))

@@ -20,7 +20,7 @@ SHARED = {
     | {"transfers", "host_memory"},
     "losses": {"inputs", "chunked"},
     "optim": {"column", "partial_update", "grouping", "structure_cache", "state_dtype", "rounding", "formats"}
-    | {"elementwise", "schedules"},
+    | {"formula", "leafwise", "schedules"},
     "optim.schedules": {"call", "checks", "warmup_and_decay", "phases", "combine"},
     "transforms": {"amp", "compile", "lora", "offload", "remat"},
 }

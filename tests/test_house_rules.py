@@ -23,7 +23,7 @@ SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 WAITS = {
     ("data/device_prefetch.py", "_copy"),
     ("data/worker_messages.py", "_to_bytes"),
-    ("optim/elementwise.py", "_as_float"),
+    ("optim/leafwise.py", "_as_float"),
     ("parallel/same_step.py", "first_difference"),
     ("parallel/same_step.py", "_warn_of_same_rows"),
     ("parallel/same_loss.py", "_unused_by_all"),

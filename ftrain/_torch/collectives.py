@@ -69,8 +69,8 @@ def waiting_after(is_waited_for: Callable[[Exception], bool]) -> Iterator[None]:
     """Context that, after an error, waits for the collectives that were started in it.
 
     Torch keeps the memory of a collective until something waits for it. The other ranks start the same ones, unless
-    they fail too: the wait then fails, at the latest after the timeout of the process group. In both cases the first
-    error is raised. `is_waited_for` returns whether to wait after an error.
+    they fail too: the wait then fails, at the latest after the timeout of the process group. `is_waited_for` returns
+    whether to wait after an error. Raises the first error in both cases.
     """
     started: dict[int, Tensor] = {}
     token = _unwaited.set(started)

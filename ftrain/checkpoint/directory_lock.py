@@ -94,7 +94,10 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that raises a CheckpointError that names the directory in place of an error of the system."""
+    """Context for calls of the file system.
+
+    Raises a CheckpointError that names the directory in place of an error of the system.
+    """
     try:
         yield
     except BlockingIOError as error:

@@ -83,7 +83,10 @@ def _flock(descriptor: int) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Sync an open file to disk, so that it survives a loss of power and other machines can read it."""
+    """Sync an open file to disk, so that it survives a loss of power and other machines can read it.
+
+    Raises the OSError of the system.
+    """
     if FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, FULL_SYNC)
@@ -105,7 +108,7 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents, and sync the parent directory; raises an OSError for a broken link."""
+    """Make a directory and its missing parents, and sync the parent directory. Raises an OSError for a broken link."""
     _require_calls()
     if not os.path.isdir(path):
         make_directories(path.parent)
@@ -183,7 +186,7 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory to disk."""
+    """Sync the entries of a directory to disk. Raises an OSError, unless the file system cannot sync a directory."""
     with _descriptor(path, os.O_RDONLY | DIRECTORY) as descriptor:
         try:
             sync(descriptor)

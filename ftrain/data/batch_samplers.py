@@ -63,7 +63,7 @@ def by_tokens(
 ) -> BatchSampler:
     """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-    `BatchSampler.divide` raises a DataError if one sample alone has more.
+    Raises a DataError, from `BatchSampler.divide`, if one sample alone has more.
     """
 
     def divide(indices: Indices) -> list[Indices]:

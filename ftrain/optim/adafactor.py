@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.elementwise import Number, Part, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, require_ranges
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -74,13 +76,11 @@ def adafactor(
         step_size = norm.mul_(rate).div_(torch.linalg.vector_norm(u).clamp_(min=root * d))
         p.addcmul_(u, step_size, value=-1)
 
+    formula = Formula(rule, state={"row": _row, "column": _column}, constants=constants, foreach=False)
     return leafwise(
         "adafactor",
         lr,
-        rule,
-        state={"row": _row, "column": _column},
-        constants=constants,
-        foreach=False,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"maximize": maximize},

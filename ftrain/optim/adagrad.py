@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain.optim.elementwise import Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, descend_quotient, require_ranges
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -53,14 +55,17 @@ def adagrad(
         columns = part.leaf, part.grad, part.state["sum"], counts
         torch._fused_adagrad_(*columns, lr_decay=lr_decay, eps=eps, maximize=maximize, **common)
 
-    return leafwise(
-        "adagrad",
-        lr,
+    formula = Formula(
         rule,
         state={"sum": lambda leaf: torch.full_like(leaf, initial_accumulator_value)},
         constants=constants,
         fused=fused,
         by_element=True,
+    )
+    return leafwise(
+        "adagrad",
+        lr,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"lr_decay": lr_decay, "maximize": maximize},

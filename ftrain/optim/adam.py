@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import require_positive, require_switches
-from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, require_ranges
+from ftrain.optim.column import Part
 from ftrain.optim.formats import Codes
+from ftrain.optim.formula import Formula, Number, debias, descend_quotient, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.optim.state_dtype import Storage, low_precision
 from ftrain.tree.name_patterns import Mask, everything, matrices
 from ftrain.types import Optimizer, Schedule
@@ -162,16 +164,14 @@ def _adam(
         moments = part.state["mu"], part.state["nu"], part.state.get("nu_max", [])
         kernel(part.leaf, part.grad, *moments, counts, **fixed, **common)
 
+    formula = Formula(
+        rule, state=zeros(*_moments(amsgrad)), constants=constants, fused=fused, by_element=True, decoupled=decoupled
+    )
     return leafwise(
         name,
         lr,
-        rule,
-        state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
-        constants=constants,
-        fused=fused,
+        formula,
         storage=storage,
-        by_element=True,
-        decoupled=decoupled,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"amsgrad": amsgrad, "maximize": maximize},

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.column import Column, Tensors
-from ftrain.optim.elementwise import Number, Part, debias, descend, leafwise, require_ranges
+from ftrain.optim.column import Column, Part, Tensors
+from ftrain.optim.formula import Formula, Number, debias, descend, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
 
@@ -47,12 +48,11 @@ def lamb(
             u.add_(p, alpha=part.weight_decay)
         descend(p, u.mul_(_trust_ratio(p, u)), rate)
 
+    formula = Formula(rule, state=zeros("mu", "nu"), constants=constants)
     return leafwise(
         "lamb",
         lr,
-        rule,
-        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        constants=constants,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"b1": b1, "b2": b2, "eps": eps},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
-from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, descend, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
@@ -46,14 +46,12 @@ def lion(
         # The sign of NaN is 0 in torch, which would stop the parameter for good without a word; so it becomes NaN too.
         part.leaf.add_(mu, alpha=0.0)
 
+    formula = Formula(rule, state=zeros("mu"), by_element=True, decoupled=True)
     return leafwise(
         "lion",
         lr,
-        rule,
-        state={"mu": torch.zeros_like},
+        formula,
         storage=low_precision("lion", state_dtype, stochastic_rounding, ["mu"]),
-        by_element=True,
-        decoupled=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"b1": b1, "b2": b2},

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError, require_choice, require_positive, require_switches
-from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, descend, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.optim.schedules.checks import number
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
@@ -87,13 +89,11 @@ def muon(
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         descend(part.leaf, o, rate * factor)
 
+    formula = Formula(rule, state=zeros("momentum"), by_shape=True, decoupled=True)
     optimizer = leafwise(
         "muon",
         lr,
-        rule,
-        state={"momentum": torch.zeros_like},
-        by_shape=True,
-        decoupled=True,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import require_switches
-from ftrain.optim.elementwise import Number, Part, debias, descend_quotient, leafwise, power, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, debias, descend_quotient, power, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -69,23 +71,22 @@ def nadam(
         del g
         descend_quotient(part.leaf, u, nu.sqrt().add_(scaled_eps), step_size)
 
-    return leafwise(
-        "nadam",
-        lr,
+    formula = Formula(
         rule,
-        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
+        state=zeros("mu", "nu"),
         shared={"product": torch.ones((), dtype=torch.float32, device=tree.HOST)},
         constants=constants,
         by_element=True,
         decoupled=decoupled_weight_decay,
+    )
+    options = {"b1": b1, "b2": b2, "eps": eps, "momentum_decay": momentum_decay}
+    options["decoupled_weight_decay"] = decoupled_weight_decay
+    return leafwise(
+        "nadam",
+        lr,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"maximize": maximize},
-        options={
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "momentum_decay": momentum_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        },
+        options=options,
     )

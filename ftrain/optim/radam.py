@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import require_switches
-from ftrain.optim.elementwise import Number, Part, debias, descend, descend_quotient, leafwise, power, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, debias, descend, descend_quotient, power, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -74,14 +76,13 @@ def radam(
         else:
             descend(part.leaf, mu, rate / summand)
 
+    formula = Formula(
+        rule, state=zeros("mu", "nu"), constants=constants, by_element=True, decoupled=decoupled_weight_decay
+    )
     return leafwise(
         "radam",
         lr,
-        rule,
-        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        constants=constants,
-        by_element=True,
-        decoupled=decoupled_weight_decay,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"maximize": maximize},

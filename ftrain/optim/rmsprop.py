@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from ftrain.optim.elementwise import Number, Part, descend, descend_quotient, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, descend, descend_quotient, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -54,12 +54,11 @@ def rmsprop(
             descend_quotient(part.leaf, g, denominator, rate)
 
     moments = ["nu", *(["mu"] if centered else []), *(["momentum"] if momentum else [])]
+    formula = Formula(rule, state=zeros(*moments), by_element=True)
     return leafwise(
         "rmsprop",
         lr,
-        rule,
-        state=dict.fromkeys(moments, torch.zeros_like),
-        by_element=True,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown={"momentum": momentum, "centered": centered, "maximize": maximize},

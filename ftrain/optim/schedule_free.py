@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, listed, require_range
-from ftrain.optim.elementwise import COUNT, Number, Part, debias, descend, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import COUNT, Formula, Number, debias, descend, require_ranges
+from ftrain.optim.leafwise import leafwise
 from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, PyTree, Schedule
 
@@ -73,14 +75,17 @@ def schedule_free_adamw(
         descend(y, u, y_rate)
         descend(z, u, z_rate)
 
-    return leafwise(
-        "schedule_free_adamw",
-        lr,
+    formula = Formula(
         rule,
         state={"z": torch.clone, "nu": torch.zeros_like},
         shared={"weights": zero, "peak": zero, "b1": zero + b1},
         constants=constants,
         by_element=True,
+    )
+    return leafwise(
+        "schedule_free_adamw",
+        lr,
+        formula,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"b1": b1, "b2": b2, "eps": eps},

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range, require_switches
-from ftrain.optim.elementwise import Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.column import Part
+from ftrain.optim.formula import Formula, Number, descend, require_ranges, zeros
+from ftrain.optim.leafwise import leafwise
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -70,18 +72,21 @@ def sgd(
     def fused(part: Part, counts: list[Tensor], **common: Any) -> None:
         torch._fused_sgd_(part.leaf, part.grad, part.state.get("momentum", []), is_first_step=False, **shown, **common)
 
-    return leafwise(
-        "sgd",
-        lr,
+    formula = Formula(
         rule,
-        state={"momentum": torch.zeros_like} if momentum else {},
+        state=zeros("momentum") if momentum else {},
         constants=constants if damped else None,
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,
         # torch's fused kernel for the CPU is wrong for 16-bit parameters (torch 2.13).
         fused_in_16_bits=False,
-        storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
         by_element=True,
+    )
+    return leafwise(
+        "sgd",
+        lr,
+        formula,
+        storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         shown=shown,

@@ -69,8 +69,8 @@ class Parameters:
 
     def _start(self, names: Sequence[Hashable]) -> Results:
         locals_ = [self.leaves[name].detach() for name in names]
-        sent = [local.to(self._dtype(local)) for local in locals_]
-        return start_gather_all(self.group, sent, [self.parts[name] for name in names])
+        cast = [local.to(self._dtype(local)) for local in locals_]
+        return start_gather_all(self.group, cast, [self.parts[name] for name in names])
 
     def _whole_bytes(self, names: Sequence[Hashable]) -> int:
         total = 0

@@ -153,8 +153,8 @@ class Group:
             others = exchanged.pop()()
             lower = others[: self.rank].split_with_sizes(lengths, 1)
             higher = others[self.rank :].split_with_sizes(lengths, 1)
-            own = [row[None] for row in tensors]
-            return [torch.cat([*rows]) for rows in zip(lower, own, higher, strict=True)]
+            of_this_rank = [tensor[None] for tensor in tensors]
+            return [torch.cat([*rows]) for rows in zip(lower, of_this_rank, higher, strict=True)]
 
         return joined
 
@@ -169,8 +169,8 @@ class Group:
             started = partial(_wait, collectives.reduce_scatter(flat, self.size, self.name), flat)
             return lambda: [*started().split_with_sizes(lengths)]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sent = torch.cat([matrix[rank] for rank in others for matrix in matrices])
-        exchanged = self._start_exchange_with_others(sent)
+        rows_of_others = torch.cat([matrix[rank] for rank in others for matrix in matrices])
+        exchanged = self._start_exchange_with_others(rows_of_others)
         total = torch.cat([matrix[self.rank] for matrix in matrices])
 
         def summed() -> list[Tensor]:

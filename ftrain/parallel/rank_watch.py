@@ -158,7 +158,7 @@ class Watch:
                 waited.append(f"rank {rank} has waited, too, {where}")
             elif note == earlier[rank]:
                 dead.append(f"rank {rank} died or hangs, and was {where} when it was last heard of")
-            elif (note["number"], note["doing"]) < (self._note["number"], self._note["doing"]):
+            elif _progress(note) < _progress(self._note):
                 behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
             else:
                 level.append(f"rank {rank} is still {where}, and hangs there")
@@ -205,6 +205,11 @@ class Watch:
         if self.is_current:
             with suppress(RuntimeError):  # The process with the store may have ended.
                 self._write_heartbeat()
+
+
+def _progress(note: dict[str, Any]) -> tuple[int, bool]:
+    """Return the number of the step that a rank began last, and whether it has ended it."""
+    return note["number"], note["doing"] == BETWEEN_STEPS
 
 
 def _where(note: dict[str, Any] | None) -> str:

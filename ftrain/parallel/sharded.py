@@ -168,10 +168,11 @@ class _RankStep:
         self._reduction.require_one_gradient(step.wrappers)
         for other in step.wrappers:
             options = other.options or {}
-            if options.get("lowering") == "split" or options.get("dynamic"):
+            lowering = options.get("lowering")
+            if lowering == "split" or (options.get("dynamic") and lowering != "blocks"):
                 raise ComposeError(
                     f"sharded: {other.text} compiles the loss alone, in which random operations would draw by their "
-                    "place on a rank; leave out lowering='split' and dynamic=True"
+                    "place on a rank; use lowering='blocks', or leave out lowering='split' and dynamic=True"
                 )
             if self._level == 3 and options.get("watch"):
                 raise ComposeError(

@@ -297,8 +297,9 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
             )
         if dtensor.is_dtensor(param):
             raise StructureError(
-                f"Step.init: {name} of {type(module).__name__} is a DTensor, as after fully_shard; pass the "
-                "module without it: ft.sharded(mesh, level=3) shards the state"
+                f"Step.init: {name} of {type(module).__name__} is a DTensor, as after fully_shard or "
+                "parallelize_module; pass the module without it: ft.sharded(mesh, level=3) shards the state (tensor "
+                "parallelism is not supported)"
             )
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}

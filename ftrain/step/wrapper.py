@@ -250,8 +250,9 @@ class _Factory(Protocol[P]):
 def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Decorate a factory of wrappers, so that ``clip(step)`` is short for ``clip()(step)``.
 
-    The wrapper's `options` are the arguments, unless the factory sets them. The decorated factory raises a ComposeError
-    if it is called with a step and needs an argument, with a function that is not a step, or with a step and options.
+    The wrapper's `options` are the arguments, unless the factory sets them. Raises a ComposeError, from the decorated
+    factory, if it is called with a step and needs an argument, with a function that is not a step, or with a step and
+    options.
     """
     signature, name = inspect.signature(factory), factory.__name__
     parameters = signature.parameters.values()

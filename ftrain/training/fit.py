@@ -141,12 +141,8 @@ def fit(
     )
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
     with Agreement(ranks) as agreement:
-        if not agreement.is_alone:
-            agreement.require_same(options.comparable())
-        options.require_valid(step, state, ranks)
+        _require_valid(options, agreement, step, state, ranks)
         require_switches("fit", progress=progress)
-        if agreement.is_first:
-            options.warn_of_surprises(step)
         saves = RunCheckpoints(checkpoints, step, data, resume, is_first=agreement.is_first)
         if resume == "must":  # Before a directory is made.
             agreement.together("looking for a checkpoint", saves.require_one)
@@ -169,6 +165,15 @@ def fit(
         run.history.stopped = "interrupt"
         _end_on_signal(number, checkpoints, run, prints=agreement.is_first)
     return run.result
+
+
+def _require_valid(options: Options, agreement: Agreement, step: Any, state: Any, ranks: int) -> None:
+    """Raise an error for options that are wrong, or differ between ranks; warn of those that may surprise."""
+    if not agreement.is_alone:
+        agreement.require_same(options.comparable())
+    options.require_valid(step, state, ranks)
+    if agreement.is_first:
+        options.warn_of_surprises(step)
 
 
 def _train(run: Run) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.checkpoint import Checkpoints, files
 from ftrain.errors import CheckpointError
-from tests.checkpoint.test_checkpoint import same_trees
+from tests.checkpoint.trees import assert_trees_equal
 
 FROZEN, TRAINED, INDEX = (
     f"params/model{end}" for end in ("-frozen.safetensors", "-trained.safetensors", ".safetensors.index.json")
@@ -20,7 +20,7 @@ FROZEN, TRAINED, INDEX = (
 
 
 def fine_tuned():
-    """A step that trains a part of a model with dropout, its state, and a batch."""
+    """Return a step that trains a part of a model with dropout, its state, and a batch."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.train_step(loss, ft.optim.adamw(0.1), trainable=["2.*"])
@@ -35,7 +35,7 @@ def file_numbers(checkpoints):
 @pytest.mark.parametrize(
     "wrappers", [(), (ft.donated(),), (ft.compiled(backend="aot_eager"),)], ids=["pure", "donated", "compiled"]
 )
-def test_a_run_writes_them_once(wrappers, tmp_path):
+def test_a_run_writes_frozen_parameters_once(wrappers, tmp_path):
     step, state, batch = fine_tuned()
     step, saved = ft.compose(step, *wrappers), {}
     with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
@@ -47,7 +47,7 @@ def test_a_run_writes_them_once(wrappers, tmp_path):
     assert len({*file_numbers(checkpoints)}) == 1
     for number in (2, 3):
         ft.checkpoint.verify(checkpoints.path(number))
-        assert same_trees(ft.checkpoint.load(checkpoints.path(number))["state"], saved[number])
+        assert_trees_equal(ft.checkpoint.load(checkpoints.path(number))["state"], saved[number])
 
 
 CHANGES = {
@@ -64,14 +64,14 @@ def test_a_frozen_parameter_that_has_changed_is_written_again(change, tmp_path):
     _, state, _ = fine_tuned()
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state}, wait=True)
-        first = state.frozen["0.weight"].clone()
+        before = state.frozen["0.weight"].clone()
         changed = CHANGES[change](state.frozen["0.weight"])
         state = replace(state, frozen={**state.frozen, "0.weight": changed})
         expected = changed.clone()
-        assert not torch.equal(first, expected)
+        assert not torch.equal(before, expected)
         checkpoints.save(2, {"state": state})
     loaded = [ft.checkpoint.load(checkpoints.path(step))["state"].frozen["0.weight"] for step in (1, 2)]
-    assert torch.equal(loaded[0], first)
+    assert torch.equal(loaded[0], before)
     assert torch.equal(loaded[1], expected)
 
 
@@ -96,7 +96,7 @@ def test_any_tensor_may_be_frozen(case, tmp_path):
         for step in (1, 2):
             checkpoints.save(step, {"state": state}, wait=True)
         assert len({*file_numbers(checkpoints)}) == 1
-        assert same_trees(checkpoints.latest({"state": state}).parts["state"], state)
+        assert_trees_equal(checkpoints.latest({"state": state}).parts["state"], state)
 
 
 def test_without_hard_links_every_checkpoint_has_a_file_of_its_own(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_without_hard_links_every_checkpoint_has_a_file_of_its_own(tmp_path, mon
         for step in (1, 2):
             checkpoints.save(step, {"state": state}, wait=True)
     assert len({*file_numbers(checkpoints)}) == 2
-    assert same_trees(checkpoints.latest().parts["state"], state)
+    assert_trees_equal(checkpoints.latest().parts["state"], state)
 
 
 @pytest.mark.parametrize("reopen", [False, True], ids=["while it is open", "between two runs"])
@@ -124,31 +124,31 @@ def test_a_checkpoint_that_was_removed_is_not_shared(reopen, tmp_path):
     if reopen:
         # Another run with other frozen parameters writes to the same directory.
         shutil.rmtree(checkpoints.path(1))
-        other = replace(state, frozen=ft.tree.map(torch.zeros_like, state.frozen))
-        ft.checkpoint.save(checkpoints.path(1), {"state": other}, step=1)
+        zeros = replace(state, frozen=ft.tree.map(torch.zeros_like, state.frozen))
+        ft.checkpoint.save(checkpoints.path(1), {"state": zeros}, step=1)
         with checkpoints:
             checkpoints.save(2, {"state": state}, wait=True)
-    assert same_trees(ft.checkpoint.load(checkpoints.path(2))["state"], state)
+    assert_trees_equal(ft.checkpoint.load(checkpoints.path(2))["state"], state)
 
 
 def test_a_save_that_failed_is_not_shared(tmp_path, monkeypatch):
     _, state, _ = fine_tuned()
-    other = replace(state, frozen=ft.tree.map(lambda leaf: leaf + 1, state.frozen))
+    changed = replace(state, frozen=ft.tree.map(lambda leaf: leaf + 1, state.frozen))
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state}, wait=True)
         with monkeypatch.context() as broken:
             broken.setattr(files, "write", lambda descriptor, data: files.names("/nowhere"))
             with pytest.raises(CheckpointError):
-                checkpoints.save(2, {"state": other}, wait=True)
-        checkpoints.save(3, {"state": other}, wait=True)
-        checkpoints.save(4, {"state": other}, wait=True)
-    assert same_trees(ft.checkpoint.load(checkpoints.path(4))["state"], other)
+                checkpoints.save(2, {"state": changed}, wait=True)
+        checkpoints.save(3, {"state": changed}, wait=True)
+        checkpoints.save(4, {"state": changed}, wait=True)
+    assert_trees_equal(ft.checkpoint.load(checkpoints.path(4))["state"], changed)
     numbers = file_numbers(checkpoints)
     assert numbers[1] == numbers[2] != numbers[0]
 
 
 def test_an_old_checkpoint_of_one_file_is_continued(tmp_path):
-    """A run whose newest checkpoint has all parameters in one file, as `save` writes them."""
+    """The newest checkpoint has all parameters in one file, as `save` writes them."""
     step, state, batch = fine_tuned()
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state}, wait=True)
@@ -157,7 +157,7 @@ def test_an_old_checkpoint_of_one_file_is_continued(tmp_path):
     ft.checkpoint.save(checkpoints.path(1), {"state": state}, step=1, run=run)
     with checkpoints:
         actual = checkpoints.latest({"state": step.init()}).parts["state"]
-        assert same_trees(actual, state)
+        assert_trees_equal(actual, state)
         checkpoints.save(1, {"state": actual}, wait=True)
         checkpoints.save(2, {"state": step(actual, batch)[0]}, wait=True)
     assert len({*file_numbers(checkpoints)}) == 1
@@ -179,7 +179,7 @@ def test_readers_of_hugging_face_find_both_files(tmp_path):
     ft.to_module(model, state)
     with torch.no_grad():
         assert torch.equal(actual(tokens).logits, model.eval()(tokens).logits)
-    assert same_trees((from_files.params, from_files.frozen), (state.params, state.frozen))
+    assert_trees_equal((from_files.params, from_files.frozen), (state.params, state.frozen))
 
 
 @pytest.mark.parametrize("name", [FROZEN, INDEX])

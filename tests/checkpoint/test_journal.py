@@ -14,6 +14,7 @@ from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
 from ftrain.checkpoint.journal import ENCODE, NAME, Journal, Mark, check, parse_mark, read
 from ftrain.errors import CheckpointError
+from tests.checkpoint.interrupted_runs import without_times
 
 HARD = [
     {"step": 1, "loss": 0.1, "large": 2**70, "yes": True, "none": None, "text": 'tëxt "\n\ud800'},
@@ -41,15 +42,21 @@ def test_records_are_read_as_they_were(tmp_path):
 
 def test_only_new_records_are_written(tmp_path, monkeypatch):
     records = [{"step": step, "loss": 1 / step} for step in range(1, 3001)]
-    journal, first = written(tmp_path, records, 2000)
+    journal, earlier_mark = written(tmp_path, records, 2000)
     sizes, write = [], files.write
-    monkeypatch.setattr(files, "write", lambda descriptor, data: (sizes.append(len(data)), write(descriptor, data)))
+
+    def record_size(descriptor, data):
+        sizes.append(len(data))
+        write(descriptor, data)
+
+    monkeypatch.setattr(files, "write", record_size)
     mark, append = journal.prepare_append(records)
     append()
-    assert sum(sizes) == mark.bytes - first.bytes == (tmp_path / NAME).stat().st_size - first.bytes
-    check(tmp_path, first)
+    assert sum(sizes) == mark.bytes - earlier_mark.bytes
+    assert mark.bytes == (tmp_path / NAME).stat().st_size
+    check(tmp_path, earlier_mark)
     check(tmp_path, mark)
-    assert list(read(tmp_path, first)) == records[:2000]
+    assert list(read(tmp_path, earlier_mark)) == records[:2000]
     assert list(read(tmp_path, mark)) == records
 
 
@@ -72,11 +79,12 @@ def test_records_that_could_not_be_written_are_written_by_the_next_append(tmp_pa
 
     def full(descriptor, data):
         write(descriptor, data[:5])
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files, "write", full)
+    _, append = journal.prepare_append(HARD[:3])
     with pytest.raises(CheckpointError, match=rf"{NAME} could not be written: .*No space left"):
-        journal.prepare_append(HARD[:3])[1]()
+        append()
     monkeypatch.undo()
     mark, append = journal.prepare_append(HARD)
     append()
@@ -117,7 +125,7 @@ def test_a_file_that_was_harmed_is_named(harm, expected, tmp_path):
 @pytest.mark.parametrize(
     "record", [{"x": object()}, {"x": {"y": torch.ones(2)}}, {1: 2.0}], ids=["object", "tensor", "name"]
 )
-def test_records_that_cannot_be_saved(record, tmp_path):
+def test_records_that_cannot_be_saved_are_refused(record, tmp_path):
     with pytest.raises(CheckpointError, match="save: "):
         Journal(tmp_path).prepare_append([record])
 
@@ -154,10 +162,6 @@ def train(directory, steps, **options):
     )
 
 
-def without_times(history):
-    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
-
-
 def test_the_size_of_a_checkpoint_does_not_grow_with_the_history(tmp_path):
     train(tmp_path, 60, every=20)
     sizes = {
@@ -171,11 +175,11 @@ def test_the_size_of_a_checkpoint_does_not_grow_with_the_history(tmp_path):
 def test_a_save_encodes_only_the_new_records(tmp_path, monkeypatch):
     encoded = []
 
-    def noting(record):
+    def record_step(record):
         encoded.append(record["step"])
         return ENCODE(record)
 
-    monkeypatch.setattr("ftrain.checkpoint.journal.ENCODE", noting)
+    monkeypatch.setattr("ftrain.checkpoint.journal.ENCODE", record_step)
     train(tmp_path, 10, every=5)
     train(tmp_path, 200, every=10)
     assert encoded == list(range(1, 201))
@@ -239,7 +243,7 @@ def test_lines_are_json(tmp_path):
     assert [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()] == list(history)
 
 
-def test_an_empty_history(tmp_path):
+def test_an_empty_history_is_read_and_checked(tmp_path):
     _, mark = written(tmp_path, [])
     assert mark == Mark(0, 0, mark.sha256)
     assert list(read(tmp_path, mark)) == []

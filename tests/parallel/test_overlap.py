@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.parallel import gradient_sums
 from ftrain.step.rank_backward import announced
 from tests.parallel.ranks import run
-from tests.profiling.test_anatomy import LivePeak
+from tests.profiling.live_memory import LivePeak
 
 WIDTH, LAYERS = 16, 8
 

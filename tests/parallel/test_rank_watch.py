@@ -110,6 +110,24 @@ def test_with_a_device_errors_of_the_library_of_the_host_are_recognised_too(monk
         assert rank_watch.is_failed_collective(RuntimeError(text))
 
 
+@pytest.mark.parametrize(
+    ("number", "doing", "text"),
+    [
+        (3, "in", "rank 1 is still in step 3, and hangs there"),
+        (3, "after", "rank 1 is still after step 3, and hangs there"),
+        (2, "after", "rank 1 is after step 2, and hangs there or runs another program"),
+    ],
+)
+def test_a_rank_is_behind_if_it_has_not_begun_the_step_of_this_rank(monkeypatch, number, doing, text):
+    watch = rank_watch.Watch()
+    watch._note |= {"number": 3, "doing": "in"}
+    heartbeats = iter([{1: {**watch._note, "number": number, "doing": doing, "beats": beats}} for beats in (1, 2)])
+    monkeypatch.setattr(watch, "_read_heartbeats", lambda: next(heartbeats))
+    monkeypatch.setattr(rank_watch, "PATIENCE", 0.0)
+    gone, (why, *_) = watch._describe_others()
+    assert (gone, why) == ([], text)
+
+
 def waiting_for_a_device(tell, rank):
     """Rank 0 waits for its device, which waits for rank 1: no collective fails."""
     rank_watch.BEAT, rank_watch.PATIENCE, rank_watch.ALARM = 0.1, 1.5, 1.0

@@ -115,7 +115,9 @@ def test_a_module_that_torch_has_divided_is_refused_at_init():
         mesh, module = ft.parallel.mesh(), torch.nn.Linear(5, 3)
         torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"])
         step = ft.compose(ft.train_step(ft.from_module(module, models.loss), ft.optim.sgd(0.1)), ft.sharded(mesh))
-        with pytest.raises(StructureError, match=r"is a DTensor, as after fully_shard; pass the module"):
+        with pytest.raises(
+            StructureError, match=r"is a DTensor, as after fully_shard or parallelize_module; pass the module"
+        ):
             step.init()
 
     run(2, rank)

@@ -37,12 +37,13 @@ def batch(length=64, width=16):
 
 
 def assert_unchanged(state, inputs, before):
-    """Check that both have the same bits as in `before`, an earlier copy of `(state, inputs)`."""
+    """Assert that both have the same bits as in `before`, an earlier copy of `(state, inputs)`."""
     for a, b in zip(tree.leaves((state, inputs)), tree.leaves(before), strict=True):
         assert torch.equal(a, b)
 
 
 PREDICTIONS = {}
+"""The predictions of `with_cache`, by the text of the step, the shapes of state and batch, and what is in files."""
 
 
 def with_cache(anatomy):

@@ -14,7 +14,8 @@ from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError
 from ftrain.step.flops import CONTRACTION
 from tests.parallel.ranks import run
-from tests.profiling.test_anatomy import WRAPPERS, LivePeak, words
+from tests.profiling.live_memory import LivePeak
+from tests.profiling.models import WRAPPERS, transformer
 
 _seeding = threading.Lock()
 """Ranks are threads, and share torch's generator."""
@@ -23,7 +24,7 @@ _seeding = threading.Lock()
 def make(wrapper, optimizer=None):
     with _seeding:
         torch.manual_seed(0)
-        loss = words(True)[0]
+        loss = transformer(causal=True)[0]
     return ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3)), *WRAPPERS[wrapper])
 
 
@@ -97,7 +98,7 @@ MESHES_AND_LEVELS = [((1, 2), level) for level in range(4)] + [
     ],
 )
 def test_plans_equal_the_measurements_of_ranks(wrapper, mesh, level):
-    batch = words(True)[1]
+    batch = transformer(causal=True)[1]
     peak, calls = run_on_ranks(lambda: make(wrapper), batch, *mesh, level)
     planned = ft.anatomy(make(wrapper), None, batch, mesh=mesh, level=level)
     assert planned.peak == pytest.approx(peak, rel=0.1)
@@ -132,7 +133,7 @@ TO_MOVE += [("adamw_8bit", "sign", (2, 2), 3), ("lamb", "bf16", (2, 2), 2), ("ad
     [pytest.param(*case, marks=pytest.mark.exhaustive) for case in TO_MOVE] + CHOSEN_WITH_COMPRESSION,
 )
 def test_optimizers_that_need_whole_leaves_and_compressed_gradients_are_planned(optimizer, reduce, mesh, level):
-    batch, method = words(True)[1], REDUCTIONS[reduce]
+    batch, method = transformer(causal=True)[1], REDUCTIONS[reduce]
     peak, calls = run_on_ranks(lambda: make("plain", OPTIMIZERS[optimizer]()), batch, *mesh, level, method)
     step = ft.sharded(ft.parallel.mesh(), 1, reduce=method)(make("plain", OPTIMIZERS[optimizer]()))
     planned = ft.anatomy(step, None, batch, mesh=mesh, level=level)
@@ -180,13 +181,15 @@ def test_shards_of_unequal_length_are_padded_before_they_are_sent():
 
 @pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_plan_does_not_depend_on_where_the_state_is(level):
-    step, batch = make("clip"), words(True)[1]
+    step, batch = make("clip"), transformer(causal=True)[1]
     divided = ft.sharded(ft.parallel.mesh(), 1)(step)
-    plans = [
-        ft.anatomy(each, state, batch, mesh=(2, 4), level=level, measure=False).as_dict()
-        for each, state in ((step, None), (step, step.init()), (divided, divided.init()), (divided, None))
-    ]
-    assert all(plan == plans[0] for plan in plans)
+    steps_and_states = (step, None), (step, step.init()), (divided, divided.init()), (divided, None)
+    expected, *plans = (
+        ft.anatomy(planned, state, batch, mesh=(2, 4), level=level, measure=False).as_dict()
+        for planned, state in steps_and_states
+    )
+    for plan in plans:
+        assert plan == expected
     torch.distributed.destroy_process_group()
 
 
@@ -203,7 +206,7 @@ def test_a_mean_whose_weight_is_a_python_number_is_planned(level):
 
 
 def test_a_sharded_step_is_measured_on_its_own_mesh_and_planned_for_another():
-    step, batch = ft.sharded(ft.parallel.mesh(), 1)(make("plain")), words(True)[1]
+    step, batch = ft.sharded(ft.parallel.mesh(), 1)(make("plain")), transformer(causal=True)[1]
     state = step.init()
     anatomy = ft.anatomy(step, state, batch)
     assert anatomy.layout == (1, 1, 1)
@@ -225,12 +228,14 @@ def test_a_plan_needs_neither_the_memory_of_the_model_nor_the_ranks():
     assert planned.params == 9 * 10**9
     assert planned.at_rest["parameters"] == pytest.approx(9e9 * 4 / 64, rel=0.01)
     assert planned.at_rest["optimizer state"] == pytest.approx(9e9 * 8 / 64, rel=0.01)
-    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2  # A few blocks, not the whole model.
-    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)  # Each rank has two examples.
+    # A few blocks are gathered at a time, not the whole model.
+    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2
+    # Each rank has two examples.
+    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)
 
 
 def test_the_table_of_a_plan():
-    planned = ft.anatomy(make("clip"), None, words(True)[1], mesh=(2, 4), level=1)
+    planned = ft.anatomy(make("clip"), None, transformer(causal=True)[1], mesh=(2, 4), level=1)
     text = repr(planned)
     for expected in (
         "at the peak of one of 8 ranks (replicate=2, shard=4, level=1), predicted\n",
@@ -249,14 +254,13 @@ def test_the_table_of_a_plan():
 
 @pytest.mark.parametrize("mesh", [8, (8,), (0, 8), (2, -1), (2, 4, 1), (True, 2), (2.0, 4), "28"])
 def test_an_invalid_mesh_is_refused(mesh):
-    with pytest.raises(
-        OptionError, match=r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
-    ):
-        ft.anatomy(make("plain"), None, words(True)[1], mesh=mesh)
+    message = r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
+    with pytest.raises(OptionError, match=message):
+        ft.anatomy(make("plain"), None, transformer(causal=True)[1], mesh=mesh)
 
 
 def test_invalid_levels_and_split_compilation_are_refused():
-    step, batch = make("plain"), words(True)[1]
+    step, batch = make("plain"), transformer(causal=True)[1]
     with pytest.raises(OptionError, match=r"anatomy: level is 1, but the step is on one device; pass mesh="):
         ft.anatomy(step, None, batch, level=1)
     with pytest.raises(OptionError, match="sharded: level is 7"):

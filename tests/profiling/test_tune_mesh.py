@@ -49,15 +49,9 @@ def test_a_trial_has_the_fewest_microbatches_that_fit(monkeypatch):
     def predict(layout, choice, pieces):
         tried.append(pieces)
         peak = 50 + 200 // pieces
-        return MeshTrial(
-            pieces,
-            choice,
-            None,
-            peak,
-            fits=peak <= search.memory,
-            verdict="does not fit" if peak > search.memory else "",
-            layout=layout,
-        )
+        fits = peak <= search.memory
+        verdict = "" if fits else "does not fit"
+        return MeshTrial(pieces, choice, None, peak, fits=fits, verdict=verdict, layout=layout)
 
     monkeypatch.setattr(search, "_predict", predict)
     for memory, fewest in ((250, 1), (100, 4), (99, 8), (62, 16)):
@@ -77,7 +71,7 @@ def test_the_memory_and_traffic_of_many_microbatches_follow_from_two(level, choi
     planned = ft.anatomy(row.step, None, inputs)
     assert "accumulate(8)" in repr(row.step)
     assert row.predicted == pytest.approx(planned.peak, rel=2e-3)
-    assert row.sent == pytest.approx(sum(each.sent for each in planned.traffic), rel=1e-3)
+    assert row.sent == pytest.approx(sum(traffic.sent for traffic in planned.traffic), rel=1e-3)
     assert row.flops == pytest.approx(sum(planned.flops.values()), rel=0.01)
     sent = collections.Counter()
     for traffic in planned.traffic:
@@ -114,7 +108,7 @@ def test_a_sharded_step_keeps_its_compression_in_other_layouts(monkeypatch):
     row = trials.rows[0]
     planned = ft.anatomy(row.step, None, inputs)
     assert "reduce=powersgd(2))" in repr(row.step)
-    assert row.sent == pytest.approx(sum(each.sent for each in planned.traffic), abs=2)
+    assert row.sent == pytest.approx(sum(traffic.sent for traffic in planned.traffic), abs=2)
     assert row.predicted == planned.peak
 
 
@@ -138,15 +132,12 @@ def test_clipped_microbatches_and_models_without_blocks_do_not_change():
 
 def test_the_error_when_nothing_fits_shows_the_smallest_trial():
     step, inputs = make(width=64), batch(8, 64)
-    with pytest.raises(
-        DeviceError,
-        match=r"tune: nothing fits into 400\.0 KiB per rank; with microbatches=4, remat=full and 1 x 2, level 3",
-    ) as caught:
+    smallest = r"tune: nothing fits into 400\.0 KiB per rank; with microbatches=4, remat=full and 1 x 2, level 3"
+    with pytest.raises(DeviceError, match=smallest) as caught:
         ft.tune(step, None, inputs, memory="400KiB", mesh=(1, 2))
     assert "at the peak of one of 2 ranks (replicate=1, shard=2, level=3), predicted" in str(caught.value)
-    with pytest.raises(
-        DeviceError, match=r"nothing fits into 10.0 KiB per rank; .* More ranks divide the state further$"
-    ):
+    advice = r"nothing fits into 10\.0 KiB per rank; .* More ranks divide the state further$"
+    with pytest.raises(DeviceError, match=advice):
         ft.tune(step, None, inputs, memory="10KiB", mesh=(1, 2))
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import optim, tree
-from tests.profiling.test_anatomy import LivePeak
+from tests.profiling.live_memory import LivePeak
 
 WIDTH, LAYERS = 16, 8
 NAN_AT = 2

@@ -62,7 +62,7 @@ def test_a_schedule_that_is_a_plain_function_is_not_called_for_later_steps(caplo
         return 0.1 * (step < 3)
 
     assert not zero_rate_messages(caplog, ft.optim.sgd(schedules.scale(rate, 0.5) if scaled else rate), 20)
-    # The first call is that of the check of the schedule when the optimizer is built.
+    # The first call is that of `step.init`, which checks the schedule.
     assert calls == [0, *range(20)]
 
 

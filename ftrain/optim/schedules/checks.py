@@ -25,9 +25,10 @@ def number(function: str, argument: str, value: object, needed: str = "a finite 
 
 
 def number_that_is(needed: str, is_allowed: Callable[[float], bool]) -> Check:
-    """Return the check of a number for which `is_allowed` must be true; it raises an OptionError for others.
+    """Return the check of a number for which `is_allowed` must be true.
 
-    `needed` is the condition as text, such as ``"in (0, 1)"``.
+    `needed` is the condition as text, such as ``"in (0, 1)"``. Raises an OptionError,
+    from the check, for other numbers.
     """
 
     def check(function: str, argument: str, value: object) -> float:

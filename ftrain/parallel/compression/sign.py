@@ -38,10 +38,11 @@ def sign() -> Compression:
         totals = [torch.zeros_like(tensor) for tensor in corrected]
         # One rank after another, in the same order on all: the same bits, without memory for all at once.
         for rank_bits, rank_scales in zip(all_bits, all_scales, strict=True):
-            for total, sent in zip(totals, _decompressed(rank_bits, rank_scales, corrected), strict=True):
-                total += sent
-        sent_by_this = _decompressed(bits, scales, corrected)
-        residuals = [tensor - sent for tensor, sent in zip(corrected, sent_by_this, strict=True)]
+            compressed_by_rank = _decompressed(rank_bits, rank_scales, corrected)
+            for total, compressed in zip(totals, compressed_by_rank, strict=True):
+                total += compressed
+        compressed_here = _decompressed(bits, scales, corrected)
+        residuals = [tensor - compressed for tensor, compressed in zip(corrected, compressed_here, strict=True)]
         sums = [exchange.needed(index, total).to(grads[index].dtype) for index, total in enumerate(totals)]
         return sums, [{RESIDUAL: residual} for residual in residuals]
 

@@ -29,9 +29,9 @@ def to_owners(group: Group, leaves: Mapping[Key, Tensor], moved: Mapping[Key, Mo
     started = []
     for like, keys_by_owner in _by_dtype(group, leaves, moved):
         owned = keys_by_owner[group.rank]
-        sent = [[leaves[key] for key in keys] for keys in keys_by_owner]
+        blocks_to_send = [[leaves[key] for key in keys] for keys in keys_by_owner]
         shapes = [[moved[key].part.shape_of(rank) for key in owned] for rank in range(group.size)]
-        started.append((owned, _start(group, like, sent, shapes)))
+        started.append((owned, _start(group, like, blocks_to_send, shapes)))
     wholes: dict[Key, Tensor] = {}
     for owned, wait in started:
         blocks_by_rank = wait()
@@ -50,9 +50,9 @@ def from_owners(
     started = []
     for like_block, keys_by_owner in _by_dtype(group, like, moved):
         owned = keys_by_owner[group.rank]
-        sent = [[moved[key].part.take(wholes[key], rank) for key in owned] for rank in range(group.size)]
+        blocks_to_send = [[moved[key].part.take(wholes[key], rank) for key in owned] for rank in range(group.size)]
         shapes = [[moved[key].part.shape_of(group.rank) for key in keys] for keys in keys_by_owner]
-        started.append((keys_by_owner, _start(group, like_block, sent, shapes)))
+        started.append((keys_by_owner, _start(group, like_block, blocks_to_send, shapes)))
     blocks: dict[Key, Tensor] = {}
     for keys_by_owner, wait in started:
         for keys, received in zip(keys_by_owner, wait(), strict=True):
@@ -73,11 +73,11 @@ def _by_dtype(
 
 
 def _start(
-    group: Group, like: Tensor, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    group: Group, like: Tensor, to_send: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> Callable[[], list[list[Tensor]]]:
     """Start to send tensors of the dtype of `like` to each rank, and to receive tensors of these shapes from each."""
-    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-    sent_counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in to_send for tensor in tensors)])
+    sent_counts = [sum(tensor.numel() for tensor in tensors) for tensors in to_send]
     # Numbers of elements, by the rank that sends them.
     lengths = [[math.prod(shape) for shape in shapes_of_rank] for shapes_of_rank in shapes]
     wait = group.start_exchange(flat, sent_counts, [sum(lengths_of_rank) for lengths_of_rank in lengths])

@@ -62,9 +62,9 @@ class Technique:
 
 def replaced_wrappers(original: Step, variant: Step) -> str:
     """Return text that says which wrappers of a variant replace those of the original step; "" for none."""
-    before, after = _texts(original), _texts(variant)
-    removed = [text for text in before if text not in after]
-    added = [text for text in after if text not in before]
+    original_texts, variant_texts = _texts(original), _texts(variant)
+    removed = [text for text in original_texts if text not in variant_texts]
+    added = [text for text in variant_texts if text not in original_texts]
     return f"{', '.join(added)} in place of {', '.join(removed)}" if removed else ""
 
 

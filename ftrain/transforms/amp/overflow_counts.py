@@ -62,7 +62,8 @@ class _Shares:
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     """Return a loss that also reports the overflows and underflows of each part of its model in the autocast dtype.
 
-    It raises a ComposeError when it ran no part that can be watched, and a LossError when a part fails in float32.
+    Raises, from the loss: a ComposeError when it ran no part that can be watched, and a LossError when a part fails in
+    float32.
     """
     named_modules = () if loss.module is None else loss.module.named_modules()
     parts = [_Part(name or MODEL, module, slots_of(module)) for name, module in named_modules]

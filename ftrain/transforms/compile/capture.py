@@ -54,8 +54,8 @@ VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
     """Record `function` on tensors like `inputs` as a graph of aten operations.
 
-    If that fails, `rehearse` runs the function without recording, so that an error of its own is raised as it is. Else
-    it raises a TraceError, which names the line that reads a value.
+    If that fails, `rehearse` runs the function without recording. Raises the error of the function if it fails there
+    too, and else a TraceError that names the line which reads a value.
     """
     # Imported here: it registers operations, which takes as long as importing many files.
     from ftrain.transforms.compile.graph_fixes import fix_graph

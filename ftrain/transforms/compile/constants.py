@@ -261,29 +261,43 @@ class _Search:
     def _of_object(self, owner: Any) -> Iterator[tuple[str, Any, Place | None]]:
         """Yield as `_children`, of an object: parts and hooks of a module, methods and attributes that are read."""
         if isinstance(owner, nn.Module):
-            yield from ((name, part, None) for name, part in owner.named_children())
-            hooks = *owner._forward_pre_hooks.values(), *owner._forward_hooks.values()
-            yield from (("", hook, None) for hook in hooks)
-        of_kind: dict[str, Any] = {}
-        for kind in reversed((owner if isinstance(owner, type) else type(owner)).__mro__):
-            if kind not in (object, nn.Module, ModuleType):
+            yield from _of_module(owner)
+        class_attributes: dict[str, Any] = {}
+        for cls in reversed((owner if isinstance(owner, type) else type(owner)).__mro__):
+            if cls not in (object, nn.Module, ModuleType):
                 # A method calls the one that it overrides.
-                yield from (("", of_kind[name], None) for name in self._named(of_kind) if name in vars(kind))
-                of_kind |= vars(kind)
+                overridden = [name for name in self._named(class_attributes) if name in vars(cls)]
+                yield from (("", class_attributes[name], None) for name in overridden)
+                class_attributes |= vars(cls)
+        yield from self._of_attributes(owner, class_attributes)
+
+    def _of_attributes(
+        self, owner: Any, class_attributes: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any, Place | None]]:
+        """Yield as `_children`, of the attributes of an object and of its class that the function names."""
         # A property of the class comes before an attribute of the object.
-        descriptors = {name: value for name, value in of_kind.items() if hasattr(type(value), "__set__")}
+        descriptors = {name: value for name, value in class_attributes.items() if hasattr(type(value), "__set__")}
         attributes = getattr(owner, "__dict__", {})
-        for name in self._named({**of_kind, **attributes, **descriptors}):
+        for name in self._named({**class_attributes, **attributes, **descriptors}):
             if name in NO_SETTINGS:
                 continue
-            value = attributes[name] if name in attributes and name not in descriptors else of_kind[name]
+            is_of_object = name in attributes and name not in descriptors
+            value = attributes[name] if is_of_object else class_attributes[name]
             place = attrgetter(name), owner
             if isinstance(value, MemberDescriptorType):
                 yield name, _read(*place), place
-            else:
+            elif not is_of_object and hasattr(type(value), "__get__"):
                 # What computes its value, and may fail, is not read.
-                computes = (name not in attributes or name in descriptors) and hasattr(type(value), "__get__")
-                yield name, value, None if computes else place
+                yield name, value, None
+            else:
+                yield name, value, place
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[str, Any, Place | None]]:
+    for name, part in module.named_children():
+        yield name, part, None
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        yield "", hook, None
 
 
 def _is_key(value: Any) -> bool:

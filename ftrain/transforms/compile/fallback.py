@@ -24,7 +24,11 @@ class CompilerError(Exception):
 
 @contextmanager
 def attempted(has_written: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Context that raises an error as a CompilerError, unless it is of ftrain, of memory, or raised after a write."""
+    """Context for calls of the compiler.
+
+    Raises a CompilerError in place of an error, unless the error is one of ftrain, says that memory ran out, or came
+    after a write.
+    """
     try:
         yield
     except Exception as error:

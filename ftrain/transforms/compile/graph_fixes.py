@@ -135,7 +135,7 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
 def _is_rounded(output_size: Any, input_size: Any, *scales: Any) -> bool:
     """Whether the scales of a resize differ from the ratio of the sizes."""
     sizes = zip(output_size, input_size[2:], scales, strict=False)
-    return any(scale is not None and after != before * scale for after, before, scale in sizes)
+    return any(scale is not None and new_size != size * scale for new_size, size, scale in sizes)
 
 
 def _keep_layout(node: fx.Node) -> None:

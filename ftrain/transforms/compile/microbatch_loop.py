@@ -85,10 +85,10 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
     """Context for a capture, in which torch's own modules draw from a key; it restores the attributes of the module."""
     draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
     with draw(key) as stream, preserve_attributes(module):
-        before = _attributes(module)
+        attributes = _attributes(module)
         yield stream
-        after = _attributes(module)
-        lost = [name for name, value in after.items() if value is not before.get(name) and _may_carry(value)]
+        new_attributes = _attributes(module).items()
+        lost = [name for name, value in new_attributes if value is not attributes.get(name) and _may_carry(value)]
     if lost and module is not None and module not in _logged:
         _logged.add(module)
         log_on_first_rank(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from ftrain.types import LossFn, LossOutput, PyTree
 log = logging.getLogger("ftrain")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+GRADIENT_OF_GRADIENT = (
+    "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which torch.compile cannot "
+    "if it compiles the loss or its blocks alone; compile the whole step (lowering='whole'), or leave compiled out"
+)
 
 Compile: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Tensor], int], capture.Flat]
 """``(graph, inputs, number of inputs that are the carry) -> function``: compile a captured graph for such inputs."""
@@ -99,44 +103,43 @@ class Compiler:
 
         The returned function raises a TraceError when the loss differentiates a gradient that it has taken.
         """
-        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        parameters = inspect.signature(torch.compile).parameters
-        # Otherwise torch's limit of graphs for one loss function is shared by all steps that use it.
-        if "isolate_recompiles" in parameters:
-            settings["isolate_recompiles"] = True
-        # After that many, torch runs other batches uncompiled. A kind of batch may need two graphs: for microbatches of
-        # two lengths, for an evaluation in bf16.
-        if "recompile_limit" in parameters and not self.dynamic:
-            settings["recompile_limit"] = max(8, 2 * self.max_graphs)
-
-        @functools.cache
-        def compiled_for(device: torch.device) -> LossFn:
-            options = dict(self.options_for(device)) or None
-            return torch.compile(loss, backend=self.backend_for(device), options=options, **settings)
-
-        # With an older torch the first call runs the loss once more, uncompiled, to see which gradients it takes.
-        is_checked = torch_compile.SHOWS_COMPILED_GRADIENTS
+        # A kind of batch may need two graphs: for microbatches of two lengths, for an evaluation in bf16.
+        compiled_for = self.compile_function(loss, graphs_per_batch=2)
+        is_first = True
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            nonlocal is_checked
+            nonlocal is_first
             device, batch = tree.device_of(params), resolved(batch)
-            if not is_checked and torch.is_grad_enabled():
-                with backends.of(device).seeded(0):
-                    if torch_compile.differentiates_gradient(lambda: loss(params, batch, rng=rng, buffers=buffers)):
-                        _refuse_gradient_of_gradient()
-                is_checked = True
+            if is_first and torch.is_grad_enabled():
+                refuse_gradient_of_gradient(lambda: loss(params, batch, rng=rng, buffers=buffers), device)
+                is_first = False
             loss_fn = compiled_for(device)
-            try:
-                output = loss_fn(params, batch, rng=rng, buffers=buffers)
-            except RuntimeError as error:  # A gradient of a gradient, which the loss itself takes.
-                if "double backward" not in str(error):
-                    raise
-                _refuse_gradient_of_gradient(error)
-            if torch_compile.has_compiled_gradient(output[0].total):
-                _refuse_gradient_of_gradient()
-            return output
+            return refusing_gradient_of_gradient(lambda: loss_fn(params, batch, rng=rng, buffers=buffers))
 
         return compiled
+
+    def compile_function(
+        self, function: Callable[..., Any], *, graphs_per_batch: int
+    ) -> Callable[[torch.device], Callable[..., Any]]:
+        """Return ``device -> function``, compiled with `torch.compile` when it is called, by the backend of the device.
+
+        `graphs_per_batch` is the largest number of graphs that one kind of batch needs.
+        """
+        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        parameters = inspect.signature(torch.compile).parameters
+        # Otherwise torch's limit of graphs for one function is shared by all steps that use it.
+        if "isolate_recompiles" in parameters:
+            settings["isolate_recompiles"] = True
+        # After that many, torch runs other batches uncompiled.
+        if "recompile_limit" in parameters and not self.dynamic:
+            settings["recompile_limit"] = max(8, graphs_per_batch * self.max_graphs)
+
+        @functools.cache
+        def compiled_for(device: torch.device) -> Callable[..., Any]:
+            options = dict(self.options_for(device)) or None
+            return torch.compile(function, backend=self.backend_for(device), options=options, **settings)
+
+        return compiled_for
 
     def backend_for(self, device: torch.device) -> str:
         """Return the backend of the settings, or the default one of the device."""
@@ -170,11 +173,29 @@ class Compiler:
                 del os.environ[CACHE]
 
 
-def _refuse_gradient_of_gradient(cause: Exception | None = None) -> NoReturn:
-    raise TraceError(
-        "compiled: the loss takes a gradient and differentiates it again (create_graph=True), which torch.compile "
-        "cannot in a split step; compile the whole step (lowering='whole'), or leave compiled out"
-    ) from cause
+def refuse_gradient_of_gradient(loss: Callable[[], LossOutput], device: torch.device) -> None:
+    """Raise a TraceError if a loss differentiates a gradient that it has taken, with a torch that does not show it.
+
+    It then calls the loss once, uncompiled.
+    """
+    if torch_compile.SHOWS_COMPILED_GRADIENTS:
+        return
+    with backends.of(device).seeded(0), torch.compiler.set_stance("force_eager"):
+        if torch_compile.differentiates_gradient(loss):
+            raise TraceError(GRADIENT_OF_GRADIENT)
+
+
+def refusing_gradient_of_gradient(loss: Callable[[], LossOutput]) -> LossOutput:
+    """Return the result of a compiled loss. Raises a TraceError if it differentiates a gradient that it has taken."""
+    try:
+        output = loss()
+    except RuntimeError as error:
+        if "double backward" not in str(error):
+            raise
+        raise TraceError(GRADIENT_OF_GRADIENT) from error
+    if torch_compile.has_compiled_gradient(output[0].total):
+        raise TraceError(GRADIENT_OF_GRADIENT)
+    return output
 
 
 def resolved(trees: PyTree) -> PyTree:

@@ -20,33 +20,35 @@ from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.core import Eager, assemble
+from ftrain.step.eval_step import EvalStep
 from ftrain.step.lowered import Lowered
 from ftrain.step.shared_memory import copy_shared, overlaps
 from ftrain.step.step import Step
-from ftrain.step.wrapper import OnStep, Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cache import CompiledCache, split_runner
+from ftrain.transforms.compile.compiled_blocks import compile_blocks
+from ftrain.transforms.compile.compiled_function import FAILED, CompiledFunction
 from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.evaluation import compile_evaluation
 from ftrain.transforms.compile.fallback import CompilerError
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import RNG, Gradients, Hyper, LossFn, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
+from ftrain.types import RNG, Gradients, Hyper, Loss, LossFn, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
-LOWERINGS = ("auto", "whole", "split")
+LOWERINGS = ("auto", "whole", "split", "blocks")
 SPLIT_IN_BACKWARD = (
     "a split step cannot be updated within its backward pass, which is one operation there and returns all gradients"
 )
 OFFLOADED = "the loss alone: the optimizer's state is copied to the device in parts"
-FAILED = TraceError, CompilerError
 log = logging.getLogger("ftrain")
 
 
 @wrapper
 def compiled(
     *,
-    lowering: Literal["auto", "whole", "split"] = "auto",
+    lowering: Literal["auto", "whole", "split", "blocks"] = "auto",
     donate: bool = False,
     backend: str | None = None,
     mode: str | None = None,
@@ -60,10 +62,11 @@ def compiled(
     """Compile the step. The result agrees with that of the eager step within rounding.
 
     ``"whole"`` captures forward, backward, clipping, optimizer and all other wrappers as one graph. ``"split"`` passes
-    the loss to `torch.compile`, which may break its graph, and captures only the update. ``"auto"`` captures the whole
-    step, splits it if that cannot be captured or compiled, and runs it eagerly if the compiler fails on the parts too,
-    or the first run of a graph that does not donate fails; the log and `print` say which and why. If compiling takes
-    long, the log says so.
+    the loss to `torch.compile`, which may break its graph, and captures only the update. ``"blocks"`` passes the
+    repeated layers of a module to `torch.compile`, and the rest of the step runs eagerly: layers of one class share one
+    graph, so that the time to compile does not grow with their number. ``"auto"`` captures the whole step, splits it if
+    that cannot be captured or compiled, and runs it eagerly if the compiler fails on the parts too, or the first run of
+    a graph that does not donate fails; the log and `print` say which and why. If compiling takes long, the log says so.
 
     Learning rates are inputs of the graph; another shape of the batch is another graph, and so is another value of a
     Python number that the loss reads in a closure, a global, an attribute, a dict or a list (`Constants`). Metrics that
@@ -74,15 +77,15 @@ def compiled(
     A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
     Steps also compute on the host: compile the Steps. An `EvalStep` becomes one graph for each kind of batch. With
     ``"split"``, or if it cannot be captured, only its loss is compiled. Nothing is donated. On ranks that gather block
-    by block it runs eagerly.
+    by block it runs eagerly, unless the lowering is ``"blocks"``.
 
     Args:
-        lowering: ``"auto"``, ``"whole"`` or ``"split"``.
+        lowering: ``"auto"``, ``"whole"``, ``"split"`` or ``"blocks"``.
         donate: reuse the memory of the old state for the new one; the old state is then consumed.
         backend: backend of `torch.compile`. Default: `Backend.compile_backend` of the device.
         mode: mode of Inductor, such as ``"max-autotune"``. CUDA graphs that a mode adds are ignored: see `replay`.
-        fullgraph: raise an error if the graph of the loss breaks when the step is split.
-        dynamic: compile the loss for changing shapes; the lowering is then ``"split"``.
+        fullgraph: raise an error if a graph of `torch.compile` breaks: that of a loss or a block.
+        dynamic: compile for changing shapes; the lowering is then ``"split"``, unless it is ``"blocks"``.
         replay: record and replay on the device. Default: where that is possible.
         cache_dir: directory in which Inductor keeps its code for the next process. Default: the environment variable
             ``TORCHINDUCTOR_CACHE_DIR``, else a temporary directory of the user.
@@ -92,8 +95,9 @@ def compiled(
 
     Raises:
         OptionError: for an unknown lowering, backend, mode or option, or for options that exclude each other.
-        TraceError: from the step, when ``lowering="whole"`` and it cannot be captured; when ``lowering="split"`` and
-            the loss differentiates a gradient that it has taken.
+        ComposeError: for ``"blocks"``, if the loss has no module with repeated layers.
+        TraceError: from the step, when ``lowering="whole"`` and it cannot be captured; when ``lowering="split"`` or
+            ``"blocks"``, and the loss differentiates a gradient that it has taken.
         Exception: from the step, whatever the compiler raises, unless the lowering is ``"auto"``.
         BatchError: from the step, when batches need more than `max_graphs` graphs.
     """
@@ -106,6 +110,10 @@ def compiled(
     settings = capture.require_backend(backend or capture.INDUCTOR, mode, options)
     cache = None if cache_dir is None else as_path("compiled", "cache_dir", cache_dir)
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache, max_graphs)
+    if lowering == "blocks":
+        if replay:
+            raise OptionError("compiled: replay=True needs one graph of the whole step; leave out lowering='blocks'")
+        return _by_block(compiler, donate=donate)
 
     def make_runner(step: Step) -> Runner:
         is_split = dynamic or step.optimizer.offloaded
@@ -124,6 +132,16 @@ def compiled(
     wrap_evaluation = partial(compile_evaluation, compiler=compiler, lowering="split" if dynamic else lowering)
     on_step = OnStep(make_runner, wrap_function, wrap_evaluation, donate)
     return Wrapper("compiled", step=on_step, validate=validate)
+
+
+def _by_block(compiler: Compiler, *, donate: bool) -> Wrapper:
+    def wrap_evaluation(step: EvalStep) -> EvalStep:
+        return EvalStep(compile_blocks(step.loss, compiler))
+
+    def wrap_loss(loss: Loss) -> Loss:
+        return compile_blocks(loss, compiler)
+
+    return Wrapper("compiled", loss=OnLoss(wrap_loss), step=OnStep(wrap_evaluation=wrap_evaluation, donate=donate))
 
 
 class _Compiled:
@@ -344,33 +362,6 @@ def _groups(step: Step) -> Mapping[str, Group]:
     """Return the groups in which the ranks of a step communicate."""
     meshes = [wrapper.options["mesh"] for wrapper in step.wrappers if wrapper.name == SHARDED and wrapper.options]
     return groups(meshes[0]) if meshes else {}
-
-
-class CompiledFunction:
-    """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
-
-    is_compiled = True
-    """As `Step.is_compiled`."""
-
-    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
-        self._function = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._cache: Callable[..., Any] = CompiledCache(
-            function, compiler, self.__name__, donate=donate, constants=Constants(function)
-        )
-
-    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Run the function, compiled if it can be captured."""
-        try:
-            return self._cache(state, batch)  # type: ignore[no-any-return]
-        except FAILED as error:
-            failed_stage = "captured" if isinstance(error, TraceError) else "compiled"
-            log.warning("compiled: %s runs uncompiled, since it cannot be %s: %s", self.__name__, failed_stage, error)
-        self._cache = self._function
-        return self._function(state, batch)  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return f"compiled({self.__name__})"
 
 
 _RUN = {kind.__call__.__code__ for kind in (_Compiled, CompiledFunction)}

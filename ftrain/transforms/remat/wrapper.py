@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from ftrain.errors import ComposeError, LossError, OptionError, log_on_first_ran
 from ftrain.random import torch_ops
 from ftrain.step.blocks import Region, Wanted, find_blocks, through, within
 from ftrain.step.forward import versions
+from ftrain.step.kv_cache import without_kv_cache
 from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.remat.budget import Budget
@@ -33,8 +33,6 @@ IN_TRANSFORM = (
     "cannot be recomputed there; for a gradient by torch.autograd.grad(..., create_graph=True) they can"
 )
 NO_CACHE = "remat: %s runs without its cache of keys and values (use_cache=False), which recomputed blocks fill twice"
-_LOGGED = WeakSet[nn.Module]()
-"""The modules of which the log says that they run without their cache."""
 
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -129,7 +127,7 @@ def _with_remat(
     blocks = [(block, slots(block), choice) for block, choice in policies.items()]
     region = _region(policy, calls, plan)
     begin_plan = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
-    without_cache = _without_cache(loss.module)
+    without_cache = without_kv_cache(loss.module, NO_CACHE)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -261,25 +259,3 @@ class _Repeatable:
                 )
             values.append(value if version == first else value.clone())
         return values
-
-
-def _without_cache(module: nn.Module | None) -> Context:
-    """Return ``() -> context`` in which ``config.use_cache`` is False in all modules of transformers."""
-    modules = module.modules() if module is not None else ()
-    configs: list[Any] = [getattr(submodule, "config", None) for submodule in modules]
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-        if module is not None and caching and module not in _LOGGED:
-            _LOGGED.add(module)
-            log_on_first_rank(NO_CACHE, type(module).__name__)
-        try:
-            for config in caching:
-                config.use_cache = False
-            yield
-        finally:
-            for config in caching:
-                config.use_cache = True
-
-    return context

@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError, StructureError
-from tests.checkpoint.test_checkpoint import same_trees
+from tests.checkpoint.trees import assert_trees_equal
 
 quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
 
@@ -47,7 +47,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(tmp_path):
     fitted(tmp_path / "parts", 3)
     resumed, resumed_history = fitted(tmp_path / "parts", 7)
     assert type(resumed.frozen["0.weight"]) is type(state.frozen["0.weight"])
-    assert same_trees(bits(resumed), bits(state))
+    assert_trees_equal(bits(resumed), bits(state))
     assert resumed_history["loss"] == history["loss"]
 
 
@@ -56,9 +56,9 @@ def test_they_are_loaded_with_a_template_of_the_same_class(tmp_path):
     ft.checkpoint.save(tmp_path / "a", state)
     ft.checkpoint.verify(tmp_path / "a")
     loaded = ft.checkpoint.load(tmp_path / "a", like=pipeline().init(seed=4))
-    assert same_trees(bits(loaded), bits(state))
+    assert_trees_equal(bits(loaded), bits(state))
     batch = {"x": torch.randn(4, 32), "y": torch.randn(4, 8)}
-    assert same_trees(pipeline()(loaded, batch)[1], pipeline()(state, batch)[1])
+    assert_trees_equal(pipeline()(loaded, batch)[1], pipeline()(state, batch)[1])
     with pytest.raises(
         CheckpointError, match="the tree holds a tensor Int8Tensor, which can only be loaded with like="
     ):
