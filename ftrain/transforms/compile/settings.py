@@ -174,7 +174,7 @@ class Compiler:
 
 
 def refuse_gradient_of_gradient(loss: Callable[[], LossOutput], device: torch.device) -> None:
-    """Raise a TraceError if a loss differentiates a gradient that it has taken, with a torch that does not show it.
+    """Raises a TraceError if a loss differentiates a gradient that it has taken, with a torch that does not show it.
 
     It then calls the loss once, uncompiled.
     """
