@@ -13,16 +13,12 @@ from torch import nn
 import ftrain as ft
 from ftrain import backends
 from ftrain.backends.transfers import is_in_file
-from tests.backends.training_on_toy import differ
+from tests.backends.toy_problem import assert_bitwise, check_adder, differing_leaves
 
 CHECKS = {}
+check = check_adder(CHECKS)
 WIDTH, BLOCKS = 64, 3
 REMAT_AND_OFFLOAD = ft.remat(), ft.offload("activations")
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Block(nn.Module):
@@ -51,7 +47,7 @@ def train(device, *wrappers, rows=32):
 
 
 def peak_bytes(module, *wrappers, rows=32):
-    """Return by how many bytes a step exceeds the memory before it: the least of three, as threads may free late."""
+    """Return by how many bytes a step exceeds the memory before it: the least of three, as a thread may free late."""
     step = ft.donated()(make(*wrappers))
     batch = batches(rows=rows)[0].to("toy")
     state, _ = step(step.init(device="toy"), batch)
@@ -79,8 +75,8 @@ def activations_change_no_bit(name, module):
         expected, expected_losses = train("toy", *changing) if changing else (plain, plain_losses)
         state, losses = train("toy", *wrappers, ft.offload("activations", min_bytes=0))
         assert losses == expected_losses, wrappers
-        assert not differ(state, expected), wrappers
-    return plain_losses == train("cpu")[1]
+        assert_bitwise(state, expected)
+    assert plain_losses == train("cpu")[1]
 
 
 @check
@@ -90,7 +86,8 @@ def activations_leave_the_device(name, module):
     plain, offloaded, remat, both = (peak_bytes(module, *wrappers, rows=1024) for wrappers in stacks)
     input_bytes = 1024 * WIDTH * 4
     # A block saves its hidden layer, which has four times the bytes of its input, and the mask and result of dropout.
-    return plain - offloaded > 4 * (BLOCKS - 1) * input_bytes and both < remat
+    assert plain - offloaded > 4 * (BLOCKS - 1) * input_bytes
+    assert both < remat
 
 
 @check
@@ -102,11 +99,10 @@ def the_state_stays_on_the_host_and_changes_no_bit(name, module):
         expected, expected_losses = train("toy", *changing) if changing else plain
         state, losses = train("toy", *wrappers, ft.offload("opt_state", min_bytes=0))
         assert losses == expected_losses, wrappers
-        assert not differ(state, expected), wrappers
+        assert_bitwise(state, expected)
         devices = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
         assert devices == {"cpu"}, devices
         assert {leaf.device.type for leaf in ft.tree.leaves(state.params)} == {"toy"}
-    return True
 
 
 @check
@@ -121,7 +117,9 @@ def the_state_takes_no_memory_of_the_device(name, module):
         param_bytes = sum(leaf.nbytes for leaf in ft.tree.leaves(state.params))
         del state
     # AdamW has two moments for each parameter.
-    return state_bytes[0] > 2.9 * param_bytes and state_bytes[1] < 1.1 * param_bytes
+    on_device, offloaded = state_bytes
+    assert on_device > 2.9 * param_bytes
+    assert offloaded < 1.1 * param_bytes
 
 
 @check
@@ -130,7 +128,8 @@ def the_state_stays_in_files(name, module):
         expected, expected_losses = train("toy")
         state, losses = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
         assert all(is_in_file(leaf) for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim)
-    return losses == expected_losses and not differ(state, expected)
+    assert losses == expected_losses
+    assert_bitwise(state, expected)
 
 
 @check
@@ -139,7 +138,9 @@ def a_state_that_is_not_donated_stays(name, module):
     state = step.init(device="toy")
     copy, batch = ft.tree.clone(state), batches()[0].to("toy")
     new, _ = step(state, batch)
-    return not differ(state, copy) and not differ(step(state, batch)[0], new) and bool(differ(new, copy))
+    assert_bitwise(state, copy)
+    assert_bitwise(step(state, batch)[0], new)
+    assert differing_leaves(new, copy)
 
 
 @check
@@ -153,7 +154,9 @@ def an_offloaded_state_is_saved_and_resumed(name, module):
             state, history = ft.fit(step, step.init(device="toy"), data, **options)
     expected, losses = train("toy")
     devices = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
-    return history["loss"] == losses and not differ(state, expected) and devices == {"cpu"}
+    assert history["loss"] == losses
+    assert_bitwise(state, expected)
+    assert devices == {"cpu"}
 
 
 @check
@@ -161,7 +164,7 @@ def anatomy_predicts_the_memory_of_an_offloaded_state(name, module):
     step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
     state, batch = step.init(device="toy"), batches()[0].to("toy")
     anatomy = ft.anatomy(step, state, batch, measure=False)
-    return anatomy.most["optimizer state"] < 0.1 * anatomy.most["parameters"]
+    assert anatomy.most["optimizer state"] < 0.1 * anatomy.most["parameters"]
 
 
 @check
@@ -179,12 +182,12 @@ def with_streams_copies_run_while_the_device_computes(name, module):
             streams.log.clear()
             state, losses = train("toy", ft.offload(target, min_bytes=0))
             assert losses == expected_losses, target
-            assert not differ(state, expected), target
+            assert_bitwise(state, expected)
             assert set(streams.log) >= {"copy waits for compute", "compute waits for copy"}, set(streams.log)
     finally:
         torch.Tensor.record_stream = record_stream
         backends.register(record)
-    return streams.log[-1] == "host waits for copies"
+    assert streams.log[-1] == "host waits for copies"
 
 
 class LoggedStreams:

@@ -1,4 +1,4 @@
-"""Runs the checks on the device of `toy.py`, and prints which of them hold, as JSON.
+"""Runs the checks on the device of `toy.py`, and prints their errors as JSON, by the name of the check; "" if it holds.
 
 It runs in a process of its own, because torch has one PrivateUse1 device for a whole process:
 ``python -m tests.backends.on_toy [name]``. With a name, the device has the record of that vendor.
@@ -10,16 +10,23 @@ import json
 import sys
 import traceback
 
+import pytest
 import torch
 
 from ftrain import backends
-from tests.backends import offloading_on_toy, toy, training_on_toy
+from tests.backends import compiling_on_toy, offloading_on_toy, toy, training_on_toy, without_float64_on_toy
 
 
 def toy_device():
     """Register the device, and return its module and the checks to run on it."""
     module = toy.register()
-    return module, {**training_on_toy.CHECKS, **offloading_on_toy.CHECKS}
+    # Those of training come first: one of them registers a record of the device.
+    return module, {
+        **training_on_toy.CHECKS,
+        **compiling_on_toy.CHECKS,
+        **without_float64_on_toy.CHECKS,
+        **offloading_on_toy.CHECKS,
+    }
 
 
 def vendor_device(name):
@@ -34,16 +41,18 @@ def vendor_device(name):
 
 def main(name="toy"):
     module, checks = toy_device() if name == "toy" else vendor_device(name)
-    results = {}
+    errors = {}
     gc.set_threshold(20_000, 20, 20)
     for label, check in checks.items():
         # So that a check that collects garbage does not traverse the objects of all earlier ones and of imports.
         gc.freeze()
+        errors[label] = ""
         try:
-            results[label] = check(name, module)
-        except Exception:  # Reported by the test that runs this.
-            results[label] = traceback.format_exc()[-1500:]
-    sys.stdout.write(json.dumps(results))
+            check(name, module)
+        # `pytest.raises` fails with an error that is not an Exception.
+        except (Exception, pytest.fail.Exception):
+            errors[label] = traceback.format_exc()[-1500:]
+    sys.stdout.write(json.dumps(errors))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def platform(request, monkeypatch):
 # The contract
 
 
-def test_every_field_is_of_its_kind(platform):
+def test_every_field_has_its_type(platform):
     record = platform.record
     for name in ("pinned_memory", "fused_optimizers", "float64", "caches_memory", "immediate"):
         assert type(getattr(record, name)) is bool

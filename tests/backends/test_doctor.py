@@ -122,9 +122,9 @@ def test_a_rate_counts_operations_and_bytes(monkeypatch):
 def test_it_runs_as_a_command(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ftrain", "doctor", "cpu"])
     monkeypatch.delitem(sys.modules, "ftrain.__main__")
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         runpy.run_module("ftrain", run_name="__main__")
-    assert left.value.code == 0
+    assert exited.value.code == 0
     assert "collectives    gloo" in capsys.readouterr().out
 
 

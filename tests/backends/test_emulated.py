@@ -93,18 +93,18 @@ def test_by_default_all_autocast_dtypes_of_a_record_are_native():
 
 
 @pytest.mark.parametrize("more", [(), (ft.compiled(backend="eager", lowering="whole"),)], ids=["", "whole"])
-@pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), ()), ((FP16,), ("bf16",)), ((BF16,), ())], ids=str)
-def test_auto_is_bf16_where_that_is_native_and_else_nothing(emulated, same, more, emulating):
+@pytest.mark.parametrize(("emulated", "dtypes"), [((BF16, FP16), ()), ((FP16,), ("bf16",)), ((BF16,), ())], ids=str)
+def test_auto_is_bf16_where_that_is_native_and_else_nothing(emulated, dtypes, more, emulating):
     """Never fp16: the structure of the state does not depend on the device."""
     emulating(*emulated)
-    ends = []
-    for wrappers in ([ft.with_amp("auto")], [ft.with_amp(dtype) for dtype in same]):
+    states = []
+    for wrappers in ([ft.with_amp("auto")], [ft.with_amp(dtype) for dtype in dtypes]):
         step = make(squares, *wrappers, *more)
         state = step.init(params())
         for _ in range(3):
             state, _ = step(state, batch())
-        ends.append(state)
-    assert_bitwise(*ends)
+        states.append(state)
+    assert_bitwise(*states)
 
 
 def test_auto_is_the_default():
@@ -123,16 +123,16 @@ def test_print_shows_the_dtype_of_auto_after_init(emulating):
 
 def test_a_split_step_is_compiled_with_the_dtype_of_auto(emulating):
     """The traced loss reads what was chosen, and does not look at the device again."""
-    for emulated, same in ((BF16,), []), ((), [ft.with_amp("bf16")]):
-        record, ends = emulating(*emulated), []
-        for wrappers in ([ft.with_amp("auto")], same):
+    for emulated, explicit in ((BF16,), []), ((), [ft.with_amp("bf16")]):
+        record, states = emulating(*emulated), []
+        for wrappers in ([ft.with_amp("auto")], explicit):
             step = make(squares, *wrappers, ft.compiled(backend="eager", lowering="split"))
             state = step.init(params())
             vars(state)["_origin"] = step._origin  # checked already, so that nothing but the loss is run
             ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))
-            ends.append(step(state, batch())[0])
+            states.append(step(state, batch())[0])
             ft.backends.register(record)
-        assert_bitwise(*ends)
+        assert_bitwise(*states)
 
 
 @pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")
@@ -163,12 +163,12 @@ def test_anatomy_counts_the_copies_that_auto_makes(emulating):
     assert totals[()] == totals[(BF16,)] + 2
 
 
-@pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), None), ((FP16,), "bf16")], ids=str)
-def test_an_evaluation_in_auto(emulated, same, emulating):
+@pytest.mark.parametrize(("emulated", "dtype_of_auto"), [((BF16, FP16), None), ((FP16,), "bf16")], ids=str)
+def test_an_evaluation_in_auto(emulated, dtype_of_auto, emulating):
     emulating(*emulated)
     state, data = make().init(params()), [batch(), batch(2)]
-    auto, explicit = (ft.evaluate(ft.eval_step(squares), state, data, dtype=dtype) for dtype in ("auto", same))
-    assert auto == explicit
+    expected = ft.evaluate(ft.eval_step(squares), state, data, dtype=dtype_of_auto)
+    assert ft.evaluate(ft.eval_step(squares), state, data, dtype="auto") == expected
     # A loss with `with_amp("auto")` may be evaluated in auto, and in bf16.
     step = make(squares, ft.with_amp("auto"))
     for dtype in ("auto", "bf16", None):

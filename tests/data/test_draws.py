@@ -3,6 +3,7 @@
 import functools
 import pickle
 import random
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
@@ -44,6 +45,13 @@ class Always(Sometimes):
     """The same, and says that it draws, so that it is seeded for each sample."""
 
     draws = True
+
+
+def seed_all():
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
 
 
 def read_passes(dataset, passes=2, **options):
@@ -96,10 +104,17 @@ def test_a_collation_draws_what_it_has_always_drawn():
 
 
 def count_seeded(monkeypatch, dataset, **options):
+    """Return how many samples are seeded in two passes."""
     seeded_samples = []
-    seed = rng_streams.seed_sample
-    monkeypatch.setattr(rng_streams, "seed_sample", lambda *args: (seeded_samples.append(args), seed(*args)))
-    read_passes(dataset, **options)
+    seed_sample = rng_streams.seed_sample
+
+    def recording_seed_sample(*args):
+        seeded_samples.append(args)
+        seed_sample(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rng_streams, "seed_sample", recording_seed_sample)
+        read_passes(dataset, **options)
     return len(seeded_samples)
 
 
@@ -169,19 +184,20 @@ def test_whether_a_sample_raises_may_be_drawn(on_error):
             return actual, str(error)
         return actual, loader.skipped
 
-    with pytest.warns(UserWarning, match="cannot be read") if on_error == "skip" else pytest.MonkeyPatch.context():
+    warns = pytest.warns(UserWarning, match="cannot be read") if on_error == "skip" else nullcontext()
+    with warns:
         assert outcome(Fragile) == outcome(Seeded)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_process_draws_on_as_if_nothing_had_been_read(source):
     def next_draw(dataset):
-        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        seed_all()
         list(data.loader(dataset, BATCH, collate=list))
         return SOURCES[source]()
 
     assert next_draw(Sometimes("torch", ())) == next_draw(Sometimes(source, (9,))) == next_draw([0] * BATCH)
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    seed_all()
     assert SOURCES[source]() == next_draw(Sometimes(source, range(SIZE)))
 
 
@@ -190,7 +206,7 @@ def test_a_loop_draws_between_batches_as_if_nothing_was_read(source, monkeypatch
     monkeypatch.setitem(SOURCES, "word", lambda: random.getrandbits(32))
 
     def draws(batches):
-        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        seed_all()
         return [[SOURCES[source]() for _ in range(count % 3)] for count, _ in zip(range(SIZE), batches, strict=False)]
 
     draws_nothing = Sometimes("torch", ())
@@ -198,7 +214,7 @@ def test_a_loop_draws_between_batches_as_if_nothing_was_read(source, monkeypatch
 
 
 def test_pythons_numbers_go_on_at_each_place_of_its_generator():
-    """Which computes 624 numbers at once, and then the next 624."""
+    """It computes 624 numbers at once, and then the next 624."""
     random.seed(1)
     expected = [random.getrandbits(32) for _ in range(1400)]
     random.seed(1)
@@ -225,17 +241,17 @@ def test_a_loader_within_a_sample_hides_no_draw():
             inner = list(data.loader(Sometimes(self.source, (1,), 4), 2, collate=list))
             return index, before, inner, SOURCES[self.source]() if index == 8 else None
 
-    class Said(Outer):
+    class OuterThatDraws(Outer):
         draws = True
 
     for source in ("python", "numpy", "torch", "gauss"):
-        assert read_passes(Outer(source, ())) == read_passes(Said(source, ()))
+        assert read_passes(Outer(source, ())) == read_passes(OuterThatDraws(source, ()))
 
 
 # Reading by the batch
 
 
-class Together(Sometimes):
+class ByBatch(Sometimes):
     """Also returns several samples at a time, as datasets of Hugging Face do."""
 
     def __init__(self, *args):
@@ -244,11 +260,11 @@ class Together(Sometimes):
 
     def __getitems__(self, indices):
         self.batches.append(list(indices))
-        return [super(Together, self).__getitem__(index) for index in indices]
+        return [super(ByBatch, self).__getitem__(index) for index in indices]
 
 
 def test_samples_are_read_together_where_a_dataset_can():
-    dataset = Together("torch", ())
+    dataset = ByBatch("torch", ())
     assert read_passes(dataset) == read_passes(Sometimes("torch", ()))
     assert sorted(chain.from_iterable(dataset.batches)) == sorted([*range(SIZE)] * 2)
     assert {len(batch) for batch in dataset.batches} == {BATCH}
@@ -256,12 +272,12 @@ def test_samples_are_read_together_where_a_dataset_can():
 
 
 def test_samples_that_draw_are_read_one_by_one():
-    assert read_passes(Together("numpy", (3, 17))) == read_passes(Sometimes("numpy", (3, 17)))
+    assert read_passes(ByBatch("numpy", (3, 17))) == read_passes(Sometimes("numpy", (3, 17)))
 
 
 @pytest.mark.parametrize("damage", [lambda items: items[1:], lambda items: 1 / 0])
 def test_samples_are_read_one_by_one_where_reading_together_fails(damage):
-    class Torn(Together):
+    class Torn(ByBatch):
         def __getitems__(self, indices):
             return damage(super().__getitems__(indices))
 

@@ -31,7 +31,7 @@ class Augmented:
         return {"index": index, "drawn": drawn.double(), "tokens": torch.randint(9, (LENGTHS[index % SIZE],))}
 
 
-KINDS = {
+LOADER_OPTIONS = {
     "fixed": {},
     "in_order": {"shuffle": False},
     "rest": {"drop_last": False},
@@ -46,11 +46,11 @@ def collate(samples):
     return {**data.pad()(samples), "noise": torch.rand(2)}
 
 
-def make_loader(kind="fixed", num_workers=0, **options):
-    return data.loader(Augmented(), BATCH, collate=collate, num_workers=num_workers, **KINDS[kind], **options)
+def make_loader(name="fixed", num_workers=0, **options):
+    return data.loader(Augmented(), BATCH, collate=collate, num_workers=num_workers, **LOADER_OPTIONS[name], **options)
 
 
-def same(actual, expected):
+def assert_same_batches(actual, expected):
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert a.keys() == b.keys()
@@ -59,52 +59,52 @@ def same(actual, expected):
 
 @pytest.fixture(scope="module")
 def three_passes():
-    """The batches of three epochs without an interruption, by kind of loader."""
-    loaders = {kind: make_loader(kind) for kind in KINDS}
-    return {kind: [list(loader) for _ in range(3)] for kind, loader in loaders.items()}
+    """The batches of three epochs without an interruption, by the name of the options."""
+    loaders = {name: make_loader(name) for name in LOADER_OPTIONS}
+    return {name: [list(loader) for _ in range(3)] for name, loader in loaders.items()}
 
 
 @pytest.fixture(scope="module")
 def with_workers():
-    """A loader with workers for each kind, made once because workers start slowly."""
-    return {kind: make_loader(kind, num_workers=2) for kind in KINDS}
+    """A loader with workers for each set of options, made once because workers start slowly."""
+    return {name: make_loader(name, num_workers=2) for name in LOADER_OPTIONS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loader_resumes_at_any_position(kind, three_passes):
-    passes = three_passes[kind]
+@pytest.mark.parametrize("name", LOADER_OPTIONS)
+def test_a_loader_resumes_at_any_position(name, three_passes):
+    passes = three_passes[name]
     for epoch in range(2):
         for stop in range(len(passes[epoch]) + 1):
-            first, second = make_loader(kind), make_loader(kind)
+            first, second = make_loader(name), make_loader(name)
             for _ in range(epoch):
                 list(first)
             batches = iter(first)
-            same([next(batches) for _ in range(stop)], passes[epoch][:stop])
+            assert_same_batches([next(batches) for _ in range(stop)], passes[epoch][:stop])
             second.load_state_dict(json.loads(json.dumps(first.state_dict())))
             assert second.state_dict() == first.state_dict()
-            same(list(second), passes[epoch][stop:])
-            same(list(second), passes[epoch + 1])
+            assert_same_batches(list(second), passes[epoch][stop:])
+            assert_same_batches(list(second), passes[epoch + 1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOADER_OPTIONS)
 def test_workers_change_nothing_and_batches_that_they_prepared_are_neither_lost_nor_repeated(
-    kind, three_passes, with_workers
+    name, three_passes, with_workers
 ):
-    loader, passes = with_workers[kind], three_passes[kind]
-    loader.load_state_dict(make_loader(kind).state_dict())
-    same(list(loader), passes[0])
+    loader, passes = with_workers[name], three_passes[name]
+    loader.load_state_dict(make_loader(name).state_dict())
+    assert_same_batches(list(loader), passes[0])
     for stop in (0, 1, len(passes[1]) // 2, len(passes[1])):
         batches = iter(loader)
-        same([next(batches) for _ in range(stop)], passes[1][:stop])
+        assert_same_batches([next(batches) for _ in range(stop)], passes[1][:stop])
         state = loader.state_dict()
         # Resume without workers, and in the same loader while its workers still read for the old position.
-        resumed = make_loader(kind)
+        resumed = make_loader(name)
         resumed.load_state_dict(state)
-        same(list(resumed), passes[1][stop:])
+        assert_same_batches(list(resumed), passes[1][stop:])
         loader.load_state_dict(state)
-        same(list(loader), passes[1][stop:])
-        same(list(loader), passes[2])
-        loader.load_state_dict({**make_loader(kind).state_dict(), "epoch": 1})
+        assert_same_batches(list(loader), passes[1][stop:])
+        assert_same_batches(list(loader), passes[2])
+        loader.load_state_dict({**make_loader(name).state_dict(), "epoch": 1})
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
@@ -139,23 +139,23 @@ def test_the_last_batch_of_a_pass_is_not_yet_its_end():
     resumed.load_state_dict(at_end)
     assert list(resumed) == []
     assert resumed.state_dict() == loader.state_dict()
-    same(list(resumed), list(loader))
+    assert_same_batches(list(resumed), list(loader))
 
 
 def test_an_iterator_that_was_left_changes_nothing(three_passes):
     loader = make_loader()
     next(iter(loader))
     next(iter(loader))
-    same(list(loader), three_passes["fixed"][0])
+    assert_same_batches(list(loader), three_passes["fixed"][0])
     next(iter(loader))
-    same(list(loader), three_passes["fixed"][1])
+    assert_same_batches(list(loader), three_passes["fixed"][1])
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     loader.load_state_dict(state)
     next(iter(loader))
     # After an unfinished resumed epoch, the next one starts at the same position.
-    same(list(loader), three_passes["fixed"][2][1:])
+    assert_same_batches(list(loader), three_passes["fixed"][2][1:])
 
 
 def test_the_state_is_whole_numbers_and_does_not_grow():
@@ -207,14 +207,13 @@ def test_the_generators_are_left_alone_by_workers_too():
 
 def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
     def drawn(**options):
+        """Return what each sample draws, by its index, in two epochs."""
         loader = data.loader(Augmented(), drop_last=False, collate=data.pad(), **options)
-        return [
-            dict(zip(index, values, strict=True))
-            for index, values in (
-                ([i for b in batches for i in b["index"].tolist()], [d for b in batches for d in b["drawn"].tolist()])
-                for batches in (list(loader), list(loader))
-            )
-        ]
+        epochs = [{}, {}]
+        for draws in epochs:
+            for batch in loader:
+                draws.update(zip(batch["index"].tolist(), batch["drawn"].tolist(), strict=True))
+        return epochs
 
     first, second = drawn(batch_size=4)
     assert drawn(batch_size=7) == [first, second]

@@ -36,7 +36,7 @@ def make_loader(size, batch_size, **options):
     return data.loader(Indices(size), batch_size, collate=list, **options)
 
 
-def passes(size, batch_size, num_ranks=1, **options):
+def read_epoch(size, batch_size, num_ranks=1, **options):
     """Return the batches of one epoch, for every rank."""
     return [list(make_loader(size, batch_size, rank=rank, num_ranks=num_ranks, **options)) for rank in range(num_ranks)]
 
@@ -56,9 +56,9 @@ def test_ranks_get_equal_numbers_of_batches_and_each_sample_once(
     options = {"shuffle": shuffle, "drop_last": drop_last, "lengths": LENGTHS[:size] if by_length else None}
     if drop_last and size < global_batch_size:
         with pytest.raises(DataError, match=f"{size} samples.*{global_batch_size}.*drop_last"):
-            passes(size, batch_size, num_ranks, **options)
+            read_epoch(size, batch_size, num_ranks, **options)
         return
-    ranks = passes(size, batch_size, num_ranks, **options)
+    ranks = read_epoch(size, batch_size, num_ranks, **options)
     counts = {len(batches) for batches in ranks}
     assert counts == {size // global_batch_size if drop_last else -(-size // global_batch_size)}
     assert counts == {len(make_loader(size, batch_size, num_ranks=num_ranks, **options))}
@@ -67,7 +67,7 @@ def test_ranks_get_equal_numbers_of_batches_and_each_sample_once(
     if drop_last and not by_length:
         # Together they are the batches that one rank reads.
         global_batches = [flat(batches) for batches in zip(*ranks, strict=True)]
-        assert global_batches == passes(size, global_batch_size, **options)[0]
+        assert global_batches == read_epoch(size, global_batch_size, **options)[0]
     if drop_last:
         assert {len(batch) for batch in flat(ranks)} == {batch_size}
         assert set(seen.values()) == {1}
@@ -82,13 +82,13 @@ def test_ranks_get_equal_numbers_of_batches_and_each_sample_once(
 
 
 def test_unshuffled_order_is_that_of_the_data():
-    assert passes(7, 3, shuffle=False, drop_last=False) == [[[0, 1, 2], [3, 4, 5], [6]]]
-    assert passes(6, 1, 2, shuffle=False) == [[[0], [2], [4]], [[1], [3], [5]]]
+    assert read_epoch(7, 3, shuffle=False, drop_last=False) == [[[0, 1, 2], [3, 4, 5], [6]]]
+    assert read_epoch(6, 1, 2, shuffle=False) == [[[0], [2], [4]], [[1], [3], [5]]]
 
 
 def test_the_samples_of_a_global_batch_do_not_depend_on_how_many_ranks_share_it():
     samples = {
-        num_ranks: [sorted(flat(batches)) for batches in zip(*passes(50, 12 // num_ranks, num_ranks), strict=True)]
+        num_ranks: [sorted(flat(batches)) for batches in zip(*read_epoch(50, 12 // num_ranks, num_ranks), strict=True)]
         for num_ranks in (1, 2, 3, 4)
     }
     assert samples[1] == samples[2] == samples[3] == samples[4]
@@ -139,20 +139,20 @@ def test_batches_of_similar_lengths():
     lengths = LENGTHS[:size]
 
     def share_of_padding(**options):
-        (batches,) = passes(size, 16, **options)
+        (batches,) = read_epoch(size, 16, **options)
         longest = sum(len(batch) * lengths[batch].max() for batch in batches)
         return 1 - lengths.sum() / longest
 
     assert share_of_padding() > 0.4
     assert share_of_padding(lengths=lengths, window=1024) < 0.03
     # The batches are not in the order of their lengths.
-    (batches,) = passes(size, 16, lengths=lengths, window=1024)
+    (batches,) = read_epoch(size, 16, lengths=lengths, window=1024)
     longest = np.array([lengths[batch].max() for batch in batches])
     assert abs(np.corrcoef(longest[1:], longest[:-1])[0, 1]) < 0.3
 
 
 def test_lengths_of_ranks_are_alike():
-    for batches_of_ranks in zip(*passes(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
+    for batches_of_ranks in zip(*read_epoch(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
         lengths = LENGTHS[flat(batches_of_ranks)]
         assert lengths.max() - lengths.min() <= 3
 
@@ -163,9 +163,9 @@ def test_batches_have_at_most_max_tokens(size, max_tokens, num_ranks, drop_last,
     options = {"lengths": lengths, "max_tokens": max_tokens, "drop_last": drop_last, "window": 64}
     if drop_last and size < num_ranks:
         with pytest.raises(DataError):
-            passes(size, rows, num_ranks, **options)
+            read_epoch(size, rows, num_ranks, **options)
         return
-    ranks = passes(size, rows, num_ranks, **options)
+    ranks = read_epoch(size, rows, num_ranks, **options)
     for batch in flat(ranks):
         assert len(batch) * lengths[batch].max() <= max_tokens
         assert 1 <= len(batch) <= (rows or size)
@@ -180,21 +180,21 @@ def test_batches_have_at_most_max_tokens(size, max_tokens, num_ranks, drop_last,
 
 
 def test_token_batches_are_full():
-    (batches,) = passes(5000, None, lengths=LENGTHS, max_tokens=1000)
+    (batches,) = read_epoch(5000, None, lengths=LENGTHS, max_tokens=1000)
     filled = [len(batch) * LENGTHS[batch].max() for batch in batches]
     assert np.mean(filled) > 900
 
 
 def test_a_sample_with_more_than_max_tokens_is_an_error():
     with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_tokens=8"):
-        passes(3, None, lengths=[1, 9, 2], max_tokens=8)
+        read_epoch(3, None, lengths=[1, 9, 2], max_tokens=8)
 
 
 @given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 3), st.integers(100, 300))
 def test_each_document_fits_into_the_rows_of_its_batch(size, rows, num_ranks, room):
     lengths = LENGTHS[:size].copy()
     lengths[::7] = 0
-    ranks = passes(size, rows, num_ranks, lengths=lengths, pack=room, window=64)
+    ranks = read_epoch(size, rows, num_ranks, lengths=lengths, pack=room, window=64)
     assert len({len(batches) for batches in ranks}) == 1
     for batch in flat(ranks):
         packed = data.pack([[1] * lengths[index] for index in batch], room, rows=rows)
@@ -213,12 +213,12 @@ def test_rows_are_nearly_full():
 
 def test_a_document_that_is_longer_than_a_row_is_an_error():
     with pytest.raises(DataError, match="document 1 has 9 tokens, more than pack=8"):
-        passes(3, 1, lengths=[1, 9, 2], pack=8)
+        read_epoch(3, 1, lengths=[1, 9, 2], pack=8)
 
 
 def test_lengths_from_a_function_make_the_same_batches():
-    assert passes(300, 4, lengths=lambda index: int(LENGTHS[index])) == passes(300, 4, lengths=LENGTHS[:300])
-    assert passes(300, 4, lengths=list(map(int, LENGTHS[:300]))) == passes(300, 4, lengths=LENGTHS[:300])
+    assert read_epoch(300, 4, lengths=lambda index: int(LENGTHS[index])) == read_epoch(300, 4, lengths=LENGTHS[:300])
+    assert read_epoch(300, 4, lengths=list(map(int, LENGTHS[:300]))) == read_epoch(300, 4, lengths=LENGTHS[:300])
 
 
 @pytest.mark.parametrize("lengths", [[1, 2], [1.0, 2.0, 3.0], [[1, 2, 3]], [1, -1, 2]])
@@ -306,11 +306,11 @@ def test_a_dataset_without_samples_is_an_error(drop_last):
 
 
 def test_length_1_and_a_batch_larger_than_the_data():
-    assert passes(1, 1) == [[[0]]]
-    assert passes(1, 5, drop_last=False) == [[[0]]]
-    assert sorted(flat(passes(3, 5, drop_last=False)[0])) == [0, 1, 2]
+    assert read_epoch(1, 1) == [[[0]]]
+    assert read_epoch(1, 5, drop_last=False) == [[[0]]]
+    assert sorted(flat(read_epoch(3, 5, drop_last=False)[0])) == [0, 1, 2]
     # With more ranks than samples, each rank still has a batch: no rank waits for another one.
-    assert passes(1, 2, 3, drop_last=False) == [[[0]]] * 3
+    assert read_epoch(1, 2, 3, drop_last=False) == [[[0]]] * 3
 
 
 def test_len_is_an_error_if_it_depends_on_lengths():

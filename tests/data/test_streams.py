@@ -29,7 +29,7 @@ class Plain(IterableDataset):
             yield self.sample(index)
 
 
-class Keeps(Plain):
+class KeepsPosition(Plain):
     """Keeps its position, and continues from it, as datasets with a cursor do."""
 
     read = 0
@@ -52,7 +52,7 @@ class Keeps(Plain):
         self.next = state["next"]
 
 
-class Counts(Keeps):
+class CountsEpochs(KeepsPosition):
     """Its epochs differ, and it counts them itself, so its position includes the number of finished epochs."""
 
     epochs = 0
@@ -69,7 +69,7 @@ class Counts(Keeps):
         self.next, self.epochs = state["next"], state["epochs"]
 
 
-class Restarts(Keeps):
+class RestartsEpochs(KeepsPosition):
     """Starts each epoch at the first sample; the position after an epoch is its end, without samples after it."""
 
     first = 0
@@ -84,7 +84,7 @@ class Restarts(Keeps):
         self.next = self.first = state["next"]
 
 
-class Stays(Restarts):
+class StaysAtLoadedPosition(RestartsEpochs):
     """Starts each epoch at the position that was loaded last."""
 
     def __iter__(self):
@@ -93,7 +93,7 @@ class Stays(Restarts):
             yield self.sample(index)
 
 
-class Named(Keeps):
+class WithGetState(KeepsPosition):
     """Has the other pair of methods, ``get_state`` and ``set_state``."""
 
     state_dict = load_state_dict = None
@@ -105,7 +105,7 @@ class Named(Keeps):
         self.next = state["next"]
 
 
-class Shuffles(Plain):
+class ShufflesByEpoch(Plain):
     """Like an IterableDataset of Hugging Face: shuffled by epoch, and a state that belongs to one."""
 
     def __init__(self, size=SIZE):
@@ -157,7 +157,7 @@ class _Cursor:
         self.next = state["next"]
 
 
-KEEPERS = [Keeps, Counts, Restarts, Named, Shuffles, ByIterator]
+KEEPERS = [KeepsPosition, CountsEpochs, RestartsEpochs, WithGetState, ShufflesByEpoch, ByIterator]
 
 
 def make_loader(dataset, **options):
@@ -195,8 +195,8 @@ def test_resuming_reads_nothing_again(dataset_class):
     batches = iter(first)
     next(batches)
     state = {**first.state_dict(), "batch": 10**9}
-    state["source"] = {**state["source"], **({"at": 10**6} if dataset_class is Shuffles else {"next": 10**11})}
-    if dataset_class is Shuffles:
+    state["source"] = {**state["source"], **({"at": 10**6} if dataset_class is ShufflesByEpoch else {"next": 10**11})}
+    if dataset_class is ShufflesByEpoch:
         dataset = dataset_class(10**6 + 5)
     loader = make_loader(dataset)
     loader.load_state_dict(state)
@@ -215,7 +215,7 @@ def test_an_iterator_that_was_left_changes_nothing(dataset_class):
         assert rows(loader) == actual
 
 
-@pytest.mark.parametrize("dataset_class", [Keeps, Shuffles])
+@pytest.mark.parametrize("dataset_class", [KeepsPosition, ShufflesByEpoch])
 def test_a_stream_in_one_worker_is_resumed(dataset_class):
     """The position is that after the batches that were yielded, not after those that the worker has read."""
     passes = [rows(make_loader(dataset_class()))]
@@ -232,7 +232,7 @@ def test_a_stream_in_one_worker_is_resumed(dataset_class):
 
 
 @pytest.mark.parametrize("size", [SIZE, 2 * BATCH])
-@pytest.mark.parametrize("dataset_class", [Counts, Restarts, Stays, ByIterator])
+@pytest.mark.parametrize("dataset_class", [CountsEpochs, RestartsEpochs, StaysAtLoadedPosition, ByIterator])
 def test_epochs_follow_each_other_in_one_worker_as_in_this_process(dataset_class, size):
     """Each epoch has a new worker, which gets the position at the end of the epoch before."""
     in_this_process = make_loader(dataset_class(size))
@@ -263,10 +263,12 @@ def test_without_a_position_samples_are_read_again_with_one_warning(num_workers)
 
 
 def test_a_position_from_a_dataset_that_had_none_is_warned_of():
-    first, second = make_loader(Plain()), make_loader(Keeps())
+    first, second = make_loader(Plain()), make_loader(KeepsPosition())
     next(iter(first))
     second.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match="Keeps had no position when this one was saved, so 3 samples are read again"):
+    with pytest.warns(
+        UserWarning, match="KeepsPosition had no position when this one was saved, so 3 samples are read again"
+    ):
         rows(second)
 
 
@@ -297,14 +299,14 @@ def test_a_stream_with_a_length_has_a_number_of_batches(drop_last, length):
 class Breaks(Plain):
     def __init__(self, fault):
         super().__init__(9)
-        self.how = fault
+        self.fault = fault
 
     def sample(self, index):
-        if index == 4 and self.how == "raises":
+        if index == 4 and self.fault == "raises":
             raise OSError("gone")
-        if index == 4 and self.how == "dies":
+        if index == 4 and self.fault == "dies":
             os._exit(1)
-        if index == 4 and self.how == "hangs":
+        if index == 4 and self.fault == "hangs":
             time.sleep(60)
         return super().sample(index)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the module `os` that count calls, kill the process, fail or record; and a model of a power loss.
+"""Stand-ins for the module `os` that count calls, kill the process or fail.
 
 All calls of checkpoints to the system go through the name `os` in `ftrain.checkpoint.files`, which `through` replaces.
 """
@@ -6,13 +6,9 @@ All calls of checkpoints to the system go through the name `os` in `ftrain.check
 import errno
 import functools
 import os
-import random
 import signal
-import sys
 import threading
 from contextlib import contextmanager, suppress
-from itertools import islice, product
-from pathlib import Path
 
 from ftrain.checkpoint import files
 
@@ -57,7 +53,7 @@ def through(proxy):
         files.os = os
 
 
-def half(name, function, args):
+def write_half(name, function, args):
     """Write the first half of the data of a write; do nothing for another call."""
     if name == "write":
         function(args[0], bytes(args[1])[: len(args[1]) // 2])
@@ -74,7 +70,7 @@ class Killed(Calls):
         if number != self.at:
             return function(*args)
         if self.moment == "halfway":
-            half(name, function, args)
+            write_half(name, function, args)
         elif self.moment == "after":
             # A call that fails, such as `lstat` of a missing file, has ended too.
             with suppress(OSError):
@@ -97,12 +93,15 @@ class Failing(Calls):
         self.failed = 0
 
     def call(self, number, name, function, args):
-        fails = number == self.at or (self.lasting and number > self.at and name in WRITING - {"close"})
-        if not fails:
+        fails_too = self.lasting and number > self.at and name in WRITING - {"close"}
+        if number != self.at and not fails_too:
             return function(*args)
         self.failed += 1
         if self.error == "short":
-            return function(args[0], bytes(args[1])[: (len(args[1]) + 1) // 2]) if name == "write" else function(*args)
+            if name == "write":
+                descriptor, data = args
+                return function(descriptor, bytes(data)[: (len(data) + 1) // 2])
+            return function(*args)
         # A descriptor is closed even where closing fails.
         if self.after or name == "close":
             result = function(*args)
@@ -111,280 +110,18 @@ class Failing(Calls):
         raise OSError(self.error, os.strerror(self.error))
 
 
-# A disk that loses power
+def open_files(directory):
+    """Return the paths of the files in a directory that this process has open.
 
-
-class PowerCut(BaseException):
-    """Stands for the end of the process."""
-
-
-class Recorded(Calls):
-    """Keeps a log of all changes of a disk: entries of directories, bytes of files, and syncs.
-
-    Nodes are numbers, the root is 0. A line of the log is one of ``("entries", directory, {name: node or None})``,
-    ``("directory", node)``, ``("bytes", file, offset, data)``, ``("cut", file, length)``, ``("sync", node)`` and
-    ``("event", ...)``.
-
-    Args:
-        root: the directory of the disk.
-        dropped: a function of a site (see `site_of`) that returns whether the sync there is left out.
-        dies: the number of changes after which the process ends. Default: it does not end.
-
-    A call for which ``broken(name, args)`` is true fails.
+    Not all of its descriptors: the garbage collector may close those of earlier tests at any time, such as the pipes to
+    the workers of a loader.
     """
-
-    def __init__(self, root, dropped=lambda site: False, dies=None):
-        super().__init__()
-        self.root, self.dropped, self.dies = Path(root), dropped, dies
-        self.log, self.sites, self.changes = [], [], 0
-        self.broken = lambda name, args: False
-        self._entries, self._files, self._count = {0: {}}, {}, 1
-
-    def note(self, *event):
-        self.log.append(("event", *event))
-
-    def revive(self):
-        """Continue as a new process after `PowerCut`."""
-        self.dies = None
-        # The locks of the old process ended with it.
-        for descriptor in [*files._held]:
-            files.release(descriptor)
-
-    def call(self, number, name, function, args):
-        if name == "close":
-            self._files.pop(args[0], None)
-            return function(*args)
-        if name in WRITING:
-            self.changes += 1
-        if self.dies is not None and self.changes > self.dies:
-            raise PowerCut
-        if self.broken(name, args):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if name in READING:
-            return function(*args)
-        return getattr(self, f"_{name}")(function, *args)
-
-    def _place(self, path):
-        """Return the node of the parent directory of a path, and the name in it; ``(0, "")`` for the root."""
-        *parents, name = Path(path).relative_to(self.root).parts or ("",)
-        node = 0
-        for parent in parents:
-            node = self._entries[node][parent]
-        return node, name
-
-    def _node(self, path):
-        directory, name = self._place(path)
-        return self._entries[directory].get(name) if name else directory
-
-    def _enter(self, directory, changed):
-        self.log.append(("entries", directory, changed))
-        for name, node in changed.items():
-            if node is None:
-                self._entries[directory].pop(name)
-            else:
-                self._entries[directory][name] = node
-
-    def _new(self):
-        self._count += 1
-        return self._count - 1
-
-    def _opened(self, path, flags):
-        if not Path(path).is_relative_to(self.root):
-            # Directories above the disk may be synced too.
-            return None
-        node = self._node(path)
-        if node is None and flags & os.O_CREAT:
-            directory, name = self._place(path)
-            node = self._new()
-            self._enter(directory, {name: node})
-        return node
-
-    def _open(self, function, path, flags, *mode):
-        descriptor = function(path, flags, *mode)
-        self._files[descriptor] = [self._opened(path, flags), 0, Path(path)]
-        return descriptor
-
-    def _write(self, function, descriptor, data):
-        count = function(descriptor, data)
-        node, offset, _ = self._files[descriptor]
-        self.log.append(("bytes", node, offset, bytes(data)[:count]))
-        self._files[descriptor][1] += count
-        return count
-
-    def _lseek(self, function, descriptor, offset, whence):
-        self._files[descriptor][1] = function(descriptor, offset, whence)
-
-    def _ftruncate(self, function, descriptor, length):
-        function(descriptor, length)
-        self.log.append(("cut", self._files[descriptor][0], length))
-
-    def _fsync(self, function, descriptor):
-        node, _, path = self._files[descriptor]
-        site = site_of(path)
-        self.sites.append(site)
-        if not self.dropped(site):
-            self.log.append(("sync", node))
-
-    def _mkdir(self, function, path):
-        function(path)
-        node = self._new()
-        self._entries[node] = {}
-        self.log.append(("directory", node))
-        directory, name = self._place(path)
-        self._enter(directory, {name: node})
-
-    def _rename(self, function, old, new):
-        function(old, new)
-        (directory, before), (new_directory, after) = self._place(old), self._place(new)
-        if directory != new_directory:
-            raise NotImplementedError("renames are within one directory")
-        self._enter(directory, {after: self._entries[directory][before], before: None})
-
-    def _link(self, function, path, new):
-        function(path, new)
-        directory, name = self._place(new)
-        self._enter(directory, {name: self._node(path)})
-
-    def _unlink(self, function, path):
-        function(path)
-        directory, name = self._place(path)
-        self._enter(directory, {name: None})
-
-    _rmdir = _unlink
-
-
-def site_of(path):
-    """Return where in the code a sync is: (function of `files` < its caller, name of the path that is synced)."""
-    frame, names = sys._getframe(1), []
-    while frame is not None and len(names) < 2:
-        file = frame.f_code.co_filename
-        if "/ftrain/checkpoint/" in file:
-            name = frame.f_code.co_name
-            if not file.endswith("files.py") or name in ("created", "make_directories", "touch", "append"):
-                names.append(name)
-                if names == ["make_directories"] * 2:
-                    # It calls itself for the parents.
-                    names.pop()
-        frame = frame.f_back
-    return " < ".join(names), "temporary" if path.name.endswith(".tmp") else path.name
-
-
-class Disk:
-    """The possible contents of a disk after a power loss at the end of a log.
-
-    The bytes of a file and the entries of a directory are on the disk up to its last sync. Each later change may be
-    there or not: a change of a directory completely or not at all; of a write nothing, all, the first half, or zeros.
-    """
-
-    def __init__(self, log):
-        self._entries = {0: {}, **{line[1]: {} for line in log if line[0] == "directory"}}
-        self._bytes = {}
-        synced = {line[1]: at for at, line in enumerate(log) if line[0] == "sync"}
-        changes = [(at, line) for at, line in enumerate(log) if line[0] in ("entries", "bytes", "cut")]
-        for at, line in changes:
-            if at < synced.get(line[1], -1):
-                _apply(line, self._entries, self._bytes, "all")
-        pending = [line for at, line in changes if at > synced.get(line[1], -1)]
-        seen = self._reachable(pending)
-        # Changes of nodes that no directory holds any more cannot be seen.
-        self.pending = [line for line in pending if line[1] in seen]
-
-    def _reachable(self, pending):
-        below = {node: {*entries.values()} for node, entries in self._entries.items()}
-        for line in pending:
-            if line[0] == "entries":
-                below[line[1]].update(node for node in line[2].values() if node is not None)
-        seen, left = set(), [0]
-        while left:
-            node = left.pop()
-            if node not in seen:
-                seen.add(node)
-                left += below.get(node, ())
-        return seen
-
-    def states(self, most, seed):
-        """Yield the different trees that may be on the disk, each as ``{name: tree or bytes}``.
-
-        First those with none and all of the pending changes, and with one change more or less; then all others, or a
-        random sample of `most` if there are more.
-        """
-        seen = set()
-        for choice in self._choices(most, seed):
-            tree = self.tree(choice)
-            key = frozen(tree)
-            if key not in seen:
-                seen.add(key)
-                yield tree
-
-    def _choices(self, most, seed):
-        count = len(self.pending)
-        options = [("none", "all") if line[0] != "bytes" else ("none", "all", "half", "zeros") for line in self.pending]
-        for most_of, one in (("none", "all"), ("all", "none")):
-            yield (most_of,) * count
-            for at in range(count):
-                for other in {*options[at]} - {most_of} if most_of == "all" else (one,):
-                    yield (*(most_of,) * at, other, *(most_of,) * (count - at - 1))
-        size = 1
-        for option in options:
-            size *= len(option)
-        draw = random.Random(seed)
-        every = product(*options) if size <= most else (tuple(map(draw.choice, options)) for _ in range(most))
-        yield from islice(every, most)
-
-    def tree(self, choice):
-        entries = {node: dict(names) for node, names in self._entries.items()}
-        contents = dict(self._bytes)
-        for line, how in zip(self.pending, choice, strict=True):
-            if how != "none":
-                _apply(line, entries, contents, how)
-
-        def below(node):
-            if node not in entries:
-                return contents.get(node, b"")
-            return {name: below(child) for name, child in entries[node].items()}
-
-        return below(0)
-
-
-def _apply(line, entries, contents, how):
-    if line[0] == "entries":
-        entries[line[1]].update(line[2])
-        for name in [name for name, node in line[2].items() if node is None]:
-            entries[line[1]].pop(name, None)
-        return
-    before = contents.get(line[1], b"")
-    if line[0] == "cut":
-        contents[line[1]] = before[: line[2]].ljust(line[2], b"\0")
-        return
-    offset, data = line[2:]
-    data = {"all": data, "half": data[: len(data) // 2], "zeros": bytes(len(data))}[how]
-    contents[line[1]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
-
-
-def frozen(tree, seen=True):
-    """Return a tree as a tuple that can be compared; in temporary directories, whose files nobody reads, only names."""
-    if not isinstance(tree, dict):
-        return tree if seen else b""
-    return tuple(sorted((name, frozen(below, seen and not name.endswith(".tmp"))) for name, below in tree.items()))
-
-
-def laid_out(tree, directory):
-    """Write a tree of `Disk.states` into a directory."""
-    directory.mkdir()
-    for name, below in tree.items():
-        if isinstance(below, dict):
-            laid_out(below, directory / name)
-        else:
-            (directory / name).write_bytes(below)
-
-
-def descriptors():
-    """Return the open descriptors of this process and their paths."""
-    paths = {}
-    for name in os.listdir("/proc/self/fd"):
+    paths = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed by now.
         with suppress(OSError):
-            paths[name] = os.readlink(f"/proc/self/fd/{name}")
-    return {(name, path) for name, path in paths.items() if not path.startswith("/proc")}
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [path for path in paths if path.startswith(f"{directory}/")]
 
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EINTR": errno.EINTR}

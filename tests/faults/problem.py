@@ -31,11 +31,11 @@ def run(loss_fn=squares, *wrappers, inputs=None, **options):
 
 
 @contextmanager
-def failing(kind, *pieces):
+def failing(error_class, *pieces):
     """Context that must raise an error of exactly this class, whose message has all the pieces."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises(error_class) as caught:
         yield caught
-    assert type(caught.value) is kind
+    assert type(caught.value) is error_class
     missing = [piece for piece in pieces if piece not in str(caught.value)]
     assert not missing, f"{missing} not in the message: {caught.value}"
 

@@ -1,10 +1,7 @@
 """Small trees, one for each step, and checks of a directory of checkpoints after a fault."""
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 
 import ftrain as ft
@@ -12,8 +9,6 @@ from ftrain.checkpoint import Checkpoints, verify
 from ftrain.checkpoint.journal import Journal, check, parse_mark, read
 from tests.faults.problem import make, params
 
-# The tests need no disk that keeps its content, and this file system in memory is the fastest.
-FAST = Path("/dev/shm")
 TEXTS = {"params/config.json": '{"layers": 1}', "notes/of/run.txt": "ten characters or more, so that half is not all"}
 STATE = make().init(params())
 FROZEN = {"base": torch.arange(5.0)}
@@ -110,13 +105,3 @@ def require_whole(directory):
     kept = checkpoints(directory)
     for step in kept.steps():
         verify(kept.path(step))
-
-
-@pytest.fixture
-def fast(tmp_path):
-    """A new directory in a file system where syncing is free, if the machine has one."""
-    if not FAST.is_dir():
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=FAST, prefix="ftrain-faults-") as name:
-        yield Path(name)

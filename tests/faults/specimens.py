@@ -37,14 +37,14 @@ def everything(seed=0):
     }
 
 
-def same(first, second):
+def have_same_bits(first, second):
     """Whether two trees have the same structure and bits; other leaves than tensors are compared as text."""
     first_leaves, spec = ft.tree.flatten(first)
     second_leaves, other_spec = ft.tree.flatten(second)
-    return spec == other_spec and all(map(_same, first_leaves, second_leaves))
+    return spec == other_spec and all(map(_leaves_have_same_bits, first_leaves, second_leaves))
 
 
-def _same(first, second):
+def _leaves_have_same_bits(first, second):
     if type(first) is not type(second):
         return False
     if not isinstance(first, torch.Tensor):

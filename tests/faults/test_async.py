@@ -9,7 +9,7 @@ import ftrain as ft
 from ftrain.checkpoint import files, load
 from tests.faults.figures import tally, times
 from tests.faults.problem import batch, make, squares
-from tests.faults.specimens import everything, same
+from tests.faults.specimens import everything, have_same_bits
 
 LENGTH = 2048
 
@@ -36,41 +36,41 @@ def scribble(tree, draw):
 def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
     count, draw = times({"donated steps": 600}.get(case, 200), 6), random.Random(case)
     step, state = problem()
-    others = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
+    extra = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
     if case == "while files are written":
         # The state changes before each write.
         write_of_files = files.write
 
         def write(descriptor, data):
-            scribble(others, draw)
+            scribble(extra, draw)
             write_of_files(descriptor, data)
 
         monkeypatch.setattr(files, "write", write)
 
-    def as_kept(number):
-        assert same(load(checkpoints.path(number)), kept)
+    def require_copy(number):
+        assert have_same_bits(load(checkpoints.path(number)), last_copy)
 
     with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {case}") as tries:
-        kept = None
+        last_copy = None
         for number in range(1, count + 1):
             state = train(step, state, draw.randint(1, 3))
-            parts = {"state": state} if case == "donated steps" else {"state": state, "more": others}
+            parts = {"state": state} if case == "donated steps" else {"state": state, "more": extra}
             if case == "while files are written":
                 # Else the writer would change it between the copy of this test and that of the call.
                 checkpoints.wait()
             copy = ft.tree.clone(parts)
             checkpoints.save(number, parts)
             # The save before is done now, and that state is gone.
-            if kept is not None:
+            if last_copy is not None:
                 with tries.attempt(number - 1):
-                    as_kept(number - 1)
-            kept = copy
+                    require_copy(number - 1)
+            last_copy = copy
             state = train(step, state, draw.randint(0, 5))
             if case != "donated steps":
-                scribble(others, draw)
+                scribble(extra, draw)
         checkpoints.wait()
         with tries.attempt(count):
-            as_kept(count)
+            require_copy(count)
 
 
 def test_a_donated_state_cannot_be_saved(tmp_path):

@@ -40,23 +40,23 @@ def _backends():
 
         return compiler
 
-    def partly(graph, inputs):
-        # The graph of a whole step has the loss and the update in it.
-        if any("sqrt" in str(node.target) for node in graph.graph.nodes) and any(
-            "mean" in str(node.target) for node in graph.graph.nodes
-        ):
+    def refuse_whole_steps(graph, inputs):
+        targets = " ".join(str(node.target) for node in graph.graph.nodes)
+        # The mean is of the loss, and the root of the update.
+        if "mean" in targets and "sqrt" in targets:
             raise RuntimeError("too much at once")
         return graph
 
-    def bad_code(graph, inputs):
-        return failing(RuntimeError("no such view"))
+    def compile_to_bad_code(graph, inputs):
+        def code(*arguments):
+            raise RuntimeError("no such view")
+
+        return code
 
     for name, error in FAILURES.items():
         register_backend(failing(error), name=name)
-    register_backend(partly, name="ftrain_partly")
-    register_backend(
-        lambda graph, inputs: lambda *arguments: bad_code(graph, inputs)(graph, arguments), name="ftrain_bad_code"
-    )
+    register_backend(refuse_whole_steps, name="ftrain_partly")
+    register_backend(compile_to_bad_code, name="ftrain_bad_code")
     yield
     for registered, kept in zip((registry._COMPILER_FNS, registry._BACKENDS), before, strict=True):
         registered.clear()
@@ -117,7 +117,8 @@ def test_an_update_in_backward_that_cannot_be_compiled_runs_eagerly(caplog):
     step, eager = (
         make(squares, ft.update_in_backward(), *more) for more in ([ft.compiled(backend="ftrain_broken")], [])
     )
-    (state, _), (expected, _) = (each(each.init(params()), batch()) for each in (step, eager))
+    state, _ = step(step.init(params()), batch())
+    expected, _ = eager(eager.init(params()), batch())
     assert_bitwise(state.params, expected.params)
     assert "runs eagerly" in caplog.text
 
@@ -190,8 +191,8 @@ def test_a_plain_function_that_cannot_be_compiled_runs_uncompiled(caplog):
 
 
 def test_an_optimizer_whose_state_is_elsewhere_and_a_loss_that_cannot_be_compiled(tmp_path, caplog):
-    away = ft.offload("opt_state", directory=tmp_path)
-    step, eager = make(squares, away, ft.compiled(backend="ftrain_broken", donate=True)), make(squares)
+    wrappers = ft.offload("opt_state", directory=tmp_path), ft.compiled(backend="ftrain_broken", donate=True)
+    step, eager = make(squares, *wrappers), make(squares)
     state, expected = step.init(params()), eager.init(params())
     for _ in range(2):
         (state, _), (expected, _) = step(state, batch()), eager(expected, batch())
@@ -230,22 +231,24 @@ def test_a_step_runs_eagerly_if_dynamo_cannot_be_imported(monkeypatch, caplog):
 def test_a_log_line_says_which_graph_is_compiled_when_that_takes_long(lowering, slow, monkeypatch):
     lines, has_logged = [], threading.Event()
 
-    class Heard(logging.Handler):
+    class RecordingHandler(logging.Handler):
         def emit(self, record):
             lines.append(record.getMessage())
             has_logged.set()
 
-    class Slow(torch.nn.Linear):
+    class WaitsForTheLog(torch.nn.Linear):
         def forward(self, x):
             if slow and len(lines) == 0:
                 assert has_logged.wait(60)
             return super().forward(x)
 
     monkeypatch.setattr(log_if_slow, "SLOW", 0.0 if slow else 1e6)
-    handler, logger = Heard(), logging.getLogger("ftrain.compiling")
+    handler, logger = RecordingHandler(), logging.getLogger("ftrain.compiling")
     logger.addHandler(handler)
     try:
-        model = torch.nn.Sequential(torch.nn.Sequential(Slow(3, 3)), torch.nn.Sequential(Slow(3, 3)))
+        model = torch.nn.Sequential(
+            torch.nn.Sequential(WaitsForTheLog(3, 3)), torch.nn.Sequential(WaitsForTheLog(3, 3))
+        )
         loss = ft.from_module(model, lambda model, x: model(x).square().mean())
         step = ft.compiled(lowering=lowering, backend="eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
         state = step.init()

@@ -124,12 +124,14 @@ def test_an_argument_that_is_not_a_state_is_an_error_of_the_called_function(name
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_class_given_as_the_step(name):
-    class Own:
+    class Homemade:
         def __call__(self, state, batch):
             return state, {}
 
-    with failing(ComposeError, f"{name}: the step is the class Own; needs an instance of it: {name}(step, state, "):
-        CALLS[name](Own, make().init(params()))
+    with failing(
+        ComposeError, f"{name}: the step is the class Homemade; needs an instance of it: {name}(step, state, "
+    ):
+        CALLS[name](Homemade, make().init(params()))
 
 
 def test_iterate_with_a_step_that_is_not_a_function_is_an_error():

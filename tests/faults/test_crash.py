@@ -17,7 +17,6 @@ from tests.faults.forks import Child, forked, quiet_forks
 from tests.faults.saves import (
     TEXTS,
     checkpoints,
-    fast,
     is_tree,
     newest,
     require_goes_on,
@@ -25,8 +24,6 @@ from tests.faults.saves import (
     saves_with_history,
     tree,
 )
-
-__all__ = ["fast"]
 
 MOMENTS = "before", "halfway", "after"
 
@@ -120,15 +117,15 @@ def points(calls, offset=0):
 
 @quiet_forks
 @stories
-def test_a_process_ends_at_a_call(story, fast):
+def test_a_process_ends_at_a_call(story, ram_path):
     before, act, step, allowed, options = STORIES[story]
-    template = prepare(fast / "template", before, act, **options)
-    calls = forked(counted, shutil.copytree(template, fast / "counted"), act, step, options)
+    template = prepare(ram_path / "template", before, act, **options)
+    calls = forked(counted, shutil.copytree(template, ram_path / "counted"), act, step, options)
     last = None
     with tally(f"crash at a call, {story}") as tries:
         tries.note = f"{len(calls)} calls"
         for number, moment in points(calls, list(STORIES).index(story)):
-            directory = shutil.copytree(template, fast / f"{number}-{moment}")
+            directory = shutil.copytree(template, ram_path / f"{number}-{moment}")
             with tries.attempt((number, moment)):
                 child = Child(crash, directory, act, step, options, number, moment)
                 assert child.wait() == -signal.SIGKILL
@@ -142,14 +139,14 @@ def test_a_process_ends_at_a_call(story, fast):
 
 
 @quiet_forks
-def test_a_process_ends_while_it_replaces_a_damaged_checkpoint(fast):
-    template = prepare(fast / "template", (1, 2))
+def test_a_process_ends_while_it_replaces_a_damaged_checkpoint(ram_path):
+    template = prepare(ram_path / "template", (1, 2))
     damage(template, 2)
-    calls = forked(counted, shutil.copytree(template, fast / "counted"), saves, 2, {})
+    calls = forked(counted, shutil.copytree(template, ram_path / "counted"), saves, 2, {})
     with tally("crash at a call, damaged") as tries:
         tries.note = f"{len(calls)} calls"
         for number, moment in points(calls):
-            directory = shutil.copytree(template, fast / f"{number}-{moment}")
+            directory = shutil.copytree(template, ram_path / f"{number}-{moment}")
             with tries.attempt((number, moment)):
                 assert Child(crash, directory, saves, 2, {}, number, moment).wait() == -signal.SIGKILL
                 # Until step 2 is saved again, step 1 is the newest, with a warning while the damaged one is there.
@@ -164,21 +161,21 @@ def is_damaged(path):
     return path.exists() and (path / "MANIFEST.json").read_bytes() == b"{}"
 
 
-def alone(path, step):
+def save_without_a_run(path, step):
     save(path, tree(step), texts=TEXTS)
 
 
 @quiet_forks
-def test_a_process_ends_at_a_call_of_save(fast):
-    calls = forked(counted, fast / "counted" / "m", alone, 1, {})
+def test_a_process_ends_at_a_call_of_save(ram_path):
+    calls = forked(counted, ram_path / "counted" / "m", save_without_a_run, 1, {})
     with tally("crash at a call, save") as tries:
         tries.note = f"{len(calls)} calls"
         for number, moment in points(calls):
-            path = fast / f"{number}-{moment}" / "m"
+            path = ram_path / f"{number}-{moment}" / "m"
             with tries.attempt((number, moment)):
-                assert Child(crash, path, alone, 1, {}, number, moment).wait() == -signal.SIGKILL
+                assert Child(crash, path, save_without_a_run, 1, {}, number, moment).wait() == -signal.SIGKILL
                 if not path.exists():
-                    alone(path, 1)
+                    save_without_a_run(path, 1)
                 assert is_tree(1, load(path))
                 assert os.listdir(path.parent) == ["m"]
         assert tries.runs > 25 // STRIDE

@@ -21,7 +21,7 @@ from ftrain.checkpoint.manifest import parse
 from ftrain.errors import CheckpointError
 from tests.faults.figures import tally, times
 from tests.faults.forks import forked, quiet_forks
-from tests.faults.specimens import everything, same, state
+from tests.faults.specimens import everything, have_same_bits, state
 
 MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
 FILES = MODEL, STATE, TEXT, MANIFEST
@@ -29,7 +29,7 @@ OLD, NEW = 1, 2
 
 
 class Run:
-    """Two checkpoints of a run; the tests damage the newer one and mend it again."""
+    """Two checkpoints of a run; the tests damage the newer one and restore it."""
 
     def __init__(self, directory):
         self.parts = {step: {"state": state(step), "run": everything(step)} for step in (OLD, NEW)}
@@ -38,12 +38,12 @@ class Run:
             for step, parts in self.parts.items():
                 self.checkpoints.save(step, parts)
         self.new, self.old = self.checkpoints.path(NEW), self.checkpoints.path(OLD)
-        self.whole = {name: (self.new / name).read_bytes() for name in FILES}
-        self.other = {name: (self.old / name).read_bytes() for name in FILES}
-        self.tensors = {name: list(tensors(self.whole, name)) for name in (MODEL, STATE)}
+        self.original = {name: (self.new / name).read_bytes() for name in FILES}
+        self.older = {name: (self.old / name).read_bytes() for name in FILES}
+        self.tensors = {name: list(tensors(self.original, name)) for name in (MODEL, STATE)}
 
-    def mend(self):
-        for name, data in self.whole.items():
+    def restore(self):
+        for name, data in self.original.items():
             put(self.new / name, data)
 
 
@@ -63,18 +63,22 @@ def put(path, data):
 
 
 def named(run, file, places):
-    """Return what an error about damaged bytes must name: the file, and one of these tensors if they are damaged."""
-    hit = [path for start, end, path in run.tensors.get(file, ()) if any(start <= place < end for place in places)]
-    header = any(place < min(start for start, _, _ in run.tensors[file]) for place in places) if hit else True
-    return file, () if header else hit
+    """Return what an error about damaged bytes must name: the file, and one of these tensors.
+
+    There are none in a file of text, or if the header is damaged too.
+    """
+    spans = run.tensors.get(file, [])
+    if not spans or min(places) < min(start for start, _, _ in spans):
+        return file, ()
+    return file, [path for start, end, path in spans if any(start <= place < end for place in places)]
 
 
 # Each function damages the newer checkpoint, and returns what the error must name: a file, and one of several tensors.
 
 
 def flipped(run, draw):
-    file = draw.choices(FILES, [len(run.whole[name]) for name in FILES])[0]
-    data = bytearray(run.whole[file])
+    file = draw.choices(FILES, [len(run.original[name]) for name in FILES])[0]
+    data = bytearray(run.original[file])
     place = draw.randrange(len(data))
     data[place] ^= 1 << draw.randrange(8)
     put(run.new / file, data)
@@ -83,13 +87,13 @@ def flipped(run, draw):
 
 def cut(run, draw):
     file = draw.choice(FILES)
-    put(run.new / file, run.whole[file][: draw.randrange(len(run.whole[file]))])
+    put(run.new / file, run.original[file][: draw.randrange(len(run.original[file]))])
     return file, ()
 
 
 def grown(run, draw):
     file = draw.choice(FILES)
-    put(run.new / file, run.whole[file] + draw.randbytes(draw.randint(1, 9)))
+    put(run.new / file, run.original[file] + draw.randbytes(draw.randint(1, 9)))
     return file, ()
 
 
@@ -97,12 +101,12 @@ def blanked(run, draw):
     """Replace a block of a file by zeros, as a disk may do; not one that is zeros already."""
     while True:
         file = draw.choice(FILES)
-        data = bytearray(run.whole[file])
+        data = bytearray(run.original[file])
         size = draw.choice([8, 64, 512, 4096])
         start = draw.randrange(0, len(data), size)
         data[start : start + size] = bytes(len(data[start : start + size]))
         places = [
-            place for place in range(start, min(start + size, len(data))) if data[place] != run.whole[file][place]
+            place for place in range(start, min(start + size, len(data))) if data[place] != run.original[file][place]
         ]
         if places:
             put(run.new / file, data)
@@ -113,23 +117,26 @@ def moved(run, draw):
     """Exchange two pieces of a file that differ."""
     while True:
         file = draw.choice([MODEL, STATE])
-        data = bytearray(run.whole[file])
+        data = bytearray(run.original[file])
         size = draw.choice([4, 8, 16])
-        one, other = sorted(draw.sample(range(0, len(data) - size, size), 2))
-        data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
-        places = [place for place in range(len(data)) if data[place] != run.whole[file][place]]
+        first, second = sorted(draw.sample(range(0, len(data) - size, size), 2))
+        data[first : first + size], data[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+        places = [place for place in range(len(data)) if data[place] != run.original[file][place]]
         if places:
             put(run.new / file, data)
             return named(run, file, places)
 
 
 def swapped(run, draw):
-    one, other = draw.sample(FILES, 2)
-    put(run.new / one, run.whole[other])
-    put(run.new / other, run.whole[one])
+    pair = draw.sample(FILES, 2)
+    for file, source in zip(pair, reversed(pair), strict=True):
+        put(run.new / file, run.original[source])
     # The manifest is read first, then the other texts.
-    first = next(name for name in (MANIFEST, TEXT, MODEL, STATE) if name in (one, other))
-    return first, ()
+    first_read = next(name for name in (MANIFEST, TEXT, MODEL, STATE) if name in pair)
+    return first_read, ()
 
 
 def missing(run, draw):
@@ -142,46 +149,46 @@ def mixed(run, draw):
     """Put files of the older checkpoint into the newer one; not the text, which is the same in both."""
     files = draw.sample([MODEL, STATE, MANIFEST], draw.randint(1, 2))
     for file in files:
-        put(run.new / file, run.other[file])
+        put(run.new / file, run.older[file])
     # The manifest of the older one is intact; then the tensors are wrong that do not belong to it.
-    held = {MODEL, STATE} - set(files) if MANIFEST in files else set(files)
-    return "|".join(sorted(held)), ()
+    wrong = {MODEL, STATE} - set(files) if MANIFEST in files else set(files)
+    return "|".join(sorted(wrong)), ()
 
 
-KINDS = flipped, cut, grown, blanked, moved, swapped, missing, mixed
+DAMAGES = flipped, cut, grown, blanked, moved, swapped, missing, mixed
 
 
-def by_latest(run):
+def warning_of_latest(run):
     """Return the warning with which `latest` goes back to the older checkpoint; None if it loads the newer one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         actual = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
     if actual.step == NEW:
         return None
-    assert same(actual.parts, run.parts[OLD])
+    assert have_same_bits(actual.parts, run.parts[OLD])
     assert len(caught) == 1
     assert f"going back to step {OLD}" in str(caught[0].message)
     return str(caught[0].message)
 
 
-def by(read):
-    """Return a function that returns the text of the error that reading raises; None without an error."""
+def error_of(read):
+    """Return a function that reads from a run, and returns the text of the error; None without one."""
 
-    def reading(run):
+    def read_and_return_error(run):
         try:
             read(run)
         except CheckpointError as error:
             return str(error)
         return None
 
-    return reading
+    return read_and_return_error
 
 
 ROUTES = {
-    "load": by(lambda run: load(run.new)),
-    "load like": by(lambda run: load(run.new, like=run.parts[NEW])),
-    "verify": by(lambda run: verify(run.new)),
-    "latest": by_latest,
+    "load": error_of(lambda run: load(run.new)),
+    "load like": error_of(lambda run: load(run.new, like=run.parts[NEW])),
+    "verify": error_of(lambda run: verify(run.new)),
+    "latest": warning_of_latest,
 }
 
 
@@ -190,25 +197,25 @@ def run(tmp_path_factory):
     return Run(tmp_path_factory.mktemp("damage"))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
-def test_damage_is_found_and_named(run, kind):
-    count = times(20_000 // len(KINDS), 15)
-    draw, routes = random.Random(kind.__name__), itertools.cycle(ROUTES.items())
+@pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+def test_damage_is_found_and_named(run, damage):
+    count = times(20_000 // len(DAMAGES), 15)
+    draw, routes = random.Random(damage.__name__), itertools.cycle(ROUTES.items())
     silent = []
-    with tally(f"damage: {kind.__name__}") as tries:
+    with tally(f"damage: {damage.__name__}") as tries:
         for number, (route, read) in zip(range(count), routes, strict=False):
-            file, paths = kind(run, draw)
+            file, paths = damage(run, draw)
             with tries.attempt((number, route, file, paths)):
                 try:
-                    said = read(run)
+                    message = read(run)
                 finally:
-                    run.mend()
-                if said is None:
+                    run.restore()
+                if message is None:
                     silent.append((number, route, file, paths))
                     continue
-                assert str(run.new) in said
-                assert re.search(f"(?:{file})".replace(".", r"\."), said)
-                assert not paths or any(f"{path}:" in said for path in paths)
+                assert str(run.new) in message
+                assert re.search(f"(?:{file})".replace(".", r"\."), message)
+                assert not paths or any(f"{path}:" in message for path in paths)
         tries.figures["silent"] = len(silent)
         tries.failures += silent
         assert run.checkpoints.latest().step == NEW
@@ -216,18 +223,18 @@ def test_damage_is_found_and_named(run, kind):
 
 def test_every_bit_of_a_manifest_counts(run):
     """Also bits that do not change the parsed JSON, such as the case of the digits of an escaped character."""
-    whole, bits = run.whole[MANIFEST], times(8, 1)
+    original, bits_per_byte = run.original[MANIFEST], times(8, 1)
     silent = []
     with tally("damage: every bit of a manifest") as tries:
-        for place, bit in itertools.product(range(len(whole)), range(bits)):
-            data = bytearray(whole)
+        for place, bit in itertools.product(range(len(original)), range(bits_per_byte)):
+            data = bytearray(original)
             data[place] ^= 1 << (bit + 5) % 8
             tries.runs += 1
             try:
                 parse(bytes(data))
             except CheckpointError:
                 continue
-            silent.append((place, bytes(whole[place - 9 : place + 9])))
+            silent.append((place, bytes(original[place - 9 : place + 9])))
         tries.figures["silent"] = len(silent)
         tries.failures += silent
 
@@ -292,7 +299,7 @@ FORMATS = {
 }
 
 
-def noticed(send, name, path, tries):
+def count_flips(send, name, path, tries):
     """Flip bits in files of a format; send how many were detected, loaded as other numbers, or changed nothing."""
     write, read = FORMATS[name]
     expected, draw = tree(), random.Random(0)
@@ -300,10 +307,10 @@ def noticed(send, name, path, tries):
     warnings.simplefilter("ignore")
     write(expected, path)
     files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
-    whole = {file: file.read_bytes() for file in files}
+    original = {file: file.read_bytes() for file in files}
     for _ in range(tries):
-        file = draw.choices(files, [len(whole[file]) for file in files])[0]
-        data = bytearray(whole[file])
+        file = draw.choices(files, [len(original[file]) for file in files])[0]
+        data = bytearray(original[file])
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         put(file, data)
         try:
@@ -311,8 +318,8 @@ def noticed(send, name, path, tries):
         except BaseException:
             counts["found"] += 1
         else:
-            counts["harmless" if same(actual, expected) else "silent"] += 1
-        put(file, whole[file])
+            counts["harmless" if have_same_bits(actual, expected) else "silent"] += 1
+        put(file, original[file])
     send(counts)
 
 
@@ -322,7 +329,7 @@ def test_flipped_bits_that_a_format_detects(name, tmp_path):
     count = times(200, 20)
     with tally(f"a bit: {name}") as tries:
         tries.runs, tries.note = count, "silent: loaded without an error as other numbers"
-        tries.figures = counts = forked(noticed, name, tmp_path / "file", count)
+        tries.figures = counts = forked(count_flips, name, tmp_path / "file", count)
         assert sum(counts.values()) == count
         if name == "ftrain":
             assert counts["found"] == count

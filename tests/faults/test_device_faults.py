@@ -18,14 +18,14 @@ def cpu_with():
     ft.backends.register(record)
 
 
-@pytest.mark.parametrize(("dtype", "other"), [("bf16", "fp16"), ("fp16", "bf16")])
-def test_a_dtype_the_device_cannot_compute_in(dtype, other, cpu_with):
-    available = {"bf16": torch.bfloat16, "fp16": torch.float16}[other]
-    cpu_with(autocast_dtypes=lambda: (available,))
+@pytest.mark.parametrize(("dtype", "available"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_dtype_the_device_cannot_compute_in(dtype, available, cpu_with):
+    dtypes = {"bf16": (torch.bfloat16,), "fp16": (torch.float16,)}
+    cpu_with(autocast_dtypes=lambda: dtypes[available])
     step = make(squares, ft.with_amp(dtype))
-    with failing(DeviceError, "with_amp", "Turing T4", f"compute in {dtype}", other, "float32"):
+    with failing(DeviceError, "with_amp", "Turing T4", f"compute in {dtype}", available, "float32"):
         step.init(params())
-    make(squares, ft.with_amp(other)).init(params())
+    make(squares, ft.with_amp(available)).init(params())
 
 
 def test_a_device_without_any_narrow_dtype(cpu_with):

@@ -20,12 +20,10 @@ from ftrain.checkpoint import files, load, save
 from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
 from tests.exhaustive import choose
-from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
+from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, open_files, through
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import forked, quiet_forks
-from tests.faults.saves import checkpoints, fast, newest, require_goes_on, save_with_history, temporary, tree
-
-__all__ = ["fast"]
+from tests.faults.saves import checkpoints, newest, require_goes_on, save_with_history, temporary, tree
 
 KEEP = 2
 MODES = {"sync": False, "async": True}
@@ -36,36 +34,28 @@ modes = pytest.mark.parametrize("mode", MODES)
 def test_all_calls_to_the_system_are_in_files():
     """The tests here let only these calls fail."""
     package = {path: ast.parse(path.read_text(encoding="utf-8")) for path in Path(files.__file__).parent.glob("*.py")}
-    own = package.pop(Path(files.__file__))
-    names = {ast.unparse(node) for node in ast.walk(own) if isinstance(node, ast.Attribute)}
+    source_of_files = package.pop(Path(files.__file__))
+    names = {ast.unparse(node) for node in ast.walk(source_of_files) if isinstance(node, ast.Attribute)}
     names = {name for name in names if re.fullmatch(r"os\.(path\.)?[a-z_]+", name)}
     assert names == {f"os.{name}" for name in CALLS | ANSWERING}
-    for path, parsed in package.items():
-        if path.stem in COMMAND:
-            continue
-        called = [node.func for node in ast.walk(parsed) if isinstance(node, ast.Call)]
-        direct = {ast.unparse(function) for function in called} & {"open", "io.open", "os.open"}
-        of = [function for function in called if isinstance(function, ast.Attribute)]
-        direct |= {function.attr for function in of if ast.unparse(function.value) != "files"} & OF_PATHS
-        assert not direct, path
+    for path, source in package.items():
+        # The command reads checkpoints, and saves none.
+        if path.stem != "__main__":
+            assert not calls_to_the_system(source), path
 
 
-COMMAND = {"__main__"}
-OF_PATHS = {
-    "open",
-    "mkdir",
-    "rmdir",
-    "unlink",
-    "touch",
-    "iterdir",
-    "glob",
-    "rglob",
-    "stat",
-    "lstat",
-    "exists",
-    "is_dir",
+METHODS_OF_PATHS = {
+    *("open", "mkdir", "rmdir", "unlink", "touch", "iterdir", "glob", "rglob", "stat", "lstat", "exists", "is_dir"),
+    *("is_file", "resolve", "read_text", "read_bytes", "write_text", "write_bytes", "symlink_to", "rmtree"),
 }
-OF_PATHS |= {"is_file", "resolve", "read_text", "read_bytes", "write_text", "write_bytes", "symlink_to", "rmtree"}
+
+
+def calls_to_the_system(source):
+    """Return the names of the functions called in a parsed file that open, read or change files, except of `files`."""
+    functions = [node.func for node in ast.walk(source) if isinstance(node, ast.Call)]
+    methods = [function for function in functions if isinstance(function, ast.Attribute)]
+    names = {method.attr for method in methods if ast.unparse(method.value) != "files"} & METHODS_OF_PATHS
+    return names | ({ast.unparse(function) for function in functions} & {"open", "io.open", "os.open"})
 
 
 class Outcome:
@@ -87,7 +77,7 @@ class Outcome:
 def run(directory, proxy, mode, outcome):
     """Open the directory of a run, save steps 3 and 4 and pin the last, all on a disk that fails."""
 
-    def act():
+    def save_and_pin():
         with checkpoints(directory, keep=KEEP, async_=MODES[mode]) as writer:
             journal = Journal(directory)
             for step in (3, 4):
@@ -95,11 +85,13 @@ def run(directory, proxy, mode, outcome):
                     outcome.saved = step
                 elif "could not be written" in str(outcome.errors[-1]) and not proxy.lasting:
                     assert step not in writer.steps()
-            outcome.attempt(lambda: writer.pin(outcome.saved) if outcome.saved else None)
+            if outcome.saved:
+                outcome.attempt(lambda: writer.pin(outcome.saved))
 
     with through(proxy):
-        # Once more if the directory could not be opened.
-        outcome.attempt(act) or outcome.saved or outcome.attempt(act)
+        if not outcome.attempt(save_and_pin) and not outcome.saved:
+            # The directory could not be opened.
+            outcome.attempt(save_and_pin)
 
 
 def prepared(directory):
@@ -118,27 +110,28 @@ def calls(directory, mode):
 
 
 def check(directory, outcome, mode):
-    actual = newest(directory)
-    assert actual is not None
-    assert actual >= max(outcome.saved, 2)
+    """Assert that the newest checkpoint is the last one that was saved, and that the run can go on."""
+    newest_step, last_saved = newest(directory), max(outcome.saved, 2)
+    assert newest_step is not None
+    assert newest_step >= last_saved
     # A newer one may be there although its save failed: only the sync of its name failed.
-    assert actual == max(outcome.saved, 2) or outcome.errors
+    assert newest_step == last_saved or outcome.errors
     require_goes_on(directory, 5, keep=KEEP, async_=MODES[mode])
     assert not files._held
 
 
-def let_calls_fail(tries, fast, mode, error, numbers, **options):
+def let_calls_fail(tries, ram_path, mode, error, numbers, **options):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
     num_failed = num_errors = 0
-    template = prepared(fast / "template")
+    template = prepared(ram_path / "template")
     for number in numbers:
         with tries.attempt(number):
-            directory = shutil.copytree(template, fast / f"{mode}-{number}")
-            before, outcome = descriptors(), Outcome()
+            directory = shutil.copytree(template, ram_path / f"{mode}-{number}")
+            outcome = Outcome()
             proxy = Failing(number, error, **options)
             run(directory, proxy, mode, outcome)
             num_failed, num_errors = num_failed + bool(proxy.failed), num_errors + bool(outcome.errors)
-            assert descriptors() == before
+            assert open_files(ram_path) == []
             if not options.get("lasting"):
                 # The next save removes an older checkpoint that could not be removed.
                 assert not temporary(directory) or "cannot be removed" in str(outcome.errors)
@@ -147,71 +140,77 @@ def let_calls_fail(tries, fast, mode, error, numbers, **options):
     return num_failed, num_errors
 
 
-FEW = 64
+STRIDE = 64
+"""In a quick run, one of so many calls is let fail."""
 
 
 def numbers_to_fail(calls_made, *choices):
-    """Return the numbers of the calls to fail: all, or every `FEW`-th, with another start in each test."""
+    """Return the numbers of the calls to fail: all, or every `STRIDE`-th, with another start in each test.
+
+    `choices` are the parameters of the test, each as (value, all values).
+    """
     if FULL:
         return range(len(calls_made))
     offset = 0
     for value, values in choices:
         offset = offset * len(values) + list(values).index(value)
-    return range(offset % FEW, len(calls_made), FEW)
+    return range(offset % STRIDE, len(calls_made), STRIDE)
 
 
 @modes
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
-def test_a_call_fails(mode, when, error, fast):
-    calls_made = calls(fast / "all", mode)
+def test_a_call_fails(mode, when, error, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
     with tally(f"{error} {when} a call, {mode}") as tries:
-        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
+        failed, named = let_calls_fail(tries, ram_path, mode, ERRORS[error], numbers, after=when == "after")
         assert failed > 0.9 * len(numbers)
         assert named > 0.5 * failed
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, fast):
-    calls_made = calls(fast / "all", "sync")
+def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, ram_path):
+    calls_made = calls(ram_path / "all", "sync")
     directories = [number for number, name in enumerate(calls_made) if name == "mkdir"]
     # The first directory of the second save is the temporary one: it is made, opened and looked up.
     first = directories[len(directories) // 2]
     with tally(f"EIO {when} a call for a temporary directory") as tries:
-        failed, named = let_calls_fail(tries, fast, "sync", errno.EIO, range(first, first + 3), after=when == "after")
+        failed, named = let_calls_fail(
+            tries, ram_path, "sync", errno.EIO, range(first, first + 3), after=when == "after"
+        )
         assert failed == named == 3
 
 
 @modes
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
-def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
-    calls_made = calls(fast / "all", mode)
+def test_calls_fail_from_one_on_until_the_process_ends(mode, error, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (error, ERRORS))
     with tally(f"{error} from a call on, {mode}") as tries:
-        failed, named = let_calls_fail(tries, fast, mode, ERRORS[error], numbers, lasting=True)
+        failed, named = let_calls_fail(tries, ram_path, mode, ERRORS[error], numbers, lasting=True)
         assert named > 0.5 * failed
 
 
 @modes
-def test_a_write_takes_but_a_part(mode, fast):
-    calls_made = calls(fast / "all", mode)
+def test_a_write_takes_only_a_part(mode, ram_path):
+    calls_made = calls(ram_path / "all", mode)
     writes = [number for number, name in enumerate(calls_made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
-        assert let_calls_fail(tries, fast, mode, "short", writes) == (len(writes), 0)
+        assert let_calls_fail(tries, ram_path, mode, "short", writes) == (len(writes), 0)
 
 
-def test_a_write_takes_nothing(fast):
+def test_a_write_takes_nothing(ram_path):
     class Nothing(Failing):
         def call(self, number, name, function, args):
             return 0 if number == self.at else function(*args)
 
-    calls_made = calls(fast / "all", "sync")
+    calls_made = calls(ram_path / "all", "sync")
     number = [number for number, name in enumerate(calls_made) if name == "write"][1]
     outcome = Outcome()
-    run(prepared(fast / "run"), Nothing(number, None), "sync", outcome)
+    run(prepared(ram_path / "run"), Nothing(number, None), "sync", outcome)
     assert "nothing was written" in str(outcome.errors[0])
-    check(fast / "run", outcome, "sync")
+    check(ram_path / "run", outcome, "sync")
 
 
 # For real
@@ -252,12 +251,12 @@ def run_limited(directory, limited):
     return [bool(outcome.errors), ""]
 
 
-def record_results(tries, actual):
+def record_results(tries, results):
     """Record the results of `run_limited`, and return for each whether there was an error."""
-    for number, (_, problem) in enumerate(actual):
+    for number, (_, problem) in enumerate(results):
         with tries.attempt(number):
             assert not problem, problem
-    errors = [error for error, _ in actual]
+    errors = [error for error, _ in results]
     tries.note = f"{sum(errors)} with a CheckpointError"
     # The smallest limit is too little, and the largest is enough.
     assert errors[0]
@@ -294,26 +293,25 @@ def few_nodes(root, count):
         files.remove(ballast)
 
 
-FULL_OF = {"bytes": little_room, "files": few_nodes}
+LIMITS = {"bytes": little_room, "files": few_nodes}
 
 
-def on_a_small_disk(send, root, what):
+def on_a_small_disk(send, root, full_of):
     if not mounted(root, f"size={PAGES * PAGE},nr_inodes={NODES}"):
         send(None)
         return
-    results = [
-        run_limited(root / str(left), lambda left=left: FULL_OF[what](root, left)) for left in range(0, 16, times(1, 5))
-    ]
+    limit = LIMITS[full_of]
+    results = [run_limited(root / str(left), lambda left=left: limit(root, left)) for left in range(0, 16, times(1, 5))]
     send(results)
 
 
 @quiet_forks
-@pytest.mark.parametrize("what", FULL_OF)
-def test_a_file_system_is_full_where_mounting_is_permitted(what, tmp_path):
-    actual = forked(on_a_small_disk, tmp_path, what)
-    if actual is not None:
-        with tally(f"tmpfs full of {what}") as tries:
-            record_results(tries, actual)
+@pytest.mark.parametrize("full_of", LIMITS)
+def test_a_file_system_is_full_where_mounting_is_permitted(full_of, tmp_path):
+    results = forked(on_a_small_disk, tmp_path, full_of)
+    if results is not None:
+        with tally(f"tmpfs full of {full_of}") as tries:
+            record_results(tries, results)
 
 
 @contextmanager
@@ -340,9 +338,9 @@ def with_small_files(send, root):
 
 
 @quiet_forks
-def test_files_may_not_grow(fast):
+def test_files_may_not_grow(ram_path):
     with tally("a limit on the size of files") as tries:
-        errors = record_results(tries, forked(with_small_files, fast))
+        errors = record_results(tries, forked(with_small_files, ram_path))
         assert sum(errors) > len(errors) // 3
 
 
@@ -363,13 +361,13 @@ def test_a_file_system_that_cannot_sync_directories(tmp_path, monkeypatch):
         save(tmp_path / "broken", tree(0))
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_on_macos_files_are_synced_with_full_sync_where_the_file_system_has_it(has_it, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_full_sync", [True, False])
+def test_on_macos_files_are_synced_with_full_sync_where_the_file_system_has_it(has_full_sync, tmp_path, monkeypatch):
     requests, synced, fsync_of_os = [], [], os.fsync
 
     def fcntl(descriptor, request):
         requests.append(request)
-        if not has_it:
+        if not has_full_sync:
             raise OSError(errno.ENOTSUP, "not on this file system")
 
     monkeypatch.setattr(files, "FULL_SYNC", 51)
@@ -377,7 +375,7 @@ def test_on_macos_files_are_synced_with_full_sync_where_the_file_system_has_it(h
     monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(descriptor) or fsync_of_os(descriptor))
     save(tmp_path / "state", tree(0))
     assert set(requests) == {51}
-    assert len(synced) == (0 if has_it else len(requests))
+    assert len(synced) == (0 if has_full_sync else len(requests))
 
 
 def test_a_system_without_the_calls_is_named(tmp_path, monkeypatch):

@@ -22,10 +22,7 @@ import ftrain as ft
 from ftrain.checkpoint import Checkpoints, load, save
 from tests.faults.figures import tally, times
 from tests.faults.forks import Child, quiet_forks
-from tests.faults.saves import FROZEN, bits, checkpoints, fast, newest, require_whole, temporary, tree
-
-__all__ = ["fast"]
-
+from tests.faults.saves import FROZEN, bits, checkpoints, newest, require_whole, temporary, tree
 
 # Saves
 
@@ -55,10 +52,16 @@ def remaining_messages(child):
     return messages
 
 
+def last_step(messages, event, default):
+    """Return the last step of the messages about an event."""
+    return max((step for name, step in messages if name == event), default=default)
+
+
 @quiet_forks
 @pytest.mark.parametrize("mode", MODES)
-def test_a_process_is_killed_while_it_saves(mode, fast):
-    draw, directory, options, num_interrupted, num_leftovers = random.Random(mode), fast / "run", MODES[mode], 0, 0
+def test_a_process_is_killed_while_it_saves(mode, ram_path):
+    draw, directory, options = random.Random(mode), ram_path / "run", MODES[mode]
+    num_interrupted = num_leftovers = 0
     count = times(3400, 4)
     span = seconds_of_saves(directory, options)
     known = newest(directory)
@@ -73,10 +76,7 @@ def test_a_process_is_killed_while_it_saves(mode, fast):
                 child.wait()
                 num_leftovers += bool(temporary(directory))
                 before, known = known, newest(directory)
-                saved, begun = (
-                    max((step for event, step in messages if event == name), default=before)
-                    for name in ("saved", "begun")
-                )
+                saved, begun = (last_step(messages, event, default=before) for event in ("saved", "begun"))
                 assert saved <= known <= begun, (known, messages)
                 num_interrupted += known < before + BLOCK
                 require_whole(directory)
@@ -99,10 +99,12 @@ def seconds_of_saves(directory, options):
 # Runs
 
 STEPS, SAMPLES, BATCH = 20, 33, 4
-LATEST = times(8, 14)
-"""The largest number of steps before a process is killed: more than two intervals between checkpoints."""
+MAX_STEPS_BEFORE_A_KILL = times(8, 14)
+"""More than two intervals between checkpoints."""
 DATA = {
-    "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
+    "list": lambda: [
+        torch.utils.data.default_collate(samples()[start : start + BATCH]) for start in range(0, 28, BATCH)
+    ],
     "loader": lambda: ft.data.loader(samples(), BATCH, seed=5),
     "workers": lambda: ft.data.loader(samples(), BATCH, seed=5, num_workers=2, context="fork"),
 }
@@ -123,9 +125,9 @@ def named_batches():
 
     def wrap(grad):
         def naming(state, batch, rng):
-            actual = grad(state, batch, rng)
-            places = enumerate(batch["id"].unbind())
-            return replace(actual, metrics={**actual.metrics, **{f"id{place}": value for place, value in places}})
+            gradients = grad(state, batch, rng)
+            ids = {f"id{index}": value for index, value in enumerate(batch["id"].unbind())}
+            return replace(gradients, metrics={**gradients.metrics, **ids})
 
         return naming
 
@@ -205,7 +207,7 @@ def run_until_done(directory, data, draw, span):
         assert child.receive() == "begun"
         # Workers of the killed process ran until now, next to the new process.
         kill_workers(before)
-        for _ in range(draw.randint(0, LATEST)):
+        for _ in range(draw.randint(0, MAX_STEPS_BEFORE_A_KILL)):
             if child.receive() != "step":
                 break
         time.sleep(draw.random() * span)
@@ -225,7 +227,7 @@ def newest_step(directory):
 
 
 @pytest.fixture
-def sockets(fast, monkeypatch):  # After `fast`, whose folder pytest makes.
+def sockets(ram_path, monkeypatch):  # After `ram_path`, whose folder pytest makes.
     """Workers put their sockets into a folder of the test, since killed workers do not remove them."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -235,20 +237,20 @@ def sockets(fast, monkeypatch):  # After `fast`, whose folder pytest makes.
 @quiet_forks
 @pytest.mark.usefixtures("sockets")
 @pytest.mark.parametrize("data", DATA)
-def test_a_run_is_killed_again_and_again(data, fast):
+def test_a_run_is_killed_again_and_again(data, ram_path):
     draw, kills, resumed, runs = random.Random(data), 0, 0, 0
-    (fast / "whole").mkdir()
-    child = Child(training, fast / "whole", data)
+    (ram_path / "whole").mkdir()
+    child = Child(training, ram_path / "whole", data)
     assert [child.receive(), child.receive()] == ["begun", "step"]
     start = time.perf_counter()
     assert child.wait() == 0
     span = (time.perf_counter() - start) / STEPS
-    whole = outcome(fast / "whole")
+    whole = outcome(ram_path / "whole")
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(1, STEPS + 1))
     assert {line.get("skipped") for line in whole[1] if "loss" in line} == {0.0, 1.0}
     with tally(f"SIGKILL in a run, {data}") as tries:
         while kills + len(tries.failures) < times(200, 2):
-            directory = fast / str(runs)
+            directory = ram_path / str(runs)
             directory.mkdir()
             runs += 1
             with tries.attempt(f"run {runs}"):
@@ -261,16 +263,16 @@ def test_a_run_is_killed_again_and_again(data, fast):
         assert resumed > runs // 4
 
 
-def test_a_run_that_starts_again_keeps_the_lines_of_other_runs_in_the_log(fast):
+def test_a_run_that_starts_again_keeps_the_lines_of_other_runs_in_the_log(ram_path):
     """A run removes only lines of its own directory from the log."""
-    log, step = ft.loggers.jsonl(fast / "log.jsonl"), make_step()
+    log, step = ft.loggers.jsonl(ram_path / "log.jsonl"), make_step()
 
     def run(name, steps):
-        checkpoints = Checkpoints(fast / name, every=100)
+        checkpoints = Checkpoints(ram_path / name, every=100)
         ft.fit(
             step, step.init(seed=3), DATA["list"](), steps=steps, checkpoints=checkpoints, loggers=[log], progress=False
         )
-        return [json.loads(line)["step"] for line in (fast / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line)["step"] for line in (ram_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
     assert run("a", 3) == [1, 2, 3]
     assert run("b", 2) == [1, 2, 3, 1, 2]

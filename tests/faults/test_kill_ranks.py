@@ -30,11 +30,11 @@ def launched(directory, restarts):
 
 
 def progress(directory, rank):
-    """Return the process of a rank and how many steps it has begun; None before the first."""
+    """Return the process of a rank and how many steps it has begun; (None, None) before the first."""
     with suppress(FileNotFoundError):
         pid, step = (directory / f"rank{rank}").read_text().split()
         return int(pid), int(step)
-    return None
+    return None, None
 
 
 def run_until_done(directory, draw, kills):
@@ -46,13 +46,14 @@ def run_until_done(directory, draw, kills):
         while launcher.poll() is None:
             assert time.monotonic() < deadline, (directory / "stderr").read_text()[-4000:]
             time.sleep(0.005)
-            process_and_step = progress(directory, victim)
-            if killed < kills and process_and_step and process_and_step[0] not in dead and process_and_step[1] >= after:
+            pid, step = progress(directory, victim)
+            if killed < kills and pid not in (None, *dead) and step >= after:
                 time.sleep(draw.random() * 0.05)
                 with suppress(ProcessLookupError):
-                    os.kill(process_and_step[0], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                     killed += 1
-                dead |= {process[0] for process in (progress(directory, rank) for rank in range(RANKS)) if process}
+                # torchrun ends the other ranks too.
+                dead |= {progress(directory, rank)[0] for rank in range(RANKS)}
                 victim, after = draw.randrange(RANKS), draw.randrange(5)
         assert launcher.returncode == 0, (directory / "stderr").read_text()[-4000:]
     finally:

@@ -25,6 +25,7 @@ def attacked(model, batch, *, clears=False, by_grad=False):
 
 
 def trained(criterion, *wrappers):
+    """Return the parameters after training a small module with a criterion."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     step = ft.compose(ft.train_step(ft.from_module(module, criterion), ft.optim.adamw(1e-2)), *wrappers)
@@ -124,7 +125,7 @@ OPTIMIZERS = {
     "adafactor": ft.optim.adafactor(0.1),
     "partition": ft.optim.partition({"a": ft.optim.sgd(0.1), "b": ft.optim.lion(0.1)}, {"a": ["a"]}),
 }
-AROUND = {
+STACKS = {
     "plain": [],
     "ema": [ft.ema(0.9)],
     "accumulate": [ft.accumulate(1)],
@@ -133,12 +134,12 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("wrappers", AROUND)
+@pytest.mark.parametrize("wrappers", STACKS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_gradient_that_is_a_parameter_is_read_before_a_donated_update_overwrites_it(optimizer, wrappers):
     def trained_by(product, *more):
         step = ft.train_step(lambda params, batch: product(params["a"], params["b"]), OPTIMIZERS[optimizer])
-        step = ft.compose(step, *AROUND[wrappers], *more)
+        step = ft.compose(step, *STACKS[wrappers], *more)
         state = step.init({"a": torch.arange(1.0, 4), "b": torch.ones(3)})
         for _ in range(3):
             state, _ = step(state, {"x": torch.ones(2)})

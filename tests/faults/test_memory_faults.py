@@ -34,6 +34,7 @@ class Limited:
 
 
 def raised(function, *arguments):
+    """Return the class and text of the error of a function, and whether it counts as a lack of memory; or None."""
     try:
         function(*arguments)
     except Exception as error:
@@ -53,8 +54,8 @@ def reading(send, path, stack):
 @pytest.mark.parametrize(("stack", "expected"), [(128 * MIB, "can't start new thread"), (0, "can't allocate memory")])
 def test_a_sound_checkpoint_is_not_called_damaged_where_memory_is_short(stack, expected, tmp_path):
     save(tmp_path / "there", {"w": torch.ones(32 * MIB)})
-    (kind, text, is_memory), without_limit = forked(reading, tmp_path / "there", stack)
-    assert (kind, is_memory) == ("DeviceError", True), text
+    (error_class, text, is_memory), without_limit = forked(reading, tmp_path / "there", stack)
+    assert (error_class, is_memory) == ("DeviceError", True), text
     assert "memory ran out while it was read" in text
     assert expected in text
     assert without_limit is None
@@ -70,8 +71,8 @@ def test_a_run_does_not_go_back_to_an_older_checkpoint_for_want_of_memory(tmp_pa
     with ft.Checkpoints(tmp_path, every=1, async_=False) as checkpoints:
         for step, size in ((1, 8), (2, 32 * MIB)):
             checkpoints.save(step, {"state": {"w": torch.ones(size)}})
-    (kind, text, _), step = forked(going_on, tmp_path)
-    assert kind == "DeviceError", text
+    (error_class, text, _), step = forked(going_on, tmp_path)
+    assert error_class == "DeviceError", text
     assert step == 2
 
 
@@ -83,14 +84,14 @@ def test_damage_is_an_error_of_the_checkpoint_and_not_of_memory(tmp_path):
         load(tmp_path / "there")
 
 
-def unsaid():
+def fail_without_a_reason():
     raise RuntimeError("could not create a primitive")
 
 
 def short_of_memory(send):
-    results = [raised(unsaid)[2]]
+    results = [raised(fail_without_a_reason)[2]]
     with Limited(64 * MIB):
-        results += [raised(unsaid)[2], raised(mmap.mmap, -1, 256 * MIB), raised(bytearray, 256 * MIB)]
+        results += [raised(fail_without_a_reason)[2], raised(mmap.mmap, -1, 256 * MIB), raised(bytearray, 256 * MIB)]
     send(results)
 
 
@@ -106,7 +107,7 @@ def test_an_error_of_onednn_in_a_step_is_not_taken_for_a_lack_of_memory():
 
     def loss(params, batch):
         lengths.append(len(batch))
-        unsaid()
+        fail_without_a_reason()
 
     step = ft.train_step(loss, ft.optim.sgd(0.1))
     with pytest.raises(RuntimeError, match="could not create a primitive") as caught:

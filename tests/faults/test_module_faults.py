@@ -197,7 +197,7 @@ def test_steps_in_several_threads_draw_the_same_random_numbers_as_one_alone():
     assert losses == [losses[0]] * 3
 
 
-class Keeping(nn.Module):
+class KeepsParameterInList(nn.Module):
     """A module that keeps a parameter in a list, too."""
 
     def __init__(self):
@@ -212,10 +212,10 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
 def test_a_parameter_that_is_used_by_another_reference_is_an_error(wrappers):
     # The list would hold the value from before the training.
-    step = ft.compose(step_of(Keeping(), total), *wrappers)
+    step = ft.compose(step_of(KeepsParameterInList(), total), *wrappers)
     state = step.init()
     for _ in range(2):
-        with failing(LossError, "total(Keeping)", "layer.weight by another reference", "a list"):
+        with failing(LossError, "total(KeepsParameterInList)", "layer.weight by another reference", "a list"):
             step(state, torch.ones(2, 3))
 
 

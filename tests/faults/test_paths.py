@@ -14,7 +14,7 @@ from ftrain.checkpoint.manifest import signed
 from ftrain.checkpoint.reading import read_manifest
 from ftrain.errors import CheckpointError, OptionError
 from tests.faults.figures import record
-from tests.faults.specimens import same, state
+from tests.faults.specimens import have_same_bits, state
 
 MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
 SECONDS = 20
@@ -38,22 +38,23 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def ran():
+def tests_run():
+    """The names of the tests of this file that have run."""
     return []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _figures(request, ran):
+def _figures(request, tests_run):
     """Records one row for all tests of this file; not with xdist, where no process knows all of them."""
     before = request.session.testsfailed
     yield
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        record("hostile paths", runs=len(ran), failures=request.session.testsfailed - before)
+        record("hostile paths", runs=len(tests_run), failures=request.session.testsfailed - before)
 
 
 @pytest.fixture(autouse=True)
-def _counted(request, ran):
-    ran.append(request.node.name)
+def _counted(request, tests_run):
+    tests_run.append(request.node.name)
 
 
 @pytest.fixture
@@ -84,8 +85,8 @@ def secret(tmp_path):
     return path
 
 
-def at_once(function, *arguments):
-    """Call a function that must not block, for example on a FIFO; return its error."""
+def error_of(function, *arguments):
+    """Call a function that must not block, for example on a FIFO; return its error, or None."""
     caught = []
 
     def call():
@@ -97,12 +98,13 @@ def at_once(function, *arguments):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    assert not thread.is_alive(), "waits"
+    assert not thread.is_alive(), "it blocks"
     return caught[0] if caught else None
 
 
-def refuses(function, *arguments):
-    error = at_once(function, *arguments)
+def refusal_of(function, *arguments):
+    """Return the text of the CheckpointError that a function must raise, without blocking."""
+    error = error_of(function, *arguments)
     assert type(error) is CheckpointError, error
     return str(error)
 
@@ -137,19 +139,19 @@ BAD = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("name", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("kind", ["tensors", "files"])
-def test_names_that_lead_elsewhere_are_refused(checkpoint, secret, watched, kind, name, read):
+@pytest.mark.parametrize("field", ["tensors", "files"])
+def test_names_that_lead_elsewhere_are_refused(checkpoint, secret, watched, field, name, read):
     name = name.format(secret)
 
     def change(body):
-        if kind == "files":
+        if field == "files":
             body["files"] = {name: body["files"][TEXT]}
         else:
             for item in body["tensors"]:
                 item["file"] = name
 
     sign(checkpoint, change)
-    assert MANIFEST in refuses(read, checkpoint)
+    assert MANIFEST in refusal_of(read, checkpoint)
     assert watched.opened == [str(checkpoint / MANIFEST)]
 
 
@@ -162,7 +164,7 @@ def test_texts_that_lead_elsewhere_are_not_saved(tmp_path, secret, name):
     assert secret.read_bytes() == b"secret"
 
 
-# Paths that are not regular files
+# Each of these functions puts something at a path that is not a regular file.
 
 
 def linked(path, secret):
@@ -201,7 +203,7 @@ def socket(path, secret):
     os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
-SORTS = (
+IRREGULAR = (
     linked,
     linked_to_its_own_bytes,
     linked_to_nothing,
@@ -212,47 +214,47 @@ SORTS = (
     directory,
     socket,
 )
-sorts = pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])
+irregular = pytest.mark.parametrize("put", IRREGULAR, ids=[put.__name__ for put in IRREGULAR])
 
 
 @pytest.mark.parametrize("read", [load, verify], ids=["load", "verify"])
-@sorts
+@irregular
 @pytest.mark.parametrize("name", [MODEL, STATE, TEXT, MANIFEST])
-def test_a_path_that_is_not_a_regular_file_is_refused_before_it_is_opened(
-    checkpoint, secret, watched, name, sort, read
-):
+def test_a_path_that_is_not_a_regular_file_is_refused_before_it_is_opened(checkpoint, secret, watched, name, put, read):
     shutil.copy(checkpoint / name, secret.parent / "kept")
     os.unlink(checkpoint / name)
-    sort(checkpoint / name, secret)
-    assert name in refuses(read, checkpoint)
+    put(checkpoint / name, secret)
+    assert name in refusal_of(read, checkpoint)
     inside = {str(checkpoint / other) for other in (MODEL, STATE, TEXT, MANIFEST) if other != name}
     assert set(watched.opened) <= inside
 
 
 def test_a_device_is_refused_before_it_is_opened(checkpoint, watched, monkeypatch):
     """Simulated by `lstat`, since only root may make a device."""
-    sort = os.lstat(checkpoint / STATE)
-    result = os.stat_result((stat.S_IFBLK | 0o600, *sort[1:]))
-    real = os.lstat
-    monkeypatch.setattr(watched, "lstat", lambda path: result if path.name == STATE else real(path), raising=False)
-    assert "regular file" in refuses(load, checkpoint)
+    device = os.stat_result((stat.S_IFBLK | 0o600, *os.lstat(checkpoint / STATE)[1:]))
+
+    def lstat(path):
+        return device if path.name == STATE else os.lstat(path)
+
+    monkeypatch.setattr(watched, "lstat", lstat, raising=False)
+    assert "regular file" in refusal_of(load, checkpoint)
     assert str(checkpoint / STATE) not in watched.opened
 
 
-@pytest.mark.parametrize("sort", [linked, fifo], ids=["link", "fifo"])
-def test_a_file_that_is_replaced_after_lstat_is_not_read(checkpoint, secret, watched, monkeypatch, sort):
+@pytest.mark.parametrize("put", [linked, fifo], ids=["link", "fifo"])
+def test_a_file_that_is_replaced_after_lstat_is_not_read(checkpoint, secret, watched, monkeypatch, put):
     """Another process may replace a file between `lstat` and `open`."""
 
-    def look(path):
+    def lstat(path):
         result = os.lstat(path)
         if path.name == STATE and stat.S_ISREG(result.st_mode):
             os.unlink(path)
-            sort(path, secret)
+            put(path, secret)
         return result
 
-    monkeypatch.setattr(watched, "lstat", look, raising=False)
+    monkeypatch.setattr(watched, "lstat", lstat, raising=False)
     monkeypatch.setattr(files, "is_directory", lambda path: os.path.isdir(path))
-    refuses(load, checkpoint)
+    refusal_of(load, checkpoint)
 
 
 @pytest.mark.parametrize("folder", ["params", "more"])
@@ -263,26 +265,26 @@ def test_a_directory_that_is_a_link_is_not_looked_into(checkpoint, secret, watch
         (checkpoint / "params").symlink_to(secret.parent / "params")
     else:
         (checkpoint / "more").symlink_to(secret.parent)
-    assert folder in refuses(load, checkpoint)
+    assert folder in refusal_of(load, checkpoint)
     assert watched.opened == [str(checkpoint / MANIFEST)]
 
 
-@pytest.mark.parametrize("sort", [s for s in SORTS if s is not directory], ids=lambda sort: sort.__name__)
-def test_a_checkpoint_that_is_no_directory_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
-    sort(checkpoint.parent / "other", secret)
-    assert "is not a directory" in refuses(load, checkpoint.parent / "other")
+@pytest.mark.parametrize("put", [put for put in IRREGULAR if put is not directory], ids=lambda put: put.__name__)
+def test_a_checkpoint_that_is_no_directory_is_refused_before_it_is_opened(checkpoint, secret, watched, put):
+    put(checkpoint.parent / "other", secret)
+    assert "is not a directory" in refusal_of(load, checkpoint.parent / "other")
     assert watched.opened == []
 
 
-@sorts
-def test_a_path_that_the_manifest_does_not_list_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
+@irregular
+def test_a_path_that_the_manifest_does_not_list_is_refused_before_it_is_opened(checkpoint, secret, watched, put):
     (checkpoint / "more").mkdir()
-    sort(checkpoint / "more" / "name", secret)
-    if sort is directory:
+    put(checkpoint / "more" / "name", secret)
+    if put is directory:
         # An empty directory is allowed.
         load(checkpoint)
         return
-    assert "more/name" in refuses(load, checkpoint)
+    assert "more/name" in refusal_of(load, checkpoint)
     assert watched.opened == [str(checkpoint / MANIFEST)]
 
 
@@ -294,7 +296,8 @@ def run_in(path, **options):
 
 
 def everything_in(path):
-    return {at: at.read_bytes() if at.is_file() else None for at in sorted(path.rglob("*"))}
+    """Return the bytes of all files below a path, None for what is not a file."""
+    return {inner: inner.read_bytes() if inner.is_file() else None for inner in sorted(path.rglob("*"))}
 
 
 def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
@@ -305,19 +308,19 @@ def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, parts)
     assert run_in(tmp_path / "runs").steps() == [2, 3]
-    assert same(run_in(tmp_path / "runs").latest().parts, parts)
+    assert have_same_bits(run_in(tmp_path / "runs").latest().parts, parts)
 
 
-@pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])
-def test_rotation_leaves_paths_that_are_not_checkpoints(tmp_path, secret, sort):
+@irregular
+def test_rotation_leaves_paths_that_are_not_checkpoints(tmp_path, secret, put):
     """A link with the name of a step is not a checkpoint of the run: it is not counted, and not removed."""
     shutil.copy(secret, secret.parent / "kept")
     before = everything_in(secret.parent)
     with run_in(tmp_path / "run", keep=1) as checkpoints:
-        sort(checkpoints.path(1), secret)
+        put(checkpoints.path(1), secret)
         for step in (2, 3, 4):
             checkpoints.save(step, {"state": state(step)})
-        assert os.path.lexists(checkpoints.path(1)) or sort is directory
+        assert os.path.lexists(checkpoints.path(1)) or put is directory
         assert checkpoints.latest().step == 4
     assert not checkpoints.path(3).exists()
     assert everything_in(secret.parent) == before
@@ -342,8 +345,8 @@ def test_links_inside_a_checkpoint_are_removed_and_not_followed(tmp_path, secret
     before = everything_in(secret.parent)
     with run_in(tmp_path / "run", keep=1) as checkpoints:
         checkpoints.save(1, {"state": state()})
-        for sort in SORTS:
-            sort(checkpoints.path(1) / sort.__name__, secret)
+        for put in IRREGULAR:
+            put(checkpoints.path(1) / put.__name__, secret)
         (checkpoints.path(1) / "params" / "up").symlink_to(tmp_path)
         checkpoints.save(2, {"state": state()})
         assert checkpoints.steps() == [2]
@@ -351,12 +354,12 @@ def test_links_inside_a_checkpoint_are_removed_and_not_followed(tmp_path, secret
     assert everything_in(secret.parent) == before
 
 
-@sorts
-def test_remains_of_a_save_that_lead_elsewhere_are_left(tmp_path, secret, watched, sort):
+@irregular
+def test_remains_of_a_save_that_lead_elsewhere_are_left(tmp_path, secret, watched, put):
     shutil.copy(secret, secret.parent / "kept")
     before = everything_in(secret.parent)
     (tmp_path / "run").mkdir()
-    sort(tmp_path / "run" / f".step-000000000001.{'0' * 32}.tmp", secret)
+    put(tmp_path / "run" / f".step-000000000001.{'0' * 32}.tmp", secret)
     with run_in(tmp_path / "run") as checkpoints:
         checkpoints.save(2, {"state": state()})
     assert checkpoints.steps() == [2]
@@ -365,20 +368,20 @@ def test_remains_of_a_save_that_lead_elsewhere_are_left(tmp_path, secret, watche
     assert not [path for path in watched.succeeded if path.startswith((str(secret.parent), "/dev"))]
 
 
-@pytest.mark.parametrize("sort", [linked, linked_to_nothing, fifo, directory, socket], ids=lambda sort: sort.__name__)
-def test_a_lock_that_is_no_file_is_an_error(tmp_path, secret, sort):
+@pytest.mark.parametrize("put", [linked, linked_to_nothing, fifo, directory, socket], ids=lambda put: put.__name__)
+def test_a_lock_that_is_no_file_is_an_error(tmp_path, secret, put):
     (tmp_path / "run").mkdir()
-    sort(tmp_path / "run" / ".lock", secret)
-    assert ".lock" in refuses(run_in(tmp_path / "run").__enter__) or sort is fifo
+    put(tmp_path / "run" / ".lock", secret)
+    assert ".lock" in refusal_of(run_in(tmp_path / "run").__enter__) or put is fifo
     assert secret.read_bytes() == b"secret"
     assert not (secret.parent / "nothing").exists()
 
 
-@pytest.mark.parametrize("sort", [linked, linked_to_nothing, fifo], ids=lambda sort: sort.__name__)
-def test_a_pin_that_is_no_file_pins_and_touches_nothing_else(tmp_path, secret, sort):
+@pytest.mark.parametrize("put", [linked, linked_to_nothing, fifo], ids=lambda put: put.__name__)
+def test_a_pin_that_is_no_file_pins_and_touches_nothing_else(tmp_path, secret, put):
     with run_in(tmp_path / "run", keep=1) as checkpoints:
         checkpoints.save(1, {"state": state()})
-        sort(tmp_path / "run" / "step-000000000001.pinned", secret)
+        put(tmp_path / "run" / "step-000000000001.pinned", secret)
         for step in (2, 3):
             checkpoints.save(step, {"state": state()})
         assert checkpoints.steps() == [1, 3]

@@ -1,7 +1,8 @@
 """A power loss: of unsynced changes any part may be on the disk, but each save that has returned is there.
 
-The disk is a model (`tests.faults.disk.Disk`). All changes that checkpoints make are recorded. For each moment every
-possible content of the disk is written to a directory and loaded. A test also leaves out each sync, and must then fail.
+The disk is a model (`tests.faults.power_loss.Disk`). All changes that checkpoints make are recorded. For each moment
+every possible content of the disk is written to a directory and loaded. A test also leaves out each sync, and must then
+fail.
 """
 
 import itertools
@@ -16,13 +17,13 @@ from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
 from tests.exhaustive import choose
-from tests.faults.disk import Disk, PowerCut, Recorded, frozen, laid_out, through
+from tests.faults.disk import through
 from tests.faults.figures import tally, times
+from tests.faults.power_loss import Disk, PowerCut, Recorded, frozen, laid_out
 from tests.faults.saves import (
     FROZEN,
     TEXTS,
     checkpoints,
-    fast,
     is_tree,
     newest,
     records,
@@ -32,9 +33,8 @@ from tests.faults.saves import (
     tree,
 )
 
-__all__ = ["fast"]
-
-MOST = times(512, 2)
+MAX_STATES = times(512, 2)
+"""How many of the possible disks are drawn at a moment at which there are more."""
 PINNED = 2
 
 
@@ -50,7 +50,7 @@ def run(disk, root, **options):
                 disk.note("pinned", step)
 
 
-def overlapping(disk, root, **options):
+def run_in_background(disk, root, **options):
     """Save four steps in the background; each save waits for the one before, which is then on the disk."""
     with checkpoints(root / "runs" / "a", async_=True) as writer:
         for step in (1, 2, 3, 4):
@@ -68,7 +68,7 @@ def check_run(root, saved, begun, pinned):
     assert not pinned or (directory / f"step-{PINNED:012d}.pinned").exists()
 
 
-def alone(disk, root):
+def save_without_a_run(disk, root):
     """Call `save` twice, without a run, in directories that do not exist."""
     for step in (1, 2):
         disk.note("begun", step)
@@ -76,7 +76,7 @@ def alone(disk, root):
         disk.note("saved", step)
 
 
-def check_alone(root, saved, begun, pinned):
+def check_save_without_a_run(root, saved, begun, pinned):
     for step in (1, 2):
         path = root / "new" / "models" / f"m{step}"
         if step <= saved or path.exists():
@@ -84,7 +84,7 @@ def check_alone(root, saved, begun, pinned):
             assert is_tree(step, load(path))
 
 
-def shared(disk, root, **options):
+def run_with_frozen(disk, root, **options):
     """Save four steps of a run that share a file of frozen parameters, except the last, which has a copy of them."""
     with checkpoints(root / "runs" / "a", **options) as writer:
         for step in (1, 2, 3, 4):
@@ -93,15 +93,17 @@ def shared(disk, root, **options):
             disk.note("saved", step)
 
 
-def refused(disk, root):
+def save_after_a_failure(disk, root):
     """Save a step whose new name cannot be synced, nor be renamed back, so the save fails; then save it again."""
     with checkpoints(root / "runs" / "a") as writer:
-        renamed = []
+        renames = []
 
         def broken(name, args):
+            """Whether a call fails: after the first rename all syncs and renames do."""
             if name == "rename":
-                renamed.append(args)
-            return len(renamed) > 1 if name == "rename" else name == "fsync" and bool(renamed)
+                renames.append(args)
+                return len(renames) > 1
+            return name == "fsync" and bool(renames)
 
         disk.note("begun", 1)
         disk.broken = broken
@@ -113,7 +115,7 @@ def refused(disk, root):
         disk.note("saved", 1)
 
 
-def replaced(disk, root):
+def replace_a_checkpoint(disk, root):
     """Save two steps, and replace the last checkpoint by one with other metrics."""
     with checkpoints(root / "runs" / "a") as writer:
         for step, loss in ((1, 1.0), (PINNED, 2.0), (PINNED, 3.0)):
@@ -130,7 +132,7 @@ def check_replaced(root, saved, begun, replaced):
         assert loss == 3.0 if replaced else loss in (2.0, 3.0)
 
 
-def with_history(disk, root):
+def run_with_history(disk, root):
     """Save twice with a history, then only append records, as if killed, and resume in another context."""
     directory = root / "runs" / "a"
     with checkpoints(directory) as writer:
@@ -150,22 +152,23 @@ def with_history(disk, root):
 
 STORIES = {
     "run": (run, check_run, {}),
-    "async": (overlapping, check_run, {}),
+    "async": (run_in_background, check_run, {}),
     "keep_1": (run, check_run, {"keep": 1}),
-    "save": (alone, check_alone, {}),
-    "refused": (refused, check_run, {}),
-    "replaced": (replaced, check_replaced, {}),
-    "frozen": (shared, check_run, {}),
-    "history": (with_history, check_run, {}),
+    "save": (save_without_a_run, check_save_without_a_run, {}),
+    "refused": (save_after_a_failure, check_run, {}),
+    "replaced": (replace_a_checkpoint, check_replaced, {}),
+    "frozen": (run_with_frozen, check_run, {}),
+    "history": (run_with_history, check_run, {}),
 }
 stories = pytest.mark.parametrize(
     "story", choose(list(STORIES), ["run", "async", "save", "replaced", "frozen", "history"])
 )
 
 
-def recorded(root, story, **how):
+def recorded(root, story, **disk_options):
+    """Return the recorded disk after a story."""
     act, _, options = STORIES[story]
-    with through(Recorded(root, **how)) as disk:
+    with through(Recorded(root, **disk_options)) as disk:
         act(disk, root, **options)
     return disk
 
@@ -195,12 +198,12 @@ def uncounted(label):
     return nullcontext()
 
 
-def outcomes(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
+def check_states(log, check, scratch, *, after=None, attempt=uncounted, stride=1):
     """Check each possible content of the disk once, at every moment, or at every `stride`-th."""
     seen = set()
     for at in [*moments(log)][::stride]:
         acknowledged = known(log[:at])
-        for state in Disk(log[:at]).states(MOST, seed=at):
+        for state in Disk(log[:at]).states(MAX_STATES, seed=at):
             if (key := (frozen(state), acknowledged)) in seen:
                 continue
             seen.add(key)
@@ -218,14 +221,14 @@ def goes_on(root, begun):
 
 
 @stories
-def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, fast):
-    (fast / "disk").mkdir()
-    (fast / "scratch").mkdir()
-    disk, check = recorded(fast / "disk", story), STORIES[story][1]
+def test_a_save_that_has_returned_is_on_the_disk_after_a_power_loss(story, ram_path):
+    (ram_path / "disk").mkdir()
+    (ram_path / "scratch").mkdir()
+    disk, check = recorded(ram_path / "disk", story), STORIES[story][1]
     with tally(f"power loss, {story}") as tries:
         tries.note = "disks that there may be after power was lost"
-        after = None if check is check_alone else goes_on
-        outcomes(disk.log, check, fast / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
+        after = None if check is check_save_without_a_run else goes_on
+        check_states(disk.log, check, ram_path / "scratch", after=after, attempt=tries.attempt, stride=times(1, 3))
         assert tries.runs > 10
 
 
@@ -263,25 +266,25 @@ def is_site(name, site):
 
 
 @pytest.mark.parametrize("name", choose(list(SYNCS), [name for name in SYNCS if name != "renamed_before_a_kill"]))
-def test_leaving_out_a_sync_is_noticed(name, fast):
-    (fast / "disk").mkdir()
-    (fast / "scratch").mkdir()
+def test_leaving_out_a_sync_is_noticed(name, ram_path):
+    (ram_path / "disk").mkdir()
+    (ram_path / "scratch").mkdir()
     story, dropped = SYNCS[name][0], lambda site: is_site(name, site)
     if story == "kill":
         with LOST:
-            kills(fast, 2, dropped=dropped)
+            check_kills(ram_path, 2, dropped=dropped)
         return
-    disk = recorded(fast / "disk", story, dropped=dropped)
+    disk = recorded(ram_path / "disk", story, dropped=dropped)
     assert any(map(dropped, disk.sites))
     with LOST:
-        outcomes(disk.log, STORIES[story][1], fast / "scratch")
+        check_states(disk.log, STORIES[story][1], ram_path / "scratch")
 
 
-def test_every_sync_is_left_out_once(fast):
+def test_every_sync_is_left_out_once(ram_path):
     sites = set()
     for number, story in enumerate(STORIES):
-        (fast / str(number)).mkdir()
-        sites.update(recorded(fast / str(number), story).sites)
+        (ram_path / str(number)).mkdir()
+        sites.update(recorded(ram_path / str(number), story).sites)
     assert {site for site in sites if not any(is_site(name, site) for name in SYNCS)} == set()
 
 
@@ -317,14 +320,14 @@ def saved(disk, root, step):
 
 
 @pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
-def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
+def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, ram_path):
     with tally(f"power loss after a kill, save {first}") as tries:
-        moments = kills(fast, first, attempt=tries.attempt)
+        moments = check_kills(ram_path, first, attempt=tries.attempt)
         tries.note = f"{moments} moments of the kill"
         assert moments > 20
 
 
-def kills(directory, first, attempt=uncounted, **options):
+def check_kills(directory, first, attempt=uncounted, **options):
     """Check the possible disks after a kill at each moment of a save; return the number of moments."""
     for at in itertools.count(step=times(1, 5)):
         root, scratch = directory / f"disk{at}", directory / f"scratch{at}"
@@ -333,16 +336,16 @@ def kills(directory, first, attempt=uncounted, **options):
         disk = killed(root, at, first, **options)
         if disk is None:
             return at
-        check_told(disk.log, scratch, first, attempt)
+        check_acknowledged(disk.log, scratch, first, attempt)
     return None
 
 
-def check_told(log, scratch, step, attempt):
+def check_acknowledged(log, scratch, step, attempt):
     """Check each possible disk once, right after the other process has loaded or saved a step."""
     seen = set()
     for at in [at for at, line in enumerate(log, 1) if line == ("event", "saved", step)]:
         acknowledged = known(log[:at])
-        for state in Disk(log[:at]).states(MOST, seed=at):
+        for state in Disk(log[:at]).states(MAX_STATES, seed=at):
             if (key := (frozen(state), acknowledged)) not in seen:
                 seen.add(key)
                 laid_out(state, scratch / str(len(seen)))

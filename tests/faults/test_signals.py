@@ -14,7 +14,7 @@ from tests.exhaustive import exhaustive_rows
 from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import FOREVER, Child, quiet_forks
 from tests.faults.problem import make
-from tests.faults.specimens import same
+from tests.faults.specimens import have_same_bits
 
 pytestmark = quiet_forks
 
@@ -53,12 +53,12 @@ def records(history):
 
 
 @functools.cache
-def whole():
+def undisturbed_run():
     """Return the final state, the history and the state after each step of a run without signals."""
     step, state, data = problem()
     states = {new.step: ft.tree.clone(new.state) for new in ft.iterate(step, state, data, steps=STEPS)}
     result = train()
-    assert same(result.state, states[STEPS])
+    assert have_same_bits(result.state, states[STEPS])
     return result.state, records(result.history), states
 
 
@@ -69,14 +69,14 @@ def train_and_report(send, directory, default):
             signal.signal(number, lambda *_: os._exit(OUTSIDE))
     count = 0
 
-    def told(batch):
+    def report_step(batch):
         nonlocal count
         count += 1
         send(count)
         return 1
 
     try:
-        train(directory, throughput={"steps": told})
+        train(directory, throughput={"steps": report_step})
     except KeyboardInterrupt:
         return INTERRUPTED
     return ENDED
@@ -105,18 +105,18 @@ def step_length(directory):
     return (time.monotonic() - start) / STEPS
 
 
-def ends_like_whole(directory):
+def ends_like_undisturbed_run(directory):
     """Resume a run, and return whether it ends like one without signals."""
     result = train(directory)
-    state, history, _ = whole()
-    return same(result.state, state) and records(result.history) == history
+    state, history, _ = undisturbed_run()
+    return have_same_bits(result.state, state) and records(result.history) == history
 
 
 @signals
 def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
     number, code = SIGNALS[name]
     count, draw = times(150, 3), random.Random(name)
-    states, seconds_per_step = whole()[2], step_length(tmp_path / "first")
+    states, seconds_per_step = undisturbed_run()[2], step_length(tmp_path / "first")
     saved = 0
     with tally(f"signals: {name}") as tries:
         while tries.runs < count:
@@ -130,19 +130,18 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
                 latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
                 saved_step = None if latest is None else latest.step
                 saved += exit_code == code
-                is_right = saved_step is not None and same(latest.parts["state"], states[saved_step])
-                # A signal that comes after `fit` has ended changes nothing.
-                is_right &= (
-                    saved_step == before + steps
-                    if exit_code == code
-                    else exit_code in (ENDED, OUTSIDE) and saved_step == STEPS
-                )
+                is_right = saved_step is not None and have_same_bits(latest.parts["state"], states[saved_step])
+                if exit_code == code:
+                    is_right &= saved_step == before + steps
+                else:
+                    # A signal that comes after `fit` has ended changes nothing.
+                    is_right &= exit_code in (ENDED, OUTSIDE) and saved_step == STEPS
                 if not is_right:
                     tries.failures.append((tries.runs, exit_code, before, steps, saved_step))
                 before = saved_step or 0
                 if before == STEPS:
                     break
-            if not ends_like_whole(directory):
+            if not ends_like_undisturbed_run(directory):
                 tries.failures.append((tries.runs, "goes on otherwise"))
         tries.note = f"{saved} within fit, exit code {code}"
         # At least one signal came within `fit`.
@@ -154,7 +153,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     number, code = SIGNALS[name]
     stopped = -number if number == signal.SIGTERM else INTERRUPTED
     draw, num_stopped = random.Random(name), 0
-    states, seconds_per_step = whole()[2], step_length(tmp_path / "first")
+    states, seconds_per_step = undisturbed_run()[2], step_length(tmp_path / "first")
     with tally(f"signals: {name} twice") as tries:
         for tried in range(1, times(150, 2) + 1):
             tries.runs = tried
@@ -166,16 +165,17 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             if exit_code not in (stopped, code, ENDED, -number):
                 tries.failures.append((tried, exit_code, moments))
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
-            if latest is not None and not same(latest.parts["state"], states[latest.step]):
+            if latest is not None and not have_same_bits(latest.parts["state"], states[latest.step]):
                 tries.failures.append((tried, exit_code, latest.step))
-            if not ends_like_whole(directory):
+            if not ends_like_undisturbed_run(directory):
                 tries.failures.append((tried, exit_code, "goes on otherwise"))
         tries.note = f"{num_stopped} stopped at once"
         # With few attempts, it may be that no second signal comes before the run has stopped for the first.
         assert num_stopped or not FULL
 
 
-def stuck(send, directory):
+def training_with_an_endless_step(send, directory):
+    """Train; a step soon after the first checkpoint does not end, and sends the time again and again."""
     count = 0
 
     def waiting(batch):
@@ -200,7 +200,7 @@ def stuck(send, directory):
 def test_a_second_signal_stops_at_once(name, tmp_path):
     """The step in which the first signal comes never ends."""
     number, _ = SIGNALS[name]
-    child = Child(stuck, tmp_path)
+    child = Child(training_with_an_endless_step, tmp_path)
     assert child.receive() == "waits"
     child.signal(number)
     sent_at = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     exit_code = child.wait()
     assert exit_code == (-number if number == signal.SIGTERM else INTERRUPTED)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
-    assert ends_like_whole(tmp_path)
+    assert ends_like_undisturbed_run(tmp_path)
 
 
 @signals
@@ -253,13 +253,13 @@ def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
     actual = train(tmp_path, **options)
     assert actual.history.stopped == "enough"
     assert records(actual.history) == records(expected.history)
-    assert same(actual.state, expected.state)
+    assert have_same_bits(actual.state, expected.state)
 
 
 # While a step is compiled
 
 
-def plainly(params, batch):
+def weighted_squares(params, batch):
     return ft.Mean(((batch["x"] @ params["w"] - batch["y"]) ** 2).sum(), torch.tensor(float(len(batch["y"]))))
 
 
@@ -267,7 +267,9 @@ def compiling(lowering, backend):
     """Return a step, a state and data with a shorter fifth batch, for which another graph is compiled."""
     draw = torch.Generator().manual_seed(0)
     data = ft.data.arrays({"x": torch.randn(23, 3, generator=draw), "y": torch.randn(23, generator=draw)})
-    step = ft.compose(ft.train_step(plainly, ft.optim.adamw(0.1)), ft.compiled(lowering=lowering, backend=backend))
+    step = ft.compose(
+        ft.train_step(weighted_squares, ft.optim.adamw(0.1)), ft.compiled(lowering=lowering, backend=backend)
+    )
     return step, step.init({"w": torch.ones(3)}, seed=1), ft.data.loader(data, 5, seed=2, drop_last=False)
 
 
@@ -295,7 +297,7 @@ def sleeping(send, directory, lowering, at):
 
 
 @functools.cache
-def undisturbed(lowering):
+def undisturbed_compiled_run(lowering):
     step, state, data = compiling(lowering, "eager")
     return ft.fit(step, state, data, epochs=2, progress=False)
 
@@ -312,8 +314,8 @@ def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tm
     assert ft.Checkpoints(tmp_path, every=100).steps() == ([steps] if steps else [])
     step, state, data = compiling(lowering, "eager")
     actual = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
-    expected = undisturbed(lowering)
-    assert same(actual.state, expected.state)
+    expected = undisturbed_compiled_run(lowering)
+    assert have_same_bits(actual.state, expected.state)
     assert records(actual.history) == records(expected.history)
 
 
@@ -326,10 +328,10 @@ def test_without_checkpoints_an_interrupted_fit_returns_the_trained_state():
 
 
 @signals
-def test_a_second_signal_stops_a_compilation_that_does_not_hear_the_first(name, tmp_path):
+def test_a_second_signal_stops_a_compilation_that_the_first_cannot_interrupt(name, tmp_path):
     """For example one in C++, which Python cannot interrupt; here, code that catches every error."""
     number, _ = SIGNALS[name]
-    child = Child(deaf, tmp_path)
+    child = Child(training_without_interrupts, tmp_path)
     assert child.receive() == "compiles"
     child.signal(number)
     assert child.receive() == "swallowed"
@@ -337,7 +339,9 @@ def test_a_second_signal_stops_a_compilation_that_does_not_hear_the_first(name, 
     assert child.wait() == (-number if number == signal.SIGTERM else INTERRUPTED)
 
 
-def deaf(send, directory):
+def training_without_interrupts(send, directory):
+    """Train; the compilation catches every error, and does not end."""
+
     @torch._dynamo.register_backend(name="deaf")
     def sleep(graph, inputs):
         try:

@@ -30,7 +30,7 @@ def measure():
     return [resident(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(gc.get_objects())]
 
 
-def alone(send, function, directory, count):
+def with_frozen_modules(send, function, directory, count):
     """Call a function after freezing all objects of the modules, so that each collection is fast."""
     gc.collect()
     gc.freeze()
@@ -40,11 +40,11 @@ def alone(send, function, directory, count):
 def saving(send, directory, count):
     samples = []
     step, new_state = make(squares, ft.ema(0.9)), state()
-    others = everything()
+    extra = everything()
     with ft.Checkpoints(directory, every=1, keep=2) as checkpoints:
         for number in range(1, count + 1):
             new_state, _ = step.donating(new_state, batch())
-            checkpoints.save(number, {"state": new_state, "more": others}, metrics={"loss": number / 7})
+            checkpoints.save(number, {"state": new_state, "more": extra}, metrics={"loss": number / 7})
             if number % (count // SAMPLES) == 0:
                 checkpoints.wait()
                 gc.collect()
@@ -119,7 +119,7 @@ def fitting(send, directory, count):
 HISTORY = {"fit": 512}
 """The largest number of bytes that a step may add: its record in the history, a dict of floats."""
 
-KINDS = {
+WORKLOADS = {
     "saves": (saving, 10_000, 20),
     "loads": (loading, 10_000, 20),
     "runs": (entering, 2_000, 20),
@@ -143,13 +143,13 @@ def trend(values):
 
 
 @quiet_forks
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_nothing_grows(name, tmp_path):
-    function, full, quick = KINDS[name]
+    function, full, quick = WORKLOADS[name]
     count = times(full, quick)
     with tally(f"soak: {name}") as tries:
         tries.runs = count
-        samples = forked(alone, function, tmp_path, count)
+        samples = forked(with_frozen_modules, function, tmp_path, count)
         memory, descriptors, threads, objects = (growth(column) for column in zip(*samples, strict=True))
         slope = trend([sample[0] for sample in samples]) / (count / SAMPLES)
         returned = HISTORY.get(name, 0) * count // 2
@@ -160,4 +160,4 @@ def test_nothing_grows(name, tmp_path):
             "threads": threads > 0,
             "objects": objects > 100 + (count // 2 if returned else 0),
         }
-        tries.failures += [f"{what}: {tries.note}" for what, has_grown in grown.items() if has_grown]
+        tries.failures += [f"{resource}: {tries.note}" for resource, has_grown in grown.items() if has_grown]

@@ -14,23 +14,21 @@ from ftrain.errors import CheckpointError, StructureError
 from ftrain.training.replay import replay
 from tests.faults.figures import tally, times
 from tests.faults.problem import batch, failing, make, squares
-from tests.faults.specimens import everything, same, state
+from tests.faults.specimens import everything, have_same_bits, state
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64
 
 
-def grown(draw, depth=0):
+def random_tree(draw, depth=0):
     """Return a random tree of dicts, lists, tuples and tensors."""
-    kind = draw.choice(["dict", "dict", "list", "tuple", "leaf", "leaf"] if depth else ["dict"])
-    if kind == "leaf" or depth > 3:
+    node_type = draw.choice(["dict", "dict", "list", "tuple", "leaf", "leaf"] if depth else ["dict"])
+    if node_type == "leaf" or depth > 3:
         shape = [draw.randint(1, 3) for _ in range(draw.randint(0, 3))]
         return torch.full(shape, draw.randint(0, 9)).to(draw.choice(DTYPES))
-    children = [grown(draw, depth + 1) for _ in range(draw.randint(2, 4))]
-    return (
-        {f"n{i}": child for i, child in enumerate(children)}
-        if kind == "dict"
-        else (tuple, list)[kind == "list"](children)
-    )
+    children = [random_tree(draw, depth + 1) for _ in range(draw.randint(2, 4))]
+    if node_type == "dict":
+        return {f"n{i}": child for i, child in enumerate(children)}
+    return children if node_type == "list" else tuple(children)
 
 
 # Each change returns a changed tree, and the paths that the error must list, each with a part of its line.
@@ -44,14 +42,14 @@ def nodes(tree, at=()):
         yield from nodes(child, (*at, key))
 
 
-def put(tree, at, new):
+def with_node(tree, at, new):
     """Return the tree with another node at a path."""
     if not at:
         return new
     key, rest = at[0], at[1:]
     if isinstance(tree, dict):
-        return {name: put(child, rest, new) if name == key else child for name, child in tree.items()}
-    return type(tree)(put(child, rest, new) if number == key else child for number, child in enumerate(tree))
+        return {name: with_node(child, rest, new) if name == key else child for name, child in tree.items()}
+    return type(tree)(with_node(child, rest, new) if number == key else child for number, child in enumerate(tree))
 
 
 def dotted(at):
@@ -71,13 +69,13 @@ def dropped(tree, at, node):
     """Remove a node from a dict."""
     *above, key = at
     kept = {name: child for name, child in get(tree, above).items() if name != key}
-    return put(tree, tuple(above), kept), dict.fromkeys(below(at, node), "unexpected")
+    return with_node(tree, tuple(above), kept), dict.fromkeys(below(at, node), "unexpected")
 
 
 def added(tree, at, node):
     more = {"more": torch.zeros(2), "most": [torch.zeros(1)]}
     lines = dict.fromkeys([path for name in more for path in below((*at, name), more[name])], "missing")
-    return put(tree, at, {**node, **more}), lines
+    return with_node(tree, at, {**node, **more}), lines
 
 
 def renamed(tree, at, node):
@@ -85,17 +83,17 @@ def renamed(tree, at, node):
     new = {f"{key}x" if name == key else name: child for name, child in get(tree, above).items()}
     lines = dict.fromkeys(below(at, node), "unexpected")
     lines |= dict.fromkeys(below((*above, f"{key}x"), node), "missing")
-    return put(tree, tuple(above), new), lines
+    return with_node(tree, tuple(above), new), lines
 
 
 def reshaped(tree, at, node):
     new = torch.zeros([*node.shape, 2], dtype=node.dtype)
-    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
+    return with_node(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def retyped(tree, at, node):
     new = torch.zeros(node.shape, dtype=next(dtype for dtype in DTYPES if dtype != node.dtype))
-    return put(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
+    return with_node(tree, at, new), {dotted(at): f"found {dtype_and_shape(node)}, needs {dtype_and_shape(new)}"}
 
 
 def another_container(tree, at, node):
@@ -103,20 +101,20 @@ def another_container(tree, at, node):
     if isinstance(node, dict):
         new = tuple(node.values())
         lines = dict.fromkeys(below(at, node), "unexpected") | dict.fromkeys(below(at, new), "missing")
-        return put(tree, at, new), {**lines, dotted(at): "found dict, needs tuple"}
+        return with_node(tree, at, new), {**lines, dotted(at): "found dict, needs tuple"}
     new = list(node) if isinstance(node, tuple) else tuple(node)
-    return put(tree, at, new), {dotted(at): f"found {type(node).__name__}, needs {type(new).__name__}"}
+    return with_node(tree, at, new), {dotted(at): f"found {type(node).__name__}, needs {type(new).__name__}"}
 
 
-def scalar(tree, at, node):
-    return put(tree, at, 3), {dotted(at): f"found {dtype_and_shape(node)}, needs int"}
+def replaced_by_a_number(tree, at, node):
+    return with_node(tree, at, 3), {dotted(at): f"found {dtype_and_shape(node)}, needs int"}
 
 
-def gone(tree, at, node):
+def replaced_by_none(tree, at, node):
     """Replace a leaf or a container by None."""
     lines = dict.fromkeys(below(at, node), "unexpected")
     actual = dtype_and_shape(node) if isinstance(node, torch.Tensor) else type(node).__name__
-    return put(tree, at, None), {**lines, dotted(at): f"found {actual}, needs None"}
+    return with_node(tree, at, None), {**lines, dotted(at): f"found {actual}, needs None"}
 
 
 def get(tree, at):
@@ -133,8 +131,8 @@ CHANGES = {
     "reshape": (reshaped, LEAF),
     "dtype": (retyped, LEAF),
     "container": (another_container, CONTAINER),
-    "scalar": (scalar, LEAF),
-    "none": (gone, ANY),
+    "scalar": (replaced_by_a_number, LEAF),
+    "none": (replaced_by_none, ANY),
 }
 
 
@@ -153,10 +151,10 @@ def candidates(tree, name):
     return [(path, node) for path, node in nodes(tree) if suits(tree, path, node, CHANGES[name][1])]
 
 
-def changed(tree, draw, name, others):
-    """Make a change, and `others` more at other nodes; return the tree and the lines that the error must have."""
+def changed(tree, draw, name, num_others):
+    """Make a change, and `num_others` more at other nodes; return the tree and the lines that the error must have."""
     like, lines, changed_paths = tree, {}, []
-    for number in range(1 + others):
+    for number in range(1 + num_others):
         change = name if not number else draw.choice([*CHANGES])
         unchanged = [
             (path, node)
@@ -187,7 +185,9 @@ def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path, mo
     with tally(f"structure: {name}") as tries:
         for number in range(times(40, 6)):
             tries.runs += 1
-            tree = next(tree for tree in iter(lambda: grown(draw), None) if candidates(tree, name))
+            tree = random_tree(draw)
+            while not candidates(tree, name):
+                tree = random_tree(draw)
             save(tmp_path / str(number), {"state": tree})
             like, lines = changed(tree, draw, name, draw.choice([0, 0, 1, 3]))
             before = ft.tree.clone(like)
@@ -202,15 +202,12 @@ def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path, mo
                     actual = listed(error)
                 else:
                     actual = {}
-                expected = {_within(prefix, path): what for path, what in lines.items()}
-                if (
-                    not lines
-                    or actual.keys() != expected.keys()
-                    or any(what not in actual[path] for path, what in expected.items())
-                ):
+                expected = {_within(prefix, path): text for path, text in lines.items()}
+                is_right = lines and actual.keys() == expected.keys()
+                if not is_right or any(text not in actual[path] for path, text in expected.items()):
                     tries.failures.append((number, actual, expected))
             after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
-            if not same(like, before) or memory != after:
+            if not have_same_bits(like, before) or memory != after:
                 tries.failures.append((number, "touched"))
 
 
@@ -233,7 +230,7 @@ def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
     listed_lines = listed(caught.value)
     assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= listed_lines.keys()
     assert listed_lines["params.w"].startswith("found float32[3], needs float32[4]")
-    assert same(other, before)
+    assert have_same_bits(other, before)
 
 
 @pytest.mark.parametrize("more", [{}, {"run": {"note": "mine"}}, {"run": None}], ids=["alone", "of ours", "none"])

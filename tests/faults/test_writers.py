@@ -17,9 +17,14 @@ from ftrain.checkpoint import files, saving
 from ftrain.errors import CheckpointError
 from tests.faults.figures import tally, times
 from tests.faults.forks import FOREVER, Child, forked, quiet_forks
-from tests.faults.specimens import same, state
+from tests.faults.specimens import have_same_bits, state
 
 pytestmark = quiet_forks
+
+
+def close_both_ends(pipe):
+    for end in pipe:
+        os.close(end)
 
 
 def write(send, directory, start, stop):
@@ -41,11 +46,9 @@ def race(directory, count):
     """Start `count` writers at once; return the message of each by process, and their exit codes."""
     start, stop = os.pipe(), os.pipe()
     children = [Child(write, directory, start, stop) for _ in range(count)]
-    os.close(start[0])
-    os.close(start[1])
+    close_both_ends(start)
     messages = {child.pid: child.receive() for child in children}
-    os.close(stop[0])
-    os.close(stop[1])
+    close_both_ends(stop)
     codes = [child.wait() for child in children]
     return messages, codes
 
@@ -54,7 +57,6 @@ def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
     slowest = 0.0
     with tally("writers") as tries:
         for number in range(times(100, 8)):
-            tries.runs += 1
             directory = tmp_path / str(number % 10)
             # A lock file with the text of a killed writer, which must not be taken for that of the winner.
             if number % 10 != number:
@@ -65,15 +67,13 @@ def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
             winners = [pid for pid, (event, _, _) in messages.items() if event == "writes"]
             # The winner holds the lock until all have sent a message, so a writer that waited for it would hang.
             slowest = max(slowest, *(seconds for _, _, seconds in messages.values()))
-            is_right = len(winners) == 1 and all(
-                f'"process": {winners[0]}' in text and socket.gethostname() in text and str(directory) in text
-                for event, text, _ in messages.values()
-                if event == "refused"
-            )
-            if not is_right or any(codes):
-                tries.failures.append((number, messages, codes))
-            if not same(ft.Checkpoints(directory, every=1).latest().parts["state"], state()):
-                tries.failures.append((number, "not saved"))
+            refusals = [text for event, text, _ in messages.values() if event == "refused"]
+            with tries.attempt((number, messages)):
+                assert codes == [0] * len(messages)
+                (winner,) = winners
+                for piece in (f'"process": {winner}', socket.gethostname(), str(directory)):
+                    assert all(piece in text for text in refusals), piece
+                assert have_same_bits(ft.Checkpoints(directory, every=1).latest().parts["state"], state())
         tries.note = f"the slowest knew after {slowest:.3f} s"
 
 
@@ -99,32 +99,34 @@ def test_a_forked_child_does_not_own_the_lock_of_its_parent(tmp_path, held):
     child = Child(write, tmp_path, start, stop)
     if not held:
         checkpoints.__exit__(None, None, None)
-    for end in start:
-        os.close(end)
+    close_both_ends(start)
     event, text, _ = child.receive()
-    for end in stop:
-        os.close(end)
+    close_both_ends(stop)
     assert child.wait() == 0
-    assert (event, f'"process": {os.getpid()}' in text) == (("refused", True) if held else ("writes", False))
     if held:
+        assert event == "refused"
+        assert f'"process": {os.getpid()}' in text
         # The child has not released the lock of the parent.
         with pytest.raises(CheckpointError, match="is being written to by"):
             ft.Checkpoints(tmp_path, every=1).__enter__()
         checkpoints.save(2, {"state": state()})
         checkpoints.__exit__(None, None, None)
-    assert ft.Checkpoints(tmp_path, every=1).steps() == [2] if held else [1]
+        assert checkpoints.steps() == [2]
+    else:
+        assert event == "writes"
+        assert checkpoints.steps() == [1]
 
 
 def write_late(send, directory):
     """Become the writer, and write the process into the lock file a little later."""
-    real = files.write
+    write_of_files = files.write
 
-    def late(descriptor, data):
+    def late_write(descriptor, data):
         send("locked")
         time.sleep(0.05)
-        real(descriptor, data)
+        write_of_files(descriptor, data)
 
-    files.write = late
+    files.write = late_write
     with ft.Checkpoints(directory, every=1):
         send("writes")
         time.sleep(FOREVER)
@@ -157,15 +159,13 @@ def test_a_child_that_leaves_the_context_of_its_parent_does_not_release_the_lock
 def test_the_lock_of_a_killed_writer_is_released(tmp_path):
     start, stop = os.pipe(), os.pipe()
     child = Child(write, tmp_path, start, stop)
-    os.close(start[0])
-    os.close(start[1])
+    close_both_ends(start)
     assert child.receive()[0] == "writes"
     with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
         ft.Checkpoints(tmp_path, every=1).__enter__()
     child.signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    os.close(stop[0])
-    os.close(stop[1])
+    close_both_ends(stop)
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(3, {"state": state()})
     assert checkpoints.steps()[-1] == 3
@@ -189,20 +189,20 @@ def write_and_copy(send, directory, copy):
         time.sleep(FOREVER)
 
 
-def asked_again(directory):
+def refuse_a_second_writer(directory):
     with pytest.raises(CheckpointError):
         ft.Checkpoints(directory, every=1).__enter__()
 
 
-def nothing(send):
-    send("nothing")
+def do_nothing(send):
+    send("done")
 
 
 COPIES = {
     "copied": lambda directory: shutil.copytree(directory, directory.with_name("copy")),
     "read": lambda directory: (directory / ".lock").read_bytes(),
-    "asked for again": asked_again,
-    "left by a child": lambda directory: forked(nothing),
+    "asked for again": refuse_a_second_writer,
+    "left by a child": lambda directory: forked(do_nothing),
 }
 
 
@@ -292,17 +292,17 @@ def test_a_writer_that_has_lost_its_lock_is_told_before_it_saves(lose, expected,
 
 def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
     """Otherwise two writers would each hold the lock of another file."""
-    real, times_locked = files._flock, []
+    flock_of_files, locked_descriptors = files._flock, []
 
     def flock(descriptor):
-        times_locked.append(descriptor)
-        if len(times_locked) == 1:
+        locked_descriptors.append(descriptor)
+        if len(locked_descriptors) == 1:
             (tmp_path / ".lock").unlink()
-        return real(descriptor)
+        return flock_of_files(descriptor)
 
     monkeypatch.setattr(files, "_flock", flock)
     with ft.Checkpoints(tmp_path, every=1):
-        assert len(times_locked) == 2
+        assert len(locked_descriptors) == 2
         with pytest.raises(CheckpointError, match="is being written to by"):
             ft.Checkpoints(tmp_path, every=1).__enter__()
 

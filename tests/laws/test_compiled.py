@@ -11,20 +11,16 @@ from ftrain.errors import TraceError
 from ftrain.transforms.compile import capture as capturing
 from tests.exhaustive import choose, exhaustive
 from tests.laws.models import make_batch, make_model, token_loss
+from tests.laws.pipelines import assert_equal, assert_trees_near, blocks_for, build, label, train
 from tests.laws.registry import ALONE, STACKS, is_narrow
-from tests.laws.test_pipelines import assert_equal, blocks_for, build, close_trees, train
 
 WIDE = ("accumulate", "clip", "ema", "swa", "skip")
 """A stack that computes in float64 and is compared with a smaller tolerance than the stacks in 16 bits."""
 
 
-def label(names):
-    return "+".join(names) or "plain"
-
-
 def assert_same_state(actual, expected, names, **tolerance):
     for part in ("params", "buffers", "opt_state", "slots"):
-        close_trees(getattr(actual, part), getattr(expected, part), names, **tolerance)
+        assert_trees_near(getattr(actual, part), getattr(expected, part), names, **tolerance)
 
 
 # `make test` compiles a stack of two wrappers with Inductor in `test_families`.
@@ -66,7 +62,7 @@ def test_inductor_repeats_its_dropout_in_a_second_call_and_in_a_recomputation():
     other, _ = train(whole, seed=1)
     assert not torch.equal(other.params["embed.weight"], actual.params["embed.weight"])
     plain, _ = train(ft.compiled(lowering="whole", donate=True)(build(())[1]))
-    close_trees(actual.params, plain.params, ())
+    assert_trees_near(actual.params, plain.params, ())
 
 
 @pytest.mark.exhaustive
@@ -106,9 +102,14 @@ def test_functionalised_graph_equals_eager(names):
 
 
 def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
-    built = []
+    graphs = []
     capture = capturing.capture
-    monkeypatch.setattr(capturing, "capture", lambda *args: built.append(1) or capture(*args))
+
+    def recording_capture(*args):
+        graphs.append(capture(*args))
+        return graphs[-1]
+
+    monkeypatch.setattr(capturing, "capture", recording_capture)
     schedule = ft.schedules.warmup_cosine(0.01, 10, 200)
     loss = ft.from_module(make_model(0.0), token_loss)
     step = ft.compiled(backend="eager", donate=True)(ft.train_step(loss, ft.optim.sgd(schedule)))
@@ -117,7 +118,7 @@ def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
     for index in range(200):
         state, metrics = step(state, make_batch(index % 3))
         rates.append(metrics["lr"])
-    assert built == [1]
+    assert len(graphs) == 1
     assert rates == [schedule(k) for k in range(200)]
 
 

@@ -15,7 +15,7 @@ F64 = torch.float64
 EXAMPLES, WIDTH = 12, 5
 
 
-def everything(x, rng):
+def all_draws(x, rng):
     """Return `x` after draws of all kinds.
 
     An example takes an odd number of values from each, so that few examples begin at a block of Philox.
@@ -57,7 +57,7 @@ def factors(loss, *wrappers, pieces=1):
     return -new.params["w"] * EXAMPLES
 
 
-def assert_same(actual, expected):
+def assert_same_factors(actual, expected):
     """Check that the zeros are in the same places, and the other factors equal within the rounding of sums."""
     assert torch.equal(actual == 0, expected == 0)
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
@@ -90,9 +90,9 @@ def of_whole_batch():
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_eager(wrappers, pieces, remat):
     inner = [ft.remat()] if remat else []
-    actual = factors(loss_of(everything, is_block=remat), *inner, *wrappers, pieces=pieces)
-    whole = factors(loss_of(everything))
-    assert_same(actual, whole)
+    actual = factors(loss_of(all_draws, is_block=remat), *inner, *wrappers, pieces=pieces)
+    whole = factors(loss_of(all_draws))
+    assert_same_factors(actual, whole)
     assert 0.1 < float((whole == 0).double().mean()) < 0.6
 
 
@@ -101,7 +101,7 @@ def test_compiled_whole(cut):
     """In a whole graph stock modules draw from the key of the step too, and again in a recomputation."""
     wrappers, pieces = COMPILED[cut]
     actual = factors(loss_of(keyed_and_stock, is_block=True), ft.remat(), *wrappers, WHOLE, pieces=pieces)
-    assert_same(actual, of_whole_batch())
+    assert_same_factors(actual, of_whole_batch())
 
 
 @pytest.mark.exhaustive
@@ -109,7 +109,7 @@ def test_inductor():
     """Inductor has an operation of its own for the draws of stock modules, which a recomputation must repeat."""
     whole = ft.compiled(lowering="whole")
     actual = factors(loss_of(keyed_and_stock, is_block=True), ft.remat(), whole, pieces=2)
-    assert_same(actual, factors(loss_of(keyed_and_stock), whole))
+    assert_same_factors(actual, factors(loss_of(keyed_and_stock), whole))
 
 
 @pytest.mark.parametrize("cut", ["accumulate 2", "split 5"])
@@ -117,7 +117,7 @@ def test_compiled_split(cut):
     wrappers, pieces = CUTS[cut]
     split = ft.compiled(lowering="split", backend="eager", fullgraph=True)
     actual = factors(loss_of(keyed_dropout), *wrappers, split, pieces=pieces)
-    assert_same(actual, factors(loss_of(keyed_dropout)))
+    assert_same_factors(actual, factors(loss_of(keyed_dropout)))
 
 
 def test_one_graph_of_the_loss_serves_all_pieces():

@@ -12,9 +12,9 @@ from tests.laws.transformers_families import FAMILIES, causal, of_tokens, t5
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind="LSTM", **options):
+    def __init__(self, layer="LSTM", **options):
         super().__init__()
-        self.inner = getattr(nn, kind)(8, 16, batch_first=True, **options)
+        self.inner = getattr(nn, layer)(8, 16, batch_first=True, **options)
         self.out = nn.Linear(16 * (1 + options.get("bidirectional", False)), 1)
 
     def forward(self, x):

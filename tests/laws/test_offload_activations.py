@@ -17,10 +17,10 @@ from ftrain.backends import transfers
 from ftrain.errors import DeviceError, LossError, OptionError, TraceError
 from ftrain.transforms.offload import saved_tensors
 from tests.laws.models import make_batch
+from tests.laws.pipelines import assert_equal, build, train
 from tests.laws.registry import ALONE, STACKS
-from tests.laws.test_pipelines import assert_equal, build, train
-from tests.laws.test_remat import BATCH, Stages, criterion
-from tests.laws.test_remat import make_batch as make_stages_batch
+from tests.laws.remat_model import BATCH, Stages, criterion
+from tests.laws.remat_model import make_batch as make_stages_batch
 
 
 def offloaded(**options):

@@ -19,12 +19,12 @@ from ftrain.optim import offloaded as module
 from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
 from tests.laws.models import make_batch
+from tests.laws.optimizer_steps import build as build_optimizer
+from tests.laws.optimizer_steps import train as train_optimizer
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
-from tests.laws.test_optimizers import build as build_optimizer
-from tests.laws.test_optimizers import train as train_optimizer
-from tests.laws.test_pipelines import assert_equal, build, train
+from tests.laws.pipelines import assert_equal, build, train
 
-SUITS = ("bf16", "remat", "accumulate", "clip", "ema", "swa")
+COMPATIBLE = ("bf16", "remat", "accumulate", "clip", "ema", "swa")
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +59,11 @@ def test_no_bit_changes_with_any_optimizer(name, tmp_path):
 
 MORE = {"": (), "donated": (ft.donated(),), "in backward": (ft.update_in_backward(),)}
 PIPELINES = [
-    pytest.param(names, more, id=f"{'+'.join(names) or 'plain'}-{how}")
-    for names in [(), *((name,) for name in SUITS), SUITS]
-    for how, more in MORE.items()
+    pytest.param(names, more, id=f"{'+'.join(names) or 'plain'}-{label}")
+    for names in [(), *((name,) for name in COMPATIBLE), COMPATIBLE]
+    for label, more in MORE.items()
     # `update_in_backward` refuses wrappers that need all gradients.
-    if how != "in backward" or not {"accumulate", "clip"} & set(names)
+    if label != "in backward" or not {"accumulate", "clip"} & set(names)
 ]
 
 
@@ -267,11 +267,11 @@ def test_a_full_disk_raises_with_the_sizes_and_leaves_no_file(fails, tmp_path, m
 
 @pytest.mark.parametrize("first", [True, False])
 def test_wrappers_that_may_refuse_an_update_are_refused(first, tmp_path):
-    for other, message in (
+    for wrapper, message in (
         (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may refuse an update"),
         (ft.with_amp("fp16"), r"with_amp\(fp16\) may refuse an update"),
     ):
-        wrappers = (offloaded(tmp_path), other)
+        wrappers = (offloaded(tmp_path), wrapper)
         with pytest.raises(ComposeError, match=rf"offload\(opt_state, .*\): {message}.*leave out one of the two"):
             build((), *wrappers[:: 1 if first else -1])
 

@@ -12,9 +12,9 @@ from ftrain.errors import ComposeError
 from ftrain.optim.partial_update import UpdateSplitter, by_size, require_splittable
 from ftrain.types import RNG, Optimizer
 from tests.exhaustive import choose
+from tests.laws.optimizer_steps import make, make_params
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
-from tests.laws.test_optimizers import make, make_params
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 GROUPINGS = {
     "leaf by leaf": lambda leaves: [[index] for index in range(len(leaves))],

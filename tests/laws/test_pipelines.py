@@ -5,65 +5,29 @@ import torch
 
 import ftrain as ft
 from tests.exhaustive import choose, exhaustive_rows
-from tests.laws import oracle, registry
-from tests.laws.models import keyed_loss, make_batch, make_model, token_loss
+from tests.laws import oracle
+from tests.laws.models import keyed_loss, make_batch
+from tests.laws.pipelines import (
+    STEPS,
+    assert_equal,
+    assert_near,
+    assert_trees_near,
+    blocks_for,
+    build,
+    label,
+    train,
+    train_on,
+)
 from tests.laws.registry import ALONE, PAIRS, SAME_ARROW, STACKS, is_guarded, is_narrow
 
-STEPS = 3
 ALL = [*ALONE, *PAIRS, *STACKS]
 # Wrappers of different arrows commute by construction, and the stacks combine them.
 INTERACTING = [*ALONE, *SAME_ARROW, *STACKS]
 
 
-def label(names):
-    return "+".join(names) or "plain"
-
-
 interacting = pytest.mark.parametrize("names", choose(ALL, INTERACTING), ids=label)
 # Purity and donation depend on what each wrapper writes in place, and not on its neighbours.
 combined = pytest.mark.parametrize("names", choose(ALL, [*ALONE, *STACKS]), ids=label)
-
-
-def build(names, *more, criterion=token_loss, **of_model):
-    # Autocast leaves float64 alone, so mixed precision is held to float32.
-    model = make_model(dtype=torch.float32 if is_narrow(names) else torch.float64, **of_model)
-    optimizer = ft.optim.adamw(oracle.LR, weight_decay=oracle.DECAY)
-    step = ft.train_step(ft.from_module(model, criterion), optimizer)
-    return model, ft.compose(step, *registry.make(names), *more)
-
-
-def blocks_for(names):
-    """Return the number of blocks: as few as the wrappers need, for a test of a compiled step is mostly its capture."""
-    return 2 if any("remat" in name for name in names) else 1
-
-
-def train(step, steps=STEPS, seed=0):
-    state = step.init(seed=seed)
-    metrics = []
-    for index in range(steps):
-        state, values = step(state, make_batch(index))
-        metrics.append({name: float(value) for name, value in values.items()})
-    return state, metrics
-
-
-def assert_equal(actual, expected):
-    """Check that two trees have the same dtypes, shapes and bits; NaN equals NaN."""
-    actual, expected = ft.tree.leaves(actual), ft.tree.leaves(expected)
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected, strict=True):
-        if not isinstance(a, torch.Tensor):
-            assert a == b
-            continue
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_near(actual, expected, names, narrow=(2e-3, 1e-5)):
-    """Check that tensors are equal within the rounding of float64, or with `narrow` as (rtol, atol) of 16 bits."""
-    rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @interacting
@@ -117,7 +81,7 @@ def test_compiled_equals_eager(names):
     eager, eager_metrics = train(step)
     state, metrics = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
     for part in ("params", "buffers", "opt_state", "slots"):
-        close_trees(getattr(state, part), getattr(eager, part), names)
+        assert_trees_near(getattr(state, part), getattr(eager, part), names)
     assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-5)
 
 
@@ -128,15 +92,6 @@ def test_donation_changes_no_bit_of_a_graph(names):
         train(ft.compiled(lowering="whole", backend="eager", donate=donate)(step))[0] for donate in (True, False)
     )
     assert_equal(donated, plain)
-
-
-def close_trees(actual, expected, names, **tolerance):
-    """Check as `assert_near` does, for trees."""
-
-    def flat(tree):
-        return dict(zip(ft.tree.leaf_names(tree), ft.tree.leaves(tree), strict=True))
-
-    assert_near(flat(actual), flat(expected), names, **tolerance)
 
 
 @pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=label)
@@ -162,13 +117,6 @@ def test_a_bad_step_changes_only_the_counters(names):
 def poisoned_loss(model, batch):
     loss = ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
     return ft.Mean(loss.total * batch.get("poison", 1.0), loss.weight)
-
-
-def train_on(step, batches, seed=0):
-    state, metrics = step.init(seed=seed), {}
-    for batch in batches:
-        state, metrics = step(state, batch)
-    return state, metrics
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import ftrain as ft
 from ftrain.errors import ComposeError
 from tests.laws import oracle
 from tests.laws.models import make_batch, make_model
+from tests.laws.pipelines import build
 from tests.laws.registry import ENTRIES, EVERY, NAMES, WITHOUT_ORACLE
-from tests.laws.test_pipelines import build
 
 ROOT = Path(ft.__file__).parents[1]
 

@@ -13,8 +13,8 @@ from ftrain.errors import ComposeError, LossError, OptionError, TraceError
 from ftrain.transforms.remat import budget
 from ftrain.transforms.remat.budget import PolicyCost, choose
 from tests.exhaustive import exhaustive
-from tests.laws.test_pipelines import assert_equal
-from tests.laws.test_remat import Block, anatomy, build, criterion, make_batch
+from tests.laws.pipelines import assert_equal
+from tests.laws.remat_model import Block, anatomy, build, criterion, make_batch
 
 LAYERS = {"stages": 4, "blocks": 1}
 
@@ -95,21 +95,27 @@ def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
     assert work_of(costs) <= least_work(menus, 0.45 * largest)
 
 
-def test_blocks_are_measured_once_for_each_shape_of_a_batch(monkeypatch):
-    menu_counts = []
+@pytest.fixture
+def measurements(monkeypatch):
+    """The costs of the policies of all blocks, a list of menus for each time that they are measured."""
+    recorded = []
 
     def recording_choose(menus, share):
-        menu_counts.append(len(menus))
+        recorded.append(menus)
         return choose(menus, share)
 
     monkeypatch.setattr(budget, "choose", recording_choose)
+    return recorded
+
+
+def test_blocks_are_measured_once_for_each_shape_of_a_batch(measurements):
     step = build(ft.remat(budget=0.5, blocks=[Block]))
     state = step.init()
     ft.evaluate(ft.eval_step(step.loss), state, [make_batch()])
-    assert not menu_counts
+    assert measurements == []
     for batch in (4, 4, 2, 4, 2):
         state, _ = step(state, make_batch(batch=batch))
-    assert menu_counts == [4, 4]
+    assert [len(menus) for menus in measurements] == [4, 4]
 
 
 def test_functions_may_be_blocks():
@@ -140,20 +146,7 @@ def test_functions_may_be_blocks():
         without_blocks(without_blocks.init(params), batch)
 
 
-@pytest.fixture
-def menus(monkeypatch):
-    """The costs of the policies of each block, as they are measured."""
-    measured = []
-
-    def recording_choose(menus, share):
-        measured.extend(menus)
-        return choose(menus, share)
-
-    monkeypatch.setattr(budget, "choose", recording_choose)
-    return measured
-
-
-def test_a_block_is_not_charged_for_an_input_that_it_overwrites(menus):
+def test_a_block_is_not_charged_for_an_input_that_it_overwrites(measurements):
     """The backward pass needs what it has written, but the memory existed before the block."""
 
     @ft.block
@@ -167,7 +160,7 @@ def test_a_block_is_not_charged_for_an_input_that_it_overwrites(menus):
     step = ft.remat(budget=1.0)(ft.train_step(loss, ft.optim.sgd(0.1)))
     step(step.init(params), batch)
     # Nothing else is kept: the product is summed, and its factors existed before.
-    (menu,) = menus
+    ((menu,),) = measurements
     assert [(cost.policy, cost.size) for cost in menu] == [("none", 0)]
 
 
@@ -178,11 +171,11 @@ def test_a_budget_out_of_range_is_refused(share):
 
 
 @pytest.mark.parametrize(
-    "other", [{"policy": "dots"}, {"blocks": {Block: "full"}}, {"blocks": lambda name, part: None}]
+    "policies", [{"policy": "dots"}, {"blocks": {Block: "full"}}, {"blocks": lambda name, part: None}]
 )
-def test_a_budget_beside_policies_is_refused(other):
+def test_a_budget_beside_policies_is_refused(policies):
     with pytest.raises(OptionError, match=r"remat: budget=0\.5 chooses the policies of the blocks"):
-        ft.remat(budget=0.5, **other)
+        ft.remat(budget=0.5, **policies)
 
 
 def test_a_loss_that_reads_a_value_is_refused():
@@ -220,7 +213,7 @@ def test_it_prints():
 
 
 @pytest.mark.parametrize(("width", "saves"), [(16, False), (2048, True)])
-def test_products_are_kept_where_that_saves_more_than_it_costs(width, saves, menus):
+def test_products_are_kept_where_that_saves_more_than_it_costs(width, saves, measurements):
     """A policy is asked for each operation, which takes as long as a small product."""
 
     @ft.block
@@ -230,7 +223,7 @@ def test_products_are_kept_where_that_saves_more_than_it_costs(width, saves, men
     step = ft.train_step(lambda params, batch: block(params["w"], batch).sum(), ft.optim.sgd(0.1))
     step = ft.remat(budget=0.5)(step)
     ft.anatomy(step, step.init({"w": torch.ones(width, width)}), torch.ones(width, width), measure=False)
-    work = {cost.policy: cost.work for cost in menus[0]}
+    work = {cost.policy: cost.work for cost in measurements[0][0]}
     assert (work["dots"] < work["full"]) == saves
 
 

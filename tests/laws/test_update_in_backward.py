@@ -15,14 +15,14 @@ from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
 from tests.exhaustive import choose
 from tests.laws.models import make_batch
+from tests.laws.optimizer_steps import build as build_optimizer
+from tests.laws.optimizer_steps import train as train_optimizer
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
+from tests.laws.pipelines import assert_equal, build, train
 from tests.laws.registry import ALONE
-from tests.laws.test_optimizers import build as build_optimizer
-from tests.laws.test_optimizers import train as train_optimizer
-from tests.laws.test_pipelines import assert_equal, build, train
 
 module = importlib.import_module("ftrain.transforms.update_in_backward")
-SUITS = ("bf16", "remat", "remat_dots", "ema", "swa")
+COMPATIBLE = ("bf16", "remat", "remat_dots", "ema", "swa")
 STACK = ("remat", "bf16", "ema", "swa")
 
 
@@ -39,7 +39,7 @@ def together():
 
 
 names = pytest.mark.parametrize(
-    "names", [(), *((name,) for name in SUITS), STACK], ids=lambda names: "+".join(names) or "plain"
+    "names", [(), *((name,) for name in COMPATIBLE), STACK], ids=lambda names: "+".join(names) or "plain"
 )
 
 
@@ -122,7 +122,7 @@ def test_parameters_that_the_loss_does_not_use(more):
 
 
 class NoneForSecond(torch.autograd.Function):
-    """The double of the first argument; the gradient of the second is None."""
+    """Returns the double of the first argument; its gradient of the second is None."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -165,12 +165,12 @@ class ReadsOther(nn.Module):
 
     def __init__(self, other):
         super().__init__()
-        self.own = nn.Linear(4, 4, bias=False)
+        self.linear = nn.Linear(4, 4, bias=False)
         self.other = other
 
     def forward(self, x, is_last):
         weight = self.other.weight if is_last else self.other.weight.detach()
-        return F.linear(torch.sin(self.own(x)), weight)
+        return F.linear(torch.sin(self.linear(x)), weight)
 
 
 class UsesDetached(nn.Module):
@@ -339,4 +339,4 @@ def test_every_wrapper_is_refused_or_changes_no_bit():
         else:
             assert_equal(train(step, 1)[0], train(plain, 1)[0])
     assert set(refused) >= {"fp16", "accumulate", "clip", "clip_value", "skip"}
-    assert not set(refused) & set(SUITS)
+    assert not set(refused) & set(COMPATIBLE)

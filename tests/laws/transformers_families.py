@@ -24,17 +24,22 @@ def causal(config, model, **options):
     return getattr(transformers, model)(config)
 
 
+def zeros(*names):
+    """Return options of a config that are 0, such as its dropout probabilities."""
+    return dict.fromkeys(names, 0.0)
+
+
 def of_tokens(length=8, **more):
     tokens = torch.randint(3, 40, (2, length))
     return {"input_ids": tokens, "labels": tokens, **more}
 
 
 def bart():
-    sizes = {f"{part}_{each}": 1 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")}
+    sizes = {f"{part}_{count}": 1 for part in ("encoder", "decoder") for count in ("layers", "attention_heads")}
     sizes |= {f"{part}_ffn_dim": 24 for part in ("encoder", "decoder")}
-    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    dropouts = zeros("dropout", "attention_dropout", "activation_dropout")
     common = {"vocab_size": 40, "d_model": 16, "max_position_embeddings": 16, "decoder_start_token_id": 2}
-    config = transformers.BartConfig(**common, **sizes, **quiet, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = transformers.BartConfig(**common, **sizes, **dropouts, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     return transformers.BartForConditionalGeneration(config)
 
 
@@ -47,14 +52,14 @@ def t5():
 def patch_tst():
     sizes = {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8}
     more = {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 12, "prediction_length": 4, "loss": "mse"}
-    quiet = dict.fromkeys([f"{each}_dropout" for each in ("attention", "ff", "positional", "head", "path")], 0.0)
-    return transformers.PatchTSTForPrediction(transformers.PatchTSTConfig(**sizes, **more, **quiet))
+    dropouts = zeros(*(f"{layer}_dropout" for layer in ("attention", "ff", "positional", "head", "path")))
+    return transformers.PatchTSTForPrediction(transformers.PatchTSTConfig(**sizes, **more, **dropouts))
 
 
 def gpt2():
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropouts = zeros("resid_pdrop", "embd_pdrop", "attn_pdrop")
     sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, bos_token_id=1, eos_token_id=2))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=2))
 
 
 def resnet():
@@ -68,10 +73,6 @@ def of_images():
 
 def of_series():
     return {"past_values": torch.randn(2, 16, 2), "future_values": torch.randn(2, 4, 2)}
-
-
-def quiet(*kinds):
-    return dict.fromkeys(kinds, 0.0)
 
 
 HIDDEN = "hidden_dropout_prob", "attention_probs_dropout_prob"
@@ -98,29 +99,29 @@ def qwen3_moe():
 
 
 def bert():
-    return causal("BertConfig", "BertForMaskedLM", **quiet(*HIDDEN))
+    return causal("BertConfig", "BertForMaskedLM", **zeros(*HIDDEN))
 
 
 def deberta():
     relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
-    return causal("DebertaV2Config", "DebertaV2ForMaskedLM", **relative, **quiet(*HIDDEN))
+    return causal("DebertaV2Config", "DebertaV2ForMaskedLM", **relative, **zeros(*HIDDEN))
 
 
 def wav2vec2():
-    kinds = "hidden", "activation", "attention", "feat_proj", "final"
     convolutions = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,), "num_conv_pos_embeddings": 4}
     convolutions |= {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
-    silent = quiet(*(f"{kind}_dropout" for kind in kinds), "layerdrop")
-    return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**TINY, **convolutions, **silent, vocab_size=17))
+    layers = "hidden", "activation", "attention", "feat_proj", "final"
+    dropouts = zeros(*(f"{layer}_dropout" for layer in layers), "layerdrop")
+    return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**TINY, **convolutions, **dropouts, vocab_size=17))
 
 
 def whisper():
-    sizes = {f"{part}_{each}": 1 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")}
+    sizes = {f"{part}_{count}": 1 for part in ("encoder", "decoder") for count in ("layers", "attention_heads")}
     sizes |= {f"{part}_ffn_dim": 16 for part in ("encoder", "decoder")}
     lengths = {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
     tokens = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    none = {"suppress_tokens": [], "begin_suppress_tokens": [], "dropout": 0.0}
-    config = transformers.WhisperConfig(**sizes, **lengths, **tokens, **none, vocab_size=40, d_model=8)
+    tokens |= {"suppress_tokens": [], "begin_suppress_tokens": []}
+    config = transformers.WhisperConfig(**sizes, **lengths, **tokens, dropout=0.0, vocab_size=40, d_model=8)
     return transformers.WhisperForConditionalGeneration(config)
 
 
@@ -132,33 +133,34 @@ def convnext():
 def segformer():
     sizes = {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [8], "patch_sizes": [3]}
     more = {"strides": [2], "num_attention_heads": [2], "decoder_hidden_size": 8, "num_labels": 3}
-    config = transformers.SegformerConfig(**sizes, **more, **quiet("drop_path_rate", "classifier_dropout_prob"))
+    config = transformers.SegformerConfig(**sizes, **more, **zeros("drop_path_rate", "classifier_dropout_prob"))
     return transformers.SegformerForSemanticSegmentation(config)
 
 
 def vit():
-    config = transformers.ViTConfig(**TINY, **quiet(*HIDDEN), image_size=16, patch_size=4, num_labels=3)
+    config = transformers.ViTConfig(**TINY, **zeros(*HIDDEN), image_size=16, patch_size=4, num_labels=3)
     return transformers.ViTForImageClassification(config)
 
 
 def swin():
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
-    config = transformers.SwinConfig(**sizes, **quiet(*HIDDEN, "drop_path_rate"), num_labels=3)
+    config = transformers.SwinConfig(**sizes, **zeros(*HIDDEN, "drop_path_rate"), num_labels=3)
     return transformers.SwinForImageClassification(config)
 
 
 def detr():
     backbone = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
     backbone = transformers.ResNetConfig(**backbone, out_features=["stage2"])
-    sizes = {f"{part}_{each}": 1 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")}
+    sizes = {f"{part}_{count}": 1 for part in ("encoder", "decoder") for count in ("layers", "attention_heads")}
     sizes |= {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_model": 8, "num_queries": 4, "num_labels": 3}
-    own = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
-    return transformers.DetrForObjectDetection(transformers.DetrConfig(**sizes, **own, dropout=0.0))
+    options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    config = transformers.DetrConfig(**sizes, **options, backbone_config=backbone, dropout=0.0)
+    return transformers.DetrForObjectDetection(config)
 
 
 def yolos():
     sizes = {"image_size": [16, 16], "patch_size": 4, "num_detection_tokens": 4, "num_labels": 3}
-    return transformers.YolosForObjectDetection(transformers.YolosConfig(**TINY, **sizes, **quiet(*HIDDEN)))
+    return transformers.YolosForObjectDetection(transformers.YolosConfig(**TINY, **sizes, **zeros(*HIDDEN)))
 
 
 def of_sounds():

@@ -1,15 +1,13 @@
 """Fifty float64 steps of every option of every optimizer equal those of torch, or of a formula written out here."""
 
-import functools
-
 import pytest
 import torch
 
 import ftrain as ft
 from ftrain import optim, tree
+from tests.parity.fifty_steps import F64, STEPS, TIGHT, make_grads, randn
 
-STEPS, LR, F64 = 50, 0.05, torch.float64
-TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+LR = 0.05
 DECAY = {"weight_decay": 0.1, "decay_mask": lambda name, leaf: True}
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
@@ -80,28 +78,12 @@ CASES = {
 PATHS = ["eager", "donated", "unfused", "unread", "graph"]
 
 
-def randn(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
 def make_params(vectors=True):
     """Return parameters of ranks 0 to 4, or matrices alone: torch's Muon takes no others."""
     shapes = {"matrix": (4, 3), "wide": (2, 5), "tall": (7, 2), "one": (1, 1)}
     if vectors:
         shapes |= {"scalar": (), "vector": (5,), "image": (2, 3, 4, 4), "element": (1,)}
     return {name: randn(shape, index) for index, (name, shape) in enumerate(shapes.items())}
-
-
-def make_grads(params, step):
-    """Return the gradients of a step, by the name of the parameter."""
-    return {name: make_grad(leaf.shape, step, index) for index, (name, leaf) in enumerate(params.items())}
-
-
-@functools.cache
-def make_grad(shape, step, index):
-    """Return a gradient of a scale that differs from step to step, and is 0 in step 3."""
-    size = 0.0 if step == 3 else 2.0 ** (step % 5 - 2)
-    return size * randn(shape, 100 * step + index)
 
 
 def torch_options(options):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ftrain import optim, tree
+from tests.parity.fifty_steps import STEPS, TIGHT, make_grads, randn
 
-STEPS, LR, F64 = 50, 0.05, torch.float64
-TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+LR = 0.05
 ALL = {"decay_mask": lambda name, leaf: True}
 SHAPES = {
     "matrix": (4, 3),
@@ -29,24 +29,16 @@ SHAPES = {
 }
 
 
-def randn(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
 def make_params(size=1.0):
     return {name: size * randn(shape, index) for index, (name, shape) in enumerate(SHAPES.items())}
 
 
-def make_grads(step):
-    """Return gradients of a scale that differs from step to step, and is 0 in step 3."""
-    size = 0.0 if step == 3 else 2.0 ** (step % 5 - 2)
-    return {name: size * randn(shape, 100 * step + index) for index, (name, shape) in enumerate(SHAPES.items())}
-
-
 def train(optimizer, size=1.0):
-    params, state = make_params(size), optimizer.init(make_params(size))
+    params = make_params(size)
+    state = optimizer.init(params)
     for step in range(STEPS):
-        params, state = optimizer.update(make_grads(step), state, params, {"lr": optimizer.schedules["lr"](step)})
+        rates = {"lr": optimizer.schedules["lr"](step)}
+        params, state = optimizer.update(make_grads(params, step), state, params, rates)
     return params, state
 
 
@@ -58,13 +50,13 @@ def train_theirs(make, size=1.0):
     if hasattr(theirs, "train"):
         theirs.train()
     for step in range(STEPS):
-        for name, grad in make_grads(step).items():
+        for name, grad in make_grads(leaves, step).items():
             leaves[name].grad = grad
         theirs.step()
     return theirs, leaves
 
 
-def assert_same(ours, theirs):
+def assert_equals_theirs(ours, theirs):
     torch.testing.assert_close(ours, {name: leaf.detach() for name, leaf in theirs.items()}, **TIGHT)
 
 
@@ -88,9 +80,9 @@ def test_lion_equals_lion_pytorch(ours, theirs):
     """Without its option `decoupled_weight_decay`, with which the decay does not depend on the rate."""
     lion = library("lion_pytorch")
     params, state = train(optim.lion(LR, **ours, **ALL))
-    optimizer, leaves = train_theirs(lambda each: lion.Lion(each, lr=LR, **theirs))
-    assert_same(params, leaves)
-    assert_same(state["mu"], {name: optimizer.state[leaf]["exp_avg"] for name, leaf in leaves.items()})
+    optimizer, leaves = train_theirs(lambda params: lion.Lion(params, lr=LR, **theirs))
+    assert_equals_theirs(params, leaves)
+    assert_equals_theirs(state["mu"], {name: optimizer.state[leaf]["exp_avg"] for name, leaf in leaves.items()})
 
 
 # schedulefree
@@ -115,11 +107,11 @@ def test_schedule_free_adamw_equals_schedulefree(ours, theirs, warmup, foreach):
     rate = LR if not warmup else lambda k: LR * min(1.0, (k + 1) / warmup)
     params, state = train(optim.schedule_free_adamw(rate, **ours, **ALL))
     optimizer, leaves = train_theirs(
-        lambda each: schedulefree.AdamWScheduleFree(each, lr=LR, warmup_steps=warmup, foreach=foreach, **theirs)
+        lambda params: schedulefree.AdamWScheduleFree(params, lr=LR, warmup_steps=warmup, foreach=foreach, **theirs)
     )
-    assert_same(params, leaves)
+    assert_equals_theirs(params, leaves)
     for key, their_key in (("z", "z"), ("nu", "exp_avg_sq")):
-        assert_same(state[key], {name: optimizer.state[leaf][their_key] for name, leaf in leaves.items()})
+        assert_equals_theirs(state[key], {name: optimizer.state[leaf][their_key] for name, leaf in leaves.items()})
     optimizer.eval()
     # Both divide by b1 to compute x, which rounds.
     averaged = {name: leaf.detach() for name, leaf in leaves.items()}
@@ -146,8 +138,8 @@ def test_adafactor_equals_transformers_with_relative_steps(ours, theirs):
     module = library("transformers.optimization")
     params, state = train(optim.adafactor(1e-2, **{"eps": (1e-30, 1e-3), **ours}, **ALL))
     options = {"scale_parameter": True, "relative_step": True, "warmup_init": False, **theirs}
-    optimizer, leaves = train_theirs(lambda each: module.Adafactor(each, lr=None, **options))
-    assert_same(params, leaves)
+    optimizer, leaves = train_theirs(lambda params: module.Adafactor(params, lr=None, **options))
+    assert_equals_theirs(params, leaves)
     for name, leaf in leaves.items():
         peer_state = optimizer.state[leaf]
         row, column = state["row"][name], state["column"][name]
@@ -168,8 +160,8 @@ def test_adafactor_equals_transformers_with_a_fixed_rate(decay, size):
     module = library("transformers.optimization")
     params, _ = train(optim.adafactor(1e-6, eps=(1e-15, 1e3), weight_decay=1e3 * decay, **ALL), size)
     options = {"scale_parameter": False, "relative_step": False, "weight_decay": decay}
-    _, leaves = train_theirs(lambda each: module.Adafactor(each, lr=1e-3, **options), size)
-    assert_same(params, leaves)
+    _, leaves = train_theirs(lambda params: module.Adafactor(params, lr=1e-3, **options), size)
+    assert_equals_theirs(params, leaves)
 
 
 # optax
@@ -209,10 +201,12 @@ def from_optax():
     if not all(map(find_spec, ("jax", "optax"))):
         pytest.skip("optax is not installed, and it is the reference of this test")
     runs = [(path, options) for path, _ in OPTAX.values() for options in CASES]
-    params_and_grads = tree.map(torch.Tensor.numpy, (make_params(), [make_grads(step) for step in range(STEPS)]))
+    start = make_params()
+    grads = [make_grads(start, step) for step in range(STEPS)]
+    start, grads = tree.map(torch.Tensor.numpy, (start, grads))
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        input=pickle.dumps((*params_and_grads, LR, runs)),
+        input=pickle.dumps((start, grads, LR, runs)),
         capture_output=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
@@ -228,4 +222,4 @@ def from_optax():
 def test_lamb_lion_and_schedule_free_equal_optax(name, case, from_optax):
     params, _ = train(OPTAX[name][1](LR, **CASES[case], **ALL))
     theirs = {key: torch.as_tensor(leaf) for key, leaf in from_optax[name, case].items()}
-    assert_same(params, theirs)
+    assert_equals_theirs(params, theirs)

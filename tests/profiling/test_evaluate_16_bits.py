@@ -10,7 +10,7 @@ from ftrain import tree
 from ftrain.errors import ComposeError
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.test_pipelines import train_on
+from tests.laws.pipelines import train_on
 
 
 class Casts(TorchDispatchMode):

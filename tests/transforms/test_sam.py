@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, OptionError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.modes import modes
 
 

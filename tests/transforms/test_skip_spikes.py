@@ -7,7 +7,7 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import OptionError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.modes import modes
 
 LR = 0.5

@@ -8,7 +8,7 @@ import ftrain as ft
 from tests.exhaustive import choose
 from tests.faults.problem import assert_bitwise
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.amp.watched_models import FaultyNet, Times, build, metrics_of_one_step, parts_in, run, shares_in
 from tests.transforms.modes import CAPTURED
 

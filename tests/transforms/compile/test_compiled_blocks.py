@@ -5,29 +5,20 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import register_backend
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, OptionError, TraceError
+from tests.transforms.compile.counting_backend import compiled_graphs
 
 # Dynamo reads the .grad of every tensor it traces, which makes torch warn.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-GRAPHS = []
-"""The graphs that the backend `ftrain_counting` has got in the current test."""
-
-
-@register_backend
-def ftrain_counting(graph, inputs):
-    GRAPHS.append(graph)
-    return graph.forward
 
 
 @pytest.fixture(autouse=True)
 def no_graphs():
     # Before torch 2.13 steps share graphs.
     torch.compiler.reset()
-    GRAPHS.clear()
+    compiled_graphs.clear()
 
 
 class Block(nn.Module):
@@ -65,7 +56,7 @@ def train(step, lengths=(6, 6, 6), **more):
 @pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2), ft.remat(), ft.clip(0.1))], ids=["alone", "stack"])
 def test_blocks_of_one_class_share_one_graph(wrappers):
     train(make_step(*wrappers, net=make_net(blocks=5)))
-    assert len(GRAPHS) == 1
+    assert len(compiled_graphs) == 1
 
 
 def of_step():
@@ -84,9 +75,9 @@ def uncompiled():
 def test_an_evaluation_compiles_blocks_as_well(make_evaluation):
     state, batches = make_step().init(), [{"x": torch.randn(4, 3, dtype=torch.float64)} for _ in range(2)]
     expected = ft.evaluate(uncompiled(), state, batches)
-    assert not GRAPHS
+    assert not compiled_graphs
     assert ft.evaluate(make_evaluation(), state, batches) == expected
-    assert len(GRAPHS) == 1
+    assert len(compiled_graphs) == 1
 
 
 def test_layers_of_transformers_share_a_graph_without_their_cache_of_keys_and_values(caplog):
@@ -102,7 +93,7 @@ def test_layers_of_transformers_share_a_graph_without_their_cache_of_keys_and_va
                 state, _ = step(state, batch)
         params.append(state.params)
     torch.testing.assert_close(*params, rtol=1e-12, atol=1e-14)
-    assert len(GRAPHS) == 1
+    assert len(compiled_graphs) == 1
     assert caplog.text.count("LlamaForCausalLM runs without its cache of keys and values") == 1
     assert llama.config.use_cache
 
@@ -142,7 +133,7 @@ def test_more_shapes_than_max_graphs_are_an_error_and_texts_do_not_count():
 
 def test_dynamic_shapes_need_no_graph_for_each_length():
     train(make_step(dynamic=True, max_graphs=1), lengths=range(4, 14))
-    assert len(GRAPHS) <= 2
+    assert len(compiled_graphs) <= 2
 
 
 def gradient_penalty(net, batch):
@@ -192,9 +183,9 @@ def test_memory_is_predicted_from_uncompiled_blocks():
     report = ft.anatomy(step, step.init(), batch, measure=False)
     eager = ft.compose(ft.train_step(ft.from_module(make_net(), square_loss), ft.optim.adamw(0.01)))
     assert report.peak == ft.anatomy(eager, eager.init(), batch, measure=False).peak
-    assert not GRAPHS
+    assert not compiled_graphs
     train(step)
-    assert len(GRAPHS) == 1
+    assert len(compiled_graphs) == 1
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
@@ -207,5 +198,5 @@ def test_blocks_that_draw_run_uncompiled_on_a_mesh_and_the_log_says_so(p, caplog
         ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)), ft.accumulate(2), ft.sharded(mesh)
     )
     torch.testing.assert_close(actual.params, train(eager).params, rtol=1e-12, atol=1e-15)
-    assert len(GRAPHS) == (0 if p else 1)
+    assert len(compiled_graphs) == (0 if p else 1)
     assert ("run uncompiled, since they draw random numbers" in caplog.text) == bool(p)

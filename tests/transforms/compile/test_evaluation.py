@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, LossError, TraceError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.compile.counting_backend import compiled_graphs
 
 

@@ -12,7 +12,7 @@ import ftrain as ft
 from ftrain.backends import onednn
 from ftrain.transforms.compile import graph_passes
 from tests.exhaustive import exhaustive
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 PRODUCT = "ftrain::onednn_product"
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")

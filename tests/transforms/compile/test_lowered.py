@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.errors import ComposeError, TraceError
 from ftrain.transforms.compile.capture import capture
 from ftrain.transforms.compile.lowered import count_nodes, peak_bytes
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 KIB = 1024
 

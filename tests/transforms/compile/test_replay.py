@@ -17,7 +17,7 @@ from ftrain import backends, tree
 from ftrain.backends import cpu
 from ftrain.errors import OptionError
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 OUTPUTS = 2
 """The number of scalars that the functions here return: in a step, the loss and the norm of the gradient."""

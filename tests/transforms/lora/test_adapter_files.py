@@ -9,7 +9,7 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.adapter_files import CONFIG, DIGESTS, WEIGHTS, make_peft_files, read_config, update_config
 from tests.transforms.lora.models import VARIANTS, adapters_in, make_model, make_step, train
 

@@ -10,7 +10,7 @@ import ftrain as ft
 from ftrain.errors import CheckpointError, ComposeError, OptionError, StructureError
 from tests.laws.models import make_model as make_tiny
 from tests.laws.models import token_loss
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.adapter_files import CONFIG, WEIGHTS, make_peft_files
 from tests.transforms.lora.models import TARGETS, make_model, make_step
 

@@ -9,8 +9,8 @@ import ftrain as ft
 from tests.exhaustive import choose
 from tests.laws import registry
 from tests.laws.models import VOCABULARY, WIDTH, keyed_loss, make_batch
+from tests.laws.pipelines import assert_equal, assert_near, assert_trees_near
 from tests.laws.registry import STACKS, is_narrow
-from tests.laws.test_pipelines import assert_equal, assert_near, close_trees
 from tests.transforms.lora.models import TARGETS, adapt_by_hand, adapters_in, loss, make_model, make_step, train
 from tests.transforms.modes import CAPTURED
 
@@ -84,7 +84,7 @@ def test_captured_is_eager(names):
     eager, eager_losses = train(step)
     captured, losses = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
     for part in ("params", "frozen", "opt_state", "slots"):
-        close_trees(getattr(captured, part), getattr(eager, part), names)
+        assert_trees_near(getattr(captured, part), getattr(eager, part), names)
     assert losses == pytest.approx(eager_losses, rel=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_compiled_is_eager(lowering, backend):
     step = make_step(model, ft.lora(2, targets=["2"], dora=True), optimizer=ft.optim.sgd(0.5, momentum=0.9))
     compiled, _ = train(ft.compiled(lowering=lowering, backend=backend, donate=True)(step))
     eager, _ = train(step)
-    close_trees(compiled.params, eager.params, ())
+    assert_trees_near(compiled.params, eager.params, ())
     assert_equal(compiled.frozen, eager.frozen)
 
 
@@ -145,7 +145,7 @@ def test_accumulation_is_the_full_batch():
     _, step = build((), 0, p=0.0, dora=True)
     whole, _ = train(step)
     accumulated, _ = train(ft.accumulate(4)(step))
-    close_trees(accumulated.params, whole.params, ())
+    assert_trees_near(accumulated.params, whole.params, ())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

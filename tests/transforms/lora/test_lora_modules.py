@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.errors import OptionError, StructureError
 from tests.laws.models import make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, loss, make_model, make_step, train, without_none
 
 

@@ -8,7 +8,7 @@ import torch
 import ftrain as ft
 from ftrain.errors import StructureError
 from tests.laws.models import WIDTH, make_batch
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters_in, loss, make_model, make_step, train, without_none
 
 VARIANTS = {"lora": {}, "rslora": {"rslora": True, "alpha": 5.0}, "dora": {"dora": True}}

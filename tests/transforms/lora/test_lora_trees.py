@@ -5,7 +5,7 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import LossError, OptionError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 
 
 def tree_loss(params, batch):

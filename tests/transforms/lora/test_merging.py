@@ -6,7 +6,7 @@ import torch
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, StructureError
 from tests.laws.models import make_batch
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, VARIANTS, adapters_in, loss, make_model, make_step, train
 
 variants = pytest.mark.parametrize("variant", VARIANTS)

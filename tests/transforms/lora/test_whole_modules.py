@@ -9,7 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import StructureError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.adapter_files import (
     DIGESTS,
     WEIGHTS,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ftrain as ft
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.remat.recomputing import SIZE, catching, random_leaf, recomputing
 
 

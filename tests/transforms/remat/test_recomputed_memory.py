@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.remat.recomputing import catching, random_leaf, recomputing
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from ftrain.errors import TraceError
-from tests.laws.test_pipelines import assert_equal
+from tests.laws.pipelines import assert_equal
 from tests.transforms.modes import CAPTURED
 from tests.transforms.remat.recomputing import SIZE
 
