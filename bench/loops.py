@@ -28,6 +28,17 @@ def compiled(task: Task) -> Run:
     return loop(task, torch.compile(loss_of, backend=task.backend))
 
 
+def compiled_blocks(task: Task) -> Run:
+    """Prepare the loop with `torch.compile` of each block."""
+
+    def compile_blocks(model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend=task.backend)
+        return model
+
+    return loop(task, task.loss, compile_blocks)
+
+
 def medium(task: Task) -> Run:
     """Prepare the loop of `compiled` with `torch.set_float32_matmul_precision("medium")`.
 

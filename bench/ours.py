@@ -39,7 +39,7 @@ def eager(task: Task) -> Run:
 def compiled(task: Task) -> Run:
     """Prepare the compiled step, donated unless the option `donate` is false.
 
-    The option `graphs` turns the capture of device graphs on or off.
+    The option `graphs` turns the capture of device graphs on or off; `lowering` is that of `ft.compiled`.
     """
     return make_run(step_of(task), task)
 
@@ -99,10 +99,11 @@ def compile_wrapper(task: Task, *, donate: bool = False, graphs: bool | None = N
     """
     if graphs and task.device == "cpu":
         raise MissingError("a CPU captures no device graphs")
+    lowering = task.option("lowering", "auto")
     if task.backend != "inductor":
-        return ft.compiled(donate=donate, backend=task.backend, replay=graphs)
+        return ft.compiled(lowering=lowering, donate=donate, backend=task.backend, replay=graphs)
     options = {"combo_kernels": True} if task.option("combo") else {}
-    return ft.compiled(donate=donate, replay=graphs, **options)
+    return ft.compiled(lowering=lowering, donate=donate, replay=graphs, **options)
 
 
 def calls_only(task: Task) -> Run:

@@ -319,7 +319,7 @@ def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
-    result = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13")
+    result = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13", "C14")
     timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
     assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKE_QUESTIONS} <= timed
