@@ -19,7 +19,7 @@ from bench.report import write_report
 from bench.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
-CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(14)}
+CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(15)}
 GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(7)}
 
 
