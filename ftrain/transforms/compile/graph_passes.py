@@ -14,19 +14,14 @@ from ftrain.transforms.compile.lowered import storages
 
 _aten = torch.ops.aten
 
-LEAST_ONEDNN = 1 << 22
-"""The smallest number of multiplications in a product by oneDNN: to find its kernel takes as long as to multiply."""
-
-LEAST_COPIED = 1 << 25
-"""The same if the first matrix is not stored by rows, as in the gradient of a weight: a matrix is copied."""
-
 
 def options() -> dict[str, Any]:
     """Return the options of Inductor for these changes."""
     name = "ftrain.copies.1"
-    if onednn.is_faster():
+    least = onednn.least_faster()
+    if least is not None:
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
-        name += f".by_onednn.1.{LEAST_ONEDNN}.{LEAST_COPIED}"
+        name += f".by_onednn.1.{least.by_rows}.{least.transposed}"
     return {
         "post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.3", _change_first),
         "post_grad_custom_post_pass": torch_compile.graph_pass(name, _change_last),
@@ -40,8 +35,9 @@ def _change_first(graph: fx.Graph) -> None:
 
 def _change_last(graph: fx.Graph) -> None:
     copies_before_writes(graph)
-    if onednn.is_faster():
-        products_by_onednn(graph)
+    least = onednn.least_faster()
+    if least is not None:
+        products_by_onednn(graph, least)
 
 
 def scaling_apart(graph: fx.Graph) -> None:
@@ -92,14 +88,14 @@ def copies_before_writes(graph: fx.Graph) -> None:
         first_writes.update({key: write for key, _ in storages(written) if key not in first_writes})
 
 
-def products_by_onednn(graph: fx.Graph) -> None:
-    """Compute large float32 products of matrices on the CPU by oneDNN."""
+def products_by_onednn(graph: fx.Graph, least: onednn.Least) -> None:
+    """Compute float32 products of matrices on the CPU by oneDNN if they are large enough."""
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
-        if _is_large(*node.args):
+        if _is_large(least, *node.args):
             node.target = onednn.product()
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         added, *factors = node.args
-        if node.kwargs or not _is_large(*factors):
+        if node.kwargs or not _is_large(least, *factors):
             continue
         with graph.inserting_before(node):
             product = graph.call_function(onednn.product(), tuple(factors))
@@ -107,13 +103,13 @@ def products_by_onednn(graph: fx.Graph) -> None:
         node.target, node.args = _aten.add.Tensor, (product, added)
 
 
-def _is_large(first: fx.Node, second: fx.Node) -> bool:
+def _is_large(least: onednn.Least, first: fx.Node, second: fx.Node) -> bool:
     # Nodes that other passes have made may have no value yet.
     a: Any = first.meta.get("val")
     b: Any = second.meta.get("val")
     if not all(isinstance(each, Tensor) and each.is_cpu and each.dtype == torch.float32 for each in (a, b)):
         return False
     sizes = [*a.shape, b.shape[1]]
-    least = LEAST_ONEDNN if a.stride(1) == 1 else LEAST_COPIED
+    limit = least.by_rows if a.stride(1) == 1 else least.transposed
     # A size may be symbolic.
-    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= least
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= limit

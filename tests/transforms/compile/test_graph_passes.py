@@ -69,46 +69,82 @@ def count_products():
 
 @needs_onednn
 def test_large_products_of_a_compiled_step_are_by_onednn_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(onednn, "is_faster", lambda: True)
-    monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 16 * 32 * 32)
-    monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32)
+    least = onednn.Least(16 * 32 * 32, 16 * 32 * 32)
+    monkeypatch.setattr(onednn, "least_faster", lambda: least)
     # The first two layers have five large products: two outputs, two gradients of weights and one of an input. Those
     # of the head are small.
     assert count_products() == (5, 3)
     # The two gradients of weights read a transposed matrix, which must be copied.
-    monkeypatch.setattr(graph_passes, "LEAST_COPIED", 16 * 32 * 32 + 1)
+    least = least._replace(transposed=least.transposed + 1)
     assert count_products() == (3, 5)
-    monkeypatch.setattr(onednn, "is_faster", lambda: False)
+    least = None
     assert count_products() == (0, 8)
 
 
 @needs_onednn
-def test_products_of_unknown_sizes_and_of_float64_are_not_replaced(monkeypatch):
-    monkeypatch.setattr(graph_passes, "LEAST_ONEDNN", 1)
+def test_products_of_unknown_sizes_and_of_float64_are_not_replaced():
+    least = onednn.Least(1, 1)
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     product = graph.call_function(torch.ops.aten.mm.default, (a, b))
     graph.output(product)
-    graph_passes.products_by_onednn(graph)
+    graph_passes.products_by_onednn(graph, least)
     assert product.target is torch.ops.aten.mm.default
     a.meta["val"] = b.meta["val"] = torch.ones(2, 2, dtype=torch.float64)
-    graph_passes.products_by_onednn(graph)
+    graph_passes.products_by_onednn(graph, least)
     assert product.target is torch.ops.aten.mm.default
     a.meta["val"] = b.meta["val"] = torch.ones(2, 2)
-    graph_passes.products_by_onednn(graph)
+    graph_passes.products_by_onednn(graph, least)
     assert product.target is onednn.product()
+
+
+@pytest.fixture
+def least_on(monkeypatch):
+    """Return a function that returns `least_faster` on another CPU."""
+
+    def least_faster(name, capability, cpuinfo):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        monkeypatch.setattr(onednn.Path, "read_text", lambda path, encoding: cpuinfo)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        return onednn.least_faster.__wrapped__()
+
+    return least_faster
 
 
 @needs_onednn
 @pytest.mark.parametrize(
-    ("name", "is_faster"), [("AMD EPYC", True), ("AMD Ryzen 7 PRO", True), ("Intel(R) Xeon(R)", False), ("", False)]
+    ("name", "capability", "family", "expected"),
+    [
+        ("AMD EPYC", "AVX512", 26, onednn.WITH_WHOLE_VECTORS),
+        ("AMD Ryzen 7 PRO", "AVX512", 25, onednn.WITH_HALF_VECTORS),
+        ("AMD EPYC", "AVX512", "unknown", onednn.WITH_HALF_VECTORS),
+        ("AMD EPYC", "AVX2", 25, None),
+        ("Intel(R) Xeon(R)", "AVX512", 6, None),
+        ("", "AVX512", 6, None),
+    ],
 )
-def test_onednn_is_chosen_by_the_maker_of_the_cpu(name, is_faster, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert onednn.is_faster() == is_faster
+def test_onednn_is_chosen_by_the_maker_the_vectors_and_the_family_of_the_cpu(
+    name, capability, family, expected, least_on, monkeypatch
+):
+    assert least_on(name, capability, f"processor\t: 0\ncpu family\t: {family}\nmodel\t\t: 17\n") == expected
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not onednn.is_faster()
+    assert onednn.least_faster.__wrapped__() is None
+
+
+@needs_onednn
+def test_the_family_is_read_from_the_name_of_the_processor_on_other_systems(least_on, monkeypatch):
+    def refuse(path, encoding):
+        raise FileNotFoundError(path)
+
+    least_on("AMD Ryzen", "AVX512", "")
+    monkeypatch.setattr(onednn.Path, "read_text", refuse)
+    for name, expected in (
+        ("AMD64 Family 26 Model 36 Stepping 0, AuthenticAMD", onednn.WITH_WHOLE_VECTORS),
+        ("AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD", onednn.WITH_HALF_VECTORS),
+    ):
+        monkeypatch.setattr(onednn.platform, "processor", lambda name=name: name)
+        assert onednn.least_faster.__wrapped__() == expected
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3, 1)], ids=str)
