@@ -26,10 +26,9 @@ RANK_TESTS := tests/parallel tests/profiling/test_planning.py
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
 CPU_TESTS := $(addprefix tests/,backends/test_emulated.py \
-	profiling/test_loss_scale.py profiling/test_amp_dtypes.py profiling/test_evaluate_16_bits.py profiling/test_matmul_precision.py \
-	$(addprefix transforms/amp/test_,overflow_counts.py overflow_report.py watched_parts.py) golden parity/test_low_precision*.py \
-	parity/test_loop*.py \
-	backends/test_doctor.py)
+	step/test_evaluate_16_bits.py transforms/test_matmul_precision.py \
+	$(addprefix transforms/amp/test_,loss_scale.py amp_dtypes.py overflow_counts.py overflow_report.py watched_parts.py) \
+	golden parity/test_low_precision*.py parity/test_loop*.py backends/test_doctor.py)
 
 # What needs a GPU. The first file lets the tests see it; they take turns on it.
 GPU_TESTS := $(addprefix tests/,test_cuda.py random/test_draws_in_every_mode.py::test_gpu_draws_the_same_bits data/test_prefetch.py \

@@ -14,7 +14,7 @@ from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
 from ftrain.checkpoint.journal import ENCODE, NAME, Journal, Mark, check, parse_mark, read
 from ftrain.errors import CheckpointError
-from tests.checkpoint.interrupted_runs import without_times
+from tests.training.interrupted_runs import without_times
 
 HARD = [
     {"step": 1, "loss": 0.1, "large": 2**70, "yes": True, "none": None, "text": 'tëxt "\n\ud800'},

@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import StructureError
-from tests.checkpoint.interrupted_runs import make
+from tests.training.interrupted_runs import make
 
 
 def product(params, batch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import ftrain as ft
-from tests.checkpoint.interrupted_runs import (
+from tests.training.interrupted_runs import (
     EVERY,
     STEPS,
     KilledError,

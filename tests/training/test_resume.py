@@ -14,7 +14,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError, ConsumedError
-from tests.checkpoint.interrupted_runs import (
+from tests.training.interrupted_runs import (
     EVERY,
     STEPS,
     Positioned,

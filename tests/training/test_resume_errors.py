@@ -6,7 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError, StructureError
-from tests.checkpoint.interrupted_runs import EVERY, STEPS, assert_results_equal, batches, fit, make
+from tests.training.interrupted_runs import EVERY, STEPS, assert_results_equal, batches, fit, make
 
 
 def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path, capsys):

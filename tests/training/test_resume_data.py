@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import ftrain as ft
-from tests.checkpoint.interrupted_runs import (
+from tests.exhaustive import exhaustive_rows
+from tests.training.interrupted_runs import (
     BATCHES,
     EVERY,
     STEPS,
@@ -18,7 +19,6 @@ from tests.checkpoint.interrupted_runs import (
     fit_until_killed,
     make,
 )
-from tests.exhaustive import exhaustive_rows
 
 
 class WrapsAround(Positioned):

@@ -7,8 +7,8 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError
-from tests.checkpoint.interrupted_runs import BATCHES, EVERY, STEPS, Positioned, batches, fit, make
 from tests.exhaustive import choose
+from tests.training.interrupted_runs import BATCHES, EVERY, STEPS, Positioned, batches, fit, make
 
 
 @pytest.mark.parametrize("at", choose([1, 2, 4, 5, 6, 9, STEPS], [1, 4, 6, STEPS]))
