@@ -18,7 +18,7 @@ from tests.transforms.compile.counting_backend import compiled_graphs
 
 
 @register_backend
-def ftrain_broken(graph, inputs):
+def ftrain_no_linker(graph, inputs):
     raise RuntimeError("the linker is gone")
 
 
@@ -84,14 +84,14 @@ def test_a_graph_that_the_compiler_cannot_compile_runs_eagerly_and_the_log_says_
     loss_fn = ft.from_module(make_model(), classification_loss)
     eager, batches = ft.eval_step(loss_fn), make_batches()
     state = init_state(loss_fn)
-    compiled = ft.compiled(backend="ftrain_broken")(eager)
+    compiled = ft.compiled(backend="ftrain_no_linker")(eager)
     with caplog.at_level(logging.WARNING, "ftrain"):
         means = ft.evaluate(compiled, state, batches)
     assert means == ft.evaluate(eager, state, batches)
     (line,) = logged_lines(caplog)
     assert "runs eagerly" in line
     assert "the linker is gone" in line
-    split = ft.compiled(backend="ftrain_broken", lowering="split")(eager)
+    split = ft.compiled(backend="ftrain_no_linker", lowering="split")(eager)
     with pytest.raises(TorchDynamoException, match="the linker is gone"):
         ft.evaluate(split, state, batches)
 
