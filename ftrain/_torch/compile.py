@@ -42,6 +42,18 @@ def _uncompiled() -> AbstractContextManager[object]:
     return patched
 
 
+def guarding_hooks() -> AbstractContextManager[object]:
+    """Return a context in which a graph of `torch.compile` is used only for modules with the hooks it was made for.
+
+    Otherwise a layer with a hook would run the graph of another layer of its class that has none, without the hook.
+    """
+    with private_names():
+        from torch._dynamo import config
+
+        patched: AbstractContextManager[object] = config.patch(skip_nnmodule_hook_guards=False)
+    return patched
+
+
 def is_compiling() -> bool:
     """Whether this thread is within `torch.compile` or Inductor, tracing or compiling."""
     return TracingContext.try_get() is not None

@@ -80,7 +80,7 @@ def split_runner(
 
     def run(tensors: PyTree, batch: PyTree, *more: Any) -> Any:
         logging_slow = log_if_slow(name) if shapes.admit(batch=batch) else nullcontext()
-        with logging_slow, compiler.cache(), attempted(has_written):
+        with logging_slow, attempted(has_written), compiler.in_parts():
             return function(tensors, batch, *more)
 
     return run

@@ -24,7 +24,6 @@ from ftrain.transforms.compile.settings import (
     Compiler,
     refuse_gradient_of_gradient,
     refusing_gradient_of_gradient,
-    resolved,
 )
 from ftrain.transforms.remat.policies import FULL, NONE
 from ftrain.types import Loss, LossOutput, PyTree
@@ -76,7 +75,7 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     def scope(training: bool) -> Iterator[None]:
         # Entered first, so that what replaces the forward of a block later (remat, the gather of level 3) calls this.
         forwards = [(block, forward_of(block)) for block in blocks]
-        with compiler.cache(), forwarding(forwards), without_cache(), loss.scope(training):
+        with compiler.in_parts(), forwarding(forwards), without_cache(), loss.scope(training):
             yield
         # The first step on ranks always runs like this, to find out whether the loss draws.
         if runs.have_drawn and runs.steps > 0:
@@ -136,5 +135,8 @@ def _run(
     if _torch.active_modes():
         runs.have_drawn = runs.have_drawn or torch_ops.current() is not None
         return forward(*args, **kwargs)
-    args, kwargs = resolved((args, kwargs))
-    return compiled_for(tree.device_of((args, kwargs)))(*block, *args, **kwargs)
+    tensors = [leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    # Inductor's code ignores the bits of tensors that are conjugated or negated by a bit (2.13).
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+        return forward(*args, **kwargs)
+    return compiled_for(tree.device_of(tensors))(*block, *args, **kwargs)

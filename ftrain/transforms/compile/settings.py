@@ -131,8 +131,8 @@ class Compiler:
         if "isolate_recompiles" in parameters:
             settings["isolate_recompiles"] = True
         # After that many, torch runs other batches uncompiled.
-        if "recompile_limit" in parameters and not self.dynamic:
-            settings["recompile_limit"] = max(8, graphs_per_batch * self.max_graphs)
+        if "recompile_limit" in parameters:
+            settings["recompile_limit"] = max(8, graphs_per_batch * (1 if self.dynamic else self.max_graphs))
 
         @functools.cache
         def compiled_for(device: torch.device) -> Callable[..., Any]:
@@ -157,6 +157,12 @@ class Compiler:
         asked = device != tree.HOST and torch.are_deterministic_algorithms_enabled()
         measures_nothing = {"deterministic": True} if asked else {}
         return {**capture.options_of_cpu(), **graph_passes.options(), **measures_nothing, **self.options}
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Context in which what `compile_loss` and `compile_function` have compiled is called."""
+        with self.cache(), torch_compile.guarding_hooks():
+            yield
 
     @contextmanager
     def cache(self) -> Iterator[None]:

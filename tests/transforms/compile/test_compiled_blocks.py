@@ -40,7 +40,7 @@ def square_loss(net, batch):
 
 
 def make_step(*wrappers, net=None, criterion=square_loss, **options):
-    compiled = ft.compiled(lowering="blocks", **{"backend": "ftrain_counting", **options})
+    compiled = ft.compiled(**{"lowering": "blocks", "backend": "ftrain_counting", **options})
     loss = ft.from_module(make_net() if net is None else net, criterion)
     return ft.compose(ft.train_step(loss, ft.optim.adamw(0.01)), *wrappers, compiled)
 
@@ -134,6 +134,77 @@ def test_more_shapes_than_max_graphs_are_an_error_and_texts_do_not_count():
 def test_dynamic_shapes_need_no_graph_for_each_length():
     train(make_step(dynamic=True, max_graphs=1), lengths=range(4, 14))
     assert len(compiled_graphs) <= 2
+
+
+HOOKS = {
+    "forward": lambda layer: layer.register_forward_hook(lambda layer, inputs, output: output * 1.5),
+    "pre": lambda layer: layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0] * 1.5,)),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda layer, grads, of_output: (grads[0] * 2,)),
+}
+
+
+@pytest.mark.parametrize("lowering", ["blocks", "split"])
+@pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
+def test_a_hook_on_a_layer_of_one_block_is_called_there_alone(add_hook, lowering):
+    net = make_net()
+    add_hook(net[1][1].linear)
+    actual = train(make_step(net=net, lowering=lowering, backend="aot_eager"))
+    expected = train(ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)))
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-9, atol=1e-12)
+
+
+class Turned(nn.Module):
+    """A block that doubles complex numbers in place, in the memory of the tensor that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, turned):
+        turned.mul_(2)
+        return x + self.linear(x) * torch.view_as_real(turned.resolve_conj()).sum()
+
+
+class TurnedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.blocks = nn.Linear(3, 4), nn.ModuleList(Turned() for _ in range(2))
+
+    def forward(self, x):
+        x = self.inner(x)
+        turned = torch.complex(x.detach(), 1 + x.detach()).conj()
+        for block in self.blocks:
+            x = block(x, turned)
+        return x
+
+
+def test_conjugated_inputs_that_a_block_changes_are_changed():
+    torch.manual_seed(0)
+    net = TurnedNet().double()
+    actual = train(make_step(net=net, backend="aot_eager"))
+    expected = train(ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)))
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-9, atol=1e-12)
+
+
+class Named(Block):
+    """A block with a text, which is a constant of its graph."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return super().forward(x) * (1 + int(self.name) / 16)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch allows at most 8 graphs for all steps")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_twelve_blocks_with_constants_of_their_own_have_twelve_graphs(dynamic):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Named(str(index)) for index in range(12)))
+    net = nn.Sequential(nn.Linear(3, 4), blocks).double()
+    train(make_step(net=net, dynamic=dynamic, fullgraph=True, max_graphs=1))
+    assert len(compiled_graphs) == 12
 
 
 def gradient_penalty(net, batch):
