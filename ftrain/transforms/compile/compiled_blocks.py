@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, tree
 from ftrain.errors import ComposeError, log_on_first_rank
+from ftrain.parallel import rows
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.kv_cache import without_kv_cache
@@ -40,6 +42,14 @@ UNCOMPILED = (
     "compiled: the blocks of %s run uncompiled, since they draw random numbers (dropout), which must not depend on the "
     "number of ranks; lowering='whole' compiles them"
 )
+IN_PLACE = (
+    "compiled: the blocks %s of %s run uncompiled, since they change a buffer in place: torch.compile may compute a "
+    "wrong gradient of what they do with it next. To compile them, assign a new tensor: self.count = self.count + 1"
+)
+SYNCHRONISED = (
+    "compiled: lowering='blocks' cannot be combined with sync_batch_norm, which sends statistics to other ranks within "
+    "a block; leave lowering out"
+)
 POLICY = (
     "compiled: lowering='blocks' cannot be combined with a policy of remat, which decides for each operation of a "
     "block whether to keep its result, while a compiled block is one operation; use remat() without a policy, or leave "
@@ -58,18 +68,20 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     if module is None or not blocks:
         raise ComposeError(NO_BLOCKS.format(loss.text))
     # Each block may need a graph of its own for a batch (window of attention, number of experts), and others in bf16.
-    compiled = cache(partial(compiler.compile_function, graphs_per_batch=2 * len(blocks)))
+    compile_function = partial(compiler.compile_function, graphs_per_batch=2 * len(blocks))
     shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
-    log_once = cache(log_on_first_rank)
     without_cache = without_kv_cache(module, NO_CACHE)
-    runs = _Runs()
+    kinds: dict[Callable[..., Any], _Kind] = {}
+    draws = _Draws(loss.name)
 
     def forward_of(block: nn.Module) -> Callable[..., Any]:
         forward: Any = block.forward
         is_method = inspect.ismethod(forward) and forward.__self__ is block
         # Methods of blocks of one class are one function, which is compiled once.
-        compiled_for = compiled(forward.__func__ if is_method else forward)
-        return partial(_run, runs, forward, compiled_for, [block] if is_method else [])
+        function = forward.__func__ if is_method else forward
+        if function not in kinds:
+            kinds[function] = _Kind(compile_function(function), type(block).__name__, loss.name)
+        return partial(_run, draws, kinds[function], forward, block, is_method)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -77,21 +89,18 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         forwards = [(block, forward_of(block)) for block in blocks]
         with compiler.in_parts(), forwarding(forwards), without_cache(), loss.scope(training):
             yield
-        # The first step on ranks always runs like this, to find out whether the loss draws.
-        if runs.have_drawn and runs.steps > 0:
-            log_once(UNCOMPILED, loss.name)
-        runs.have_drawn, runs.steps = False, runs.steps + 1
+        draws.end_step()
+        for kind in kinds.values():
+            kind.end_step()
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         run = partial(loss.fn, params, batch, rng=rng, buffers=buffers)
         if torch.compiler.is_compiling() or _torch.active_modes():
             return run()
-        # Blocks read neither texts nor numbers of the batch, except by way of the loss.
-        is_new = shapes.admit(batch=tree.map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, batch))
-        if not is_new:
-            return run()
-        with log_if_slow(loss.name):
-            if torch.is_grad_enabled():
+        # Blocks do not read the texts of a batch.
+        is_new = shapes.admit(batch=tree.map(lambda leaf: leaf if isinstance(leaf, Tensor | Number) else None, batch))
+        with log_if_slow(loss.name) if is_new else nullcontext():
+            if is_new and torch.is_grad_enabled():
                 refuse_gradient_of_gradient(run, tree.device_of(params))
             return refusing_gradient_of_gradient(run)
 
@@ -99,8 +108,8 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=texts)
 
 
-def require_no_policy(step: Any) -> None:
-    """Raises a ComposeError if `remat` decides for each operation of a block whether to keep its result."""
+def require_compilable(step: Any) -> None:
+    """Raises a ComposeError if a wrapper must see the operations within a block."""
     for wrapper in step.wrappers:
         options = wrapper.options or {}
         chosen = options.get("blocks")
@@ -108,35 +117,85 @@ def require_no_policy(step: Any) -> None:
         has_policy = options.get("budget") is not None or any(policy not in (None, FULL, NONE) for policy in policies)
         if wrapper.name == "remat" and has_policy:
             raise ComposeError(POLICY)
+        if wrapper.name == "sync_batch_norm":
+            raise ComposeError(SYNCHRONISED)
 
 
 @dataclasses.dataclass
-class _Runs:
-    """The number of steps so far, and whether blocks drew random numbers from a key in the current one."""
+class _Draws:
+    """Finds out whether the blocks of a loss draw random numbers from a key in every step, and then logs it once."""
 
+    name: str
+    has_drawn: bool = False
     steps: int = 0
-    have_drawn: bool = False
+    """Steps one after the other in which they have drawn. The first step on ranks runs like this in any case."""
+
+    def end_step(self) -> None:
+        self.steps = self.steps + 1 if self.has_drawn else 0
+        self.has_drawn = False
+        if self.steps == 2:
+            log_on_first_rank(UNCOMPILED, self.name)
+
+
+@dataclasses.dataclass
+class _Kind:
+    """A forward that blocks have in common.
+
+    Its first step runs uncompiled, to see whether it changes buffers in place: `is_compiled` is None until then. A
+    recomputation in that step then has the random numbers of its forward pass.
+    """
+
+    compiled_for: Callable[[torch.device], Callable[..., Any]]
+    block_name: str
+    loss_name: str
+    is_compiled: bool | None = None
+    has_run: bool = False
+    has_changed_buffers: bool = False
+    is_known: bool = False
+    """Whether its first graph has been compiled."""
+
+    def run_first(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a block uncompiled, and see whether it changes buffers in place."""
+        # The layers of torch do not read a buffer again after they have changed it.
+        layers = [part for part in block.modules() if not type(part).__module__.startswith("torch.nn.")]
+        buffers = [buffer for part in layers for buffer in part.buffers(recurse=False)]
+        versions = [_torch.version_of(buffer) for buffer in buffers]
+        result = forward(*args, **kwargs)
+        self.has_changed_buffers |= versions != [_torch.version_of(buffer) for buffer in buffers]
+        self.has_run = True
+        return result
+
+    def end_step(self) -> None:
+        """Decide after the first step whether to compile."""
+        if self.is_compiled is None and self.has_run:
+            self.is_compiled = not self.has_changed_buffers
+            if self.has_changed_buffers:
+                log_on_first_rank(IN_PLACE, self.block_name, self.loss_name)
 
 
 def _run(
-    runs: _Runs,
+    draws: _Draws,
+    kind: _Kind,
     forward: Callable[..., Any],
-    compiled_for: Callable[[torch.device], Callable[..., Any]],
-    block: Sequence[nn.Module],
+    block: nn.Module,
+    is_method: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block compiled; uncompiled if a dispatch mode must see its operations, for random numbers, say.
-
-    `block` has the block itself if the compiled function is its method.
-    """
+    """Run a block compiled; uncompiled if a dispatch mode must see its operations, for random numbers, say."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if _torch.active_modes():
-        runs.have_drawn = runs.have_drawn or torch_ops.current() is not None
+        draws.has_drawn |= rows.current() is not None and torch_ops.current() is not None
         return forward(*args, **kwargs)
+    if kind.is_compiled is None and torch.is_grad_enabled():
+        return kind.run_first(forward, block, *args, **kwargs)
     tensors = [leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # Inductor's code ignores the bits of tensors that are conjugated or negated by a bit (2.13).
-    if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+    if kind.is_compiled is False or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return forward(*args, **kwargs)
-    return compiled_for(tree.device_of(tensors))(*block, *args, **kwargs)
+    function = kind.compiled_for(tree.device_of(tensors))
+    with nullcontext() if kind.is_known else log_if_slow(kind.loss_name):
+        result = function(block, *args, **kwargs) if is_method else function(*args, **kwargs)
+    kind.is_known = True
+    return result

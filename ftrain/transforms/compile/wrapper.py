@@ -27,7 +27,7 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import OnLoss, OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.cache import CompiledCache, split_runner
-from ftrain.transforms.compile.compiled_blocks import compile_blocks, require_no_policy
+from ftrain.transforms.compile.compiled_blocks import compile_blocks, require_compilable
 from ftrain.transforms.compile.compiled_function import FAILED, CompiledFunction
 from ftrain.transforms.compile.constants import Constants
 from ftrain.transforms.compile.evaluation import compile_evaluation
@@ -96,7 +96,8 @@ def compiled(
 
     Raises:
         OptionError: for an unknown lowering, backend, mode or option, or for options that exclude each other.
-        ComposeError: for ``"blocks"``, if the loss has no module with repeated layers, or with a policy of `remat`.
+        ComposeError: for ``"blocks"``, if the loss has no module with repeated layers; or with a policy of `remat`, or
+            `sync_batch_norm`.
         TraceError: from the step, when ``lowering="whole"`` and it cannot be captured; when ``lowering="split"`` or
             ``"blocks"``, and the loss differentiates a gradient that it has taken.
         Exception: from the step, whatever the compiler raises, unless the lowering is ``"auto"``.
@@ -143,7 +144,7 @@ def _by_block(compiler: Compiler, *, donate: bool) -> Wrapper:
         return compile_blocks(loss, compiler)
 
     on_step = OnStep(wrap_evaluation=wrap_evaluation, donate=donate)
-    return Wrapper("compiled", loss=OnLoss(wrap_loss), step=on_step, validate=require_no_policy)
+    return Wrapper("compiled", loss=OnLoss(wrap_loss), step=on_step, validate=require_compilable)
 
 
 class _Compiled:

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import register_backend
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, OptionError, TraceError
@@ -99,16 +100,15 @@ def test_layers_of_transformers_share_a_graph_without_their_cache_of_keys_and_va
 
 
 class Counting(nn.Module):
-    """A block that adds what it gets to a buffer, and keeps the last mean in another one."""
+    """A block with BatchNorm, which changes buffers in place, and that keeps the last mean in a buffer of its own."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("total", torch.zeros(4))
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("last", torch.zeros(4))
 
     def forward(self, x):
-        self.total.add_(x.detach().sum(0))
+        x = self.norm(x)
         self.last = x.detach().mean(0)
         return x + self.linear(x) * self.last
 
@@ -211,6 +211,102 @@ def gradient_penalty(net, batch):
     x = batch["x"].detach().requires_grad_()
     (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     return gradient.square().mean()
+
+
+class Listing(Block):
+    def forward(self, x, outputs, named):
+        x = super().forward(x)
+        outputs.append(x)
+        named["count"] = named.get("count", 0) + 1
+        return x
+
+
+class ListingNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.blocks = nn.Linear(3, 4), nn.ModuleList(Listing() for _ in range(3))
+
+    def forward(self, x):
+        x, outputs, named = self.inner(x), [], {}
+        for block in self.blocks:
+            x = block(x, outputs, named=named)
+        return sum(outputs) * named["count"]
+
+
+def assert_equals_uncompiled(net, *wrappers, **options):
+    actual = train(make_step(*wrappers, net=net, backend="aot_eager", **options))
+    expected = train(ft.compose(ft.train_step(ft.from_module(net, square_loss), ft.optim.adamw(0.01)), *wrappers))
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual.buffers, expected.buffers, rtol=1e-12, atol=0)
+
+
+def test_lists_and_dicts_that_a_block_changes_are_changed():
+    torch.manual_seed(0)
+    assert_equals_uncompiled(ListingNet().double())
+
+
+class InPlace(Block):
+    """A block that counts in a buffer, in place, and reads it afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) / (1 + self.count)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2), ft.remat())], ids=["alone", "stack"])
+def test_blocks_that_change_a_buffer_in_place_run_uncompiled_and_the_log_says_so(wrappers, caplog):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(InPlace(), InPlace())).double()
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        assert_equals_uncompiled(net, *wrappers)
+        train(make_step(*wrappers, net=net))
+    assert caplog.text.count("the blocks InPlace of square_loss(Sequential) run uncompiled") == 2
+    assert not compiled_graphs
+
+
+class Changing:
+    """Random numbers of a compiled block: other ones than those of an uncompiled block."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, *inputs):
+        torch.rand(1)
+        return self.forward(*inputs)
+
+
+@register_backend
+def ftrain_drawing(graph, inputs):
+    return Changing(graph.forward)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_recomputation_has_the_random_numbers_of_its_forward_pass(steps):
+    """A block runs uncompiled in the first step, and compiled in the next ones, with other random numbers."""
+    lengths = (6,) * steps
+    states = [
+        train(make_step(*wrappers, net=make_net(p=0.5), backend="ftrain_drawing"), lengths)
+        for wrappers in ((), (ft.remat(),))
+    ]
+    torch.testing.assert_close(states[0].params, states[1].params, rtol=1e-12, atol=1e-15)
+
+
+def test_fit_finds_out_whether_a_loss_is_additive_without_a_false_log_line(caplog):
+    step = make_step(ft.accumulate(2))
+    data = [{"x": torch.randn(6, 3, dtype=torch.float64)} for _ in range(4)]
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        ft.fit(step, step.init(), data, log_every=2, progress=False)
+    assert "run uncompiled" not in caplog.text
+    assert len(compiled_graphs) == 1
+
+
+def test_sync_batch_norm_is_refused():
+    with pytest.raises(ComposeError, match=r"lowering='blocks' cannot be combined with sync_batch_norm"):
+        make_step(ft.sync_batch_norm(), net=nn.Sequential(nn.BatchNorm1d(3), make_net()))
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
