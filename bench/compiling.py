@@ -12,14 +12,16 @@ from bench.child_process import ChildProcess
 from bench.rows import SKIPPED, Row, unmeasured
 from bench.tasks import Entrant, Task
 
+FIRST_STEPS = 2
+"""Compiled blocks run uncompiled in the first step."""
 LATER_STEPS = 5
 
 
 class CompileCost(NamedTuple):
-    """The cost of the first step.
+    """The cost of the first steps.
 
-    `seconds` is its time beyond that of a later step, `graphs` the number of graphs that it compiled, and `recompiles`
-    the number that later steps compiled.
+    `seconds` is their time beyond that of as many later steps, `graphs` the number of graphs that they compiled, and
+    `recompiles` the number that later steps compiled.
     """
 
     seconds: float
@@ -28,7 +30,7 @@ class CompileCost(NamedTuple):
 
 
 def compile_cost(entrant: Entrant, task: Task, cache: str, timeout: float) -> CompileCost:
-    """Measure the first step in a new process, with the compiler's cache in the folder `cache`."""
+    """Measure the first steps in a new process, with the compiler's cache in the folder `cache`."""
     child = ChildProcess(_measure, entrant, task, environment={"TORCHINDUCTOR_CACHE_DIR": cache})
     try:
         return CompileCost(*child.receive(timeout))
@@ -54,19 +56,20 @@ def compile_rows(question: str, entrant: Entrant, task: Task) -> list[Row]:
 
 
 def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
-    """Run in the child: time the first step and some later ones, and send the fields of a `CompileCost`."""
+    """Run in the child: time the first steps and some later ones, and send the fields of a `CompileCost`."""
     # Imported before the clock starts: only the first compilation of a process pays for this import.
     importlib.import_module("torch._inductor.compile_fx")
     run = entrant.load()(entrant.task(task))
     start = time.perf_counter()
-    float(run())
-    first_step = time.perf_counter() - start
+    for _ in range(FIRST_STEPS):
+        float(run())
+    first_steps = time.perf_counter() - start
     graphs = _compiled_graphs()
     start = time.perf_counter()
     for _ in range(LATER_STEPS):
         float(run())
     later_step = (time.perf_counter() - start) / LATER_STEPS
-    pipe.send(("cost", (first_step - later_step, graphs, _compiled_graphs() - graphs)))
+    pipe.send(("cost", (first_steps - FIRST_STEPS * later_step, graphs, _compiled_graphs() - graphs)))
 
 
 def _compiled_graphs() -> int:
