@@ -71,7 +71,7 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     compile_function = partial(compiler.compile_function, graphs_per_batch=2 * len(blocks))
     shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
     without_cache = without_kv_cache(module, NO_CACHE)
-    kinds: dict[Callable[..., Any], _Kind] = {}
+    shared_forwards: dict[Callable[..., Any], _SharedForward] = {}
     draws = _Draws(loss.name)
 
     def forward_of(block: nn.Module) -> Callable[..., Any]:
@@ -79,9 +79,9 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         is_method = inspect.ismethod(forward) and forward.__self__ is block
         # Methods of blocks of one class are one function, which is compiled once.
         function = forward.__func__ if is_method else forward
-        if function not in kinds:
-            kinds[function] = _Kind(compile_function(function), type(block).__name__, loss.name)
-        return partial(_run, draws, kinds[function], forward, block, is_method)
+        if function not in shared_forwards:
+            shared_forwards[function] = _SharedForward(compile_function(function), type(block).__name__, loss.name)
+        return partial(_run, draws, shared_forwards[function], forward, block, is_method)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -90,8 +90,8 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         with compiler.in_parts(), forwarding(forwards), without_cache(), loss.scope(training):
             yield
         draws.end_step()
-        for kind in kinds.values():
-            kind.end_step()
+        for shared in shared_forwards.values():
+            shared.end_step()
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         run = partial(loss.fn, params, batch, rng=rng, buffers=buffers)
@@ -99,7 +99,8 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
             return run()
         # Blocks do not read the texts of a batch.
         is_new = shapes.admit(batch=tree.map(lambda leaf: leaf if isinstance(leaf, Tensor | Number) else None, batch))
-        with log_if_slow(loss.name) if is_new else nullcontext():
+        may_compile = is_new or not all(shared.has_graph for shared in shared_forwards.values())
+        with log_if_slow(loss.name) if may_compile else nullcontext():
             if is_new and torch.is_grad_enabled():
                 refuse_gradient_of_gradient(run, tree.device_of(params))
             return refusing_gradient_of_gradient(run)
@@ -138,7 +139,7 @@ class _Draws:
 
 
 @dataclasses.dataclass
-class _Kind:
+class _SharedForward:
     """A forward that blocks have in common.
 
     Its first step runs uncompiled, to see whether it changes buffers in place: `is_compiled` is None until then. A
@@ -151,8 +152,8 @@ class _Kind:
     is_compiled: bool | None = None
     has_run: bool = False
     has_changed_buffers: bool = False
-    is_known: bool = False
-    """Whether its first graph has been compiled."""
+    has_graph: bool = False
+    """Whether a graph of it has been compiled."""
 
     def run_first(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a block uncompiled, and see whether it changes buffers in place."""
@@ -175,7 +176,7 @@ class _Kind:
 
 def _run(
     draws: _Draws,
-    kind: _Kind,
+    shared: _SharedForward,
     forward: Callable[..., Any],
     block: nn.Module,
     is_method: bool,
@@ -188,14 +189,13 @@ def _run(
     if _torch.active_modes():
         draws.has_drawn |= rows.current() is not None and torch_ops.current() is not None
         return forward(*args, **kwargs)
-    if kind.is_compiled is None and torch.is_grad_enabled():
-        return kind.run_first(forward, block, *args, **kwargs)
+    if shared.is_compiled is None and torch.is_grad_enabled():
+        return shared.run_first(forward, block, *args, **kwargs)
     tensors = [leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # Inductor's code ignores the bits of tensors that are conjugated or negated by a bit (2.13).
-    if kind.is_compiled is False or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+    if shared.is_compiled is False or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return forward(*args, **kwargs)
-    function = kind.compiled_for(tree.device_of(tensors))
-    with nullcontext() if kind.is_known else log_if_slow(kind.loss_name):
-        result = function(block, *args, **kwargs) if is_method else function(*args, **kwargs)
-    kind.is_known = True
+    function = shared.compiled_for(tree.device_of(tensors))
+    result = function(block, *args, **kwargs) if is_method else function(*args, **kwargs)
+    shared.has_graph = True
     return result
