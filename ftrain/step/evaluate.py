@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
@@ -236,20 +237,27 @@ class _Sums:
         """Return the means over all ranks; waits for the device."""
         if step.loss.ranks is not None:
             self.totals, self._rest = sum_each([self.totals, self._rest], step.loss.ranks)
-        means = {name: self._joined(name, mean) for name, mean in self.totals.items()}
-        empty = [name for name, mean in means.items() if not mean.weight]
+        numbers = _read(
+            [each for means in (self.totals, self._rest) for mean in means.values() for each in (mean.total, mean.weight)]
+        )
+        sums = {name: (0.0, 0.0) for name in self.totals}
+        for name in (*self.totals, *self._rest):
+            total, weight = sums[name]
+            sums[name] = total + next(numbers), weight + next(numbers)
+        empty = [name for name, (_, weight) in sums.items() if weight == 0]
         if empty and step.warns:
             why = "the weights of all batches are 0: they have no examples, or no labels that count"
             warn(f"evaluate: the mean of {', '.join(empty)} is NaN, for {why}")
-        return {name: float(mean) for name, mean in means.items()}
+        return {name: math.nan if weight == 0 else total / weight for name, (total, weight) in sums.items()}
 
-    def _joined(self, name: str, mean: Mean) -> Mean:
-        if name not in self._rest:
-            return mean
-        rest = self._rest[name]
-        parts = [float(part) for part in (mean.total, rest.total, mean.weight, rest.weight)]
-        total, weight = torch.tensor(parts, dtype=torch.float64, device=tree.HOST).view(2, 2).sum(1)
-        return Mean(total, weight)
+
+def _read(tensors: Sequence[Tensor]) -> Iterator[float]:
+    """Yield the values of 0-d tensors; waits once for each device and dtype, of which there is mostly one."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    values = {key: iter(torch.stack(group).tolist()) for key, group in groups.items()}
+    return (next(values[tensor.device, tensor.dtype]) for tensor in tensors)
 
 
 def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
