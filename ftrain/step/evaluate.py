@@ -237,11 +237,10 @@ class _Sums:
         """Return the means over all ranks; waits for the device."""
         if step.loss.ranks is not None:
             self.totals, self._rest = sum_each([self.totals, self._rest], step.loss.ranks)
-        numbers = _read(
-            [each for means in (self.totals, self._rest) for mean in means.values() for each in (mean.total, mean.weight)]
-        )
-        sums = {name: (0.0, 0.0) for name in self.totals}
-        for name in (*self.totals, *self._rest):
+        parts = [*self.totals.items(), *self._rest.items()]
+        numbers = _read([number for _, mean in parts for number in (mean.total, mean.weight)])
+        sums = dict.fromkeys(self.totals, (0.0, 0.0))
+        for name, _ in parts:
             total, weight = sums[name]
             sums[name] = total + next(numbers), weight + next(numbers)
         empty = [name for name, (_, weight) in sums.items() if weight == 0]
