@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
+from ftrain.parallel.batch_rows import Rows, current
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import start_sum_all, start_sum_all_wide
-from ftrain.parallel.rows import Rows, current
 from ftrain.step.forward import ForwardResult
 from ftrain.step.value_and_grad import ValueAndGrad
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
+from ftrain.parallel.batch_rows import Rows, computing_on
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.loss_params import Passing, passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, Group
 from ftrain.parallel.partition import Part, start_gather_all, start_scatter_all, start_sum_all
-from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_loss import SameProgram
 from ftrain.parallel.state import Layout, current_layout
 from ftrain.parallel.stock_draws import StockDraws

@@ -15,6 +15,7 @@ from ftrain import _torch, tree
 from ftrain._context import setting
 from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError, require_choice
+from ftrain.parallel.batch_rows import current, rows_of
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression
 from ftrain.parallel.compression.memory_slot import SLOT
@@ -33,7 +34,6 @@ from ftrain.parallel.mesh import (
 from ftrain.parallel.partition import broadcast_all, start_sum_all_wide
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
-from ftrain.parallel.rows import current, rows_of
 from ftrain.parallel.same_loss import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import Layout, LocalStates, current_layout, divide

@@ -27,7 +27,7 @@ from ftrain._torch.collectives import COUNTERS, wait
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.rows import Rows
+from ftrain.parallel.batch_rows import Rows
 from ftrain.step.microbatch import take_examples, with_example_lists
 from ftrain.step.traffic import collectives_of, is_collective
 

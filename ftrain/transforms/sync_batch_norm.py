@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ftrain.errors import ComposeError, LossError
+from ftrain.parallel.batch_rows import current
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.rows import current
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.blocks import forwarding
 from ftrain.step.wrapper import OnLoss, Wrapper, extend_scope, wrapper

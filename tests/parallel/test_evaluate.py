@@ -11,7 +11,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
-from ftrain.parallel import rows
+from ftrain.parallel import batch_rows
 from ftrain.parallel.block_gather import NotGathered
 from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.parallel import models
@@ -172,7 +172,7 @@ def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
     run(4, rank)
     assert [length for length in copied_lengths if length > 2] == [3] * 4
     batch = next(models.batches())
-    of_rank = rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
+    of_rank = batch_rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
     assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, OptionError, StructureError
-from ftrain.parallel.rows import rows_of
+from ftrain.parallel.batch_rows import rows_of
 from tests.parallel import models
 from tests.parallel.ranks import run
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, tree
 from ftrain.errors import ComposeError, log_on_first_rank
-from ftrain.parallel import rows
+from ftrain.parallel import batch_rows
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.kv_cache import without_kv_cache
@@ -187,7 +187,7 @@ def _run(
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if _torch.active_modes():
-        draws.has_drawn |= rows.current() is not None and torch_ops.current() is not None
+        draws.has_drawn |= batch_rows.current() is not None and torch_ops.current() is not None
         return forward(*args, **kwargs)
     if shared.is_compiled is None and torch.is_grad_enabled():
         return shared.run_first(forward, block, *args, **kwargs)
