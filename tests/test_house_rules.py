@@ -31,6 +31,7 @@ WAITS = {
     ("profiling/anatomy/measured.py", "measure"),
     ("random/host_keys.py", "key_data"),
     ("step/microbatch.py", "difference"),
+    ("step/evaluate.py", "_read"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "_collect"),
     ("training/metrics.py", "read_metrics"),
