@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_positive, require_range, whole_number
-from ftrain.optim.schedules.call import describe, require_number
+from ftrain.optim.schedules.call import bounded, describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
@@ -60,13 +60,7 @@ def ema(decay: float | Schedule = 0.999) -> Wrapper:
 
 def _with_schedule(optimizer: Optimizer, decay: Schedule) -> Optimizer:
     """Return the optimizer with the decay among the values that a step schedules: in a graph they are inputs."""
-
-    def checked(step: int) -> float:
-        value = decay(step)
-        require_number(EMA_DECAY, decay, value, step)
-        return require_range(EMA, f"decay at step {step}", float(value), 0.0, 1.0, closed=True)
-
-    return replace(optimizer, schedules={**optimizer.schedules, EMA_DECAY: checked})
+    return replace(optimizer, schedules={**optimizer.schedules, EMA_DECAY: bounded(EMA, EMA_DECAY, decay, 1.0)})
 
 
 def _lerped(averages: list[Tensor], params: list[Tensor], weight: float | Tensor, *, donate: bool) -> list[Tensor]:

@@ -102,7 +102,7 @@ def test_a_schedule_of_the_decay_prints_and_is_checked_at_every_step():
     assert "<- ema(cosine(0.996, 100, end=1))" in repr(step)
     above_1 = ft.compose(ft.train_step(product, optim.sgd(0.1)), ft.ema(decay=lambda step: 1.0 + step))
     state, _ = above_1(above_1.init({"w": torch.ones(3)}), torch.ones(3))
-    with pytest.raises(OptionError, match=r"ema: decay at step 1 is 2\.0, needs a number in \[0, 1\]"):
+    with pytest.raises(OptionError, match=r"ema: ema_decay at step 1 is 2\.0, needs a number in \[0, 1\]"):
         above_1(state, torch.ones(3))
     no_number = ft.compose(ft.train_step(product, optim.sgd(0.1)), ft.ema(decay=lambda step: None))
     with pytest.raises(OptionError, match="the schedule of ema_decay, <lambda>, returned a NoneType at step 0"):
