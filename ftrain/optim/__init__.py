@@ -5,7 +5,7 @@ Arguments that mean the same in every optimizer:
 * `lr`: learning rate :math:`\eta`, a number of at least 0 or a schedule.
 * `b1`, `b2`: :math:`\beta_1` and :math:`\beta_2`, the decay rates of the first and second moment, in [0, 1).
 * `eps`: :math:`\epsilon`, added to the denominator, in [0, 1).
-* `weight_decay`: :math:`\lambda`, at least 0.
+* `weight_decay`: :math:`\lambda`, at least 0; in `adamw`, `adamw_8bit`, `lion` and `muon` a number or a schedule.
 * `decay_mask`: which parameters decay, a function ``(name, leaf) -> bool`` or patterns of names. Default: `matrices`,
   those with two axes or more; or `everything` in the optimizers that are as in `torch.optim`.
 * `maximize`: maximize the loss instead of minimizing it.

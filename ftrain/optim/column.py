@@ -58,7 +58,7 @@ class Part:
     leaf: Tensors
     grad: Tensors
     state: Mapping[str, Tensors]
-    weight_decay: float
+    weight_decay: Tensor | float
     like: Tensor
 
     def descent(self, *, maximize: bool, l2: bool = True) -> Tensors:

@@ -29,7 +29,7 @@ from ftrain.errors import (
 from ftrain.optim.column import Column, Part, Tensors
 from ftrain.optim.formula import COUNT, Formula, Number
 from ftrain.optim.grouping import Group, Plan, Planner
-from ftrain.optim.schedules.call import describe
+from ftrain.optim.schedules.call import bounded, describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.state_dtype import Storage
 from ftrain.optim.structure_cache import StructureCache
@@ -38,6 +38,9 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 LEAST_FLOAT16 = 2.0**-25
 """Smaller numbers are 0 in float16."""
+
+DECAY = "weight_decay"
+"""Name of the scheduled value of the weight decay."""
 
 REDUCED = 16
 """Number of elements of a reduction that Inductor does not unroll."""
@@ -49,7 +52,7 @@ def leafwise(
     formula: Formula,
     *,
     storage: Storage | None = None,
-    weight_decay: float,
+    weight_decay: float | Schedule,
     decay_mask: Mask,
     shown: Mapping[str, float | bool] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -61,7 +64,7 @@ def leafwise(
         lr: learning rate, a number or a schedule.
         formula: how parameters are updated.
         storage: how parameters and moments are stored if the rule computes in more bits; it then gets vectors.
-        weight_decay: the same for all leaves that decay.
+        weight_decay: the same for all leaves that decay; a schedule if the formula is decoupled.
         decay_mask: which leaves decay.
         shown: further options, which the text of the optimizer shows if they are not zero or false.
         options: further options, which it does not show. Ranks compare all options.
@@ -72,8 +75,10 @@ def leafwise(
     schedule, decays = schedule_of(name, "lr", lr), as_select(f"{name}: decay_mask", decay_mask)
     if not callable(lr):
         require_range(name, "lr", lr, 0.0)
-    weight_decay = require_range(name, "weight_decay", weight_decay, 0.0)
-    planner = _planner(formula, storage, decays if weight_decay else everything)
+    decay = schedule_of(name, DECAY, weight_decay) if callable(weight_decay) and formula.decoupled else None
+    fixed_decay = None if decay else require_range(name, DECAY, weight_decay, 0.0)
+    decay_text = describe(decay) if decay else fixed_decay or 0.0
+    planner = _planner(formula, storage, decays if decay_text else everything)
     # float32, as torch's fused kernels need.
     count = {COUNT: torch.zeros((), dtype=torch.float32, device=tree.HOST)} if formula.constants else {}
     update = _Update(
@@ -82,14 +87,14 @@ def leafwise(
         moments=storage.names if storage else [*formula.state],
         scalars={**count, **formula.shared},
         storage=storage,
-        weight_decay=weight_decay,
+        weight_decay=fixed_decay,
         plans=StructureCache(planner.plan),
     )
     eps = (options or {}).get("eps", 0.0)
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
-        _log_if_none_decays(name, weight_decay, decay_mask, decays, params)
+        _log_if_none_decays(name, decay_text, decay_mask, decays, params)
         if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
         return update.init(params)
@@ -99,18 +104,20 @@ def leafwise(
         updates = [replace(update, plans=StructureCache(plan)) for _ in parts]
         return [replace(whole, init=update.init, update=each, split=None) for each in updates]
 
-    shown = {**(shown or {}), "weight_decay": weight_decay}
-    texts = [describe(schedule), *_option_texts(name, shown), *(storage.shown if storage else ())]
+    texts = [describe(schedule), *_option_texts(name, shown or {})]
+    texts += [f"{DECAY}={decay_text if decay else format(decay_text, 'g')}"] if decay_text else []
+    texts += storage.shown if storage else ()
+    options = {**(shown or {}), DECAY: decay_text, **(options or {})}
     whole = Optimizer(
         init=init,
         update=update,
-        schedules={"lr": schedule},
+        schedules={"lr": schedule, **({DECAY: bounded(name, DECAY, decay)} if decay else {})},
         text=f"{name}({', '.join(texts)})",
         needs_rng=storage is not None and storage.stochastic,
         split=split,
         name=name,
         by_element=formula.by_element and (storage is None or storage.by_element),
-        options={**shown, **({"decay_mask": text_of(decay_mask)} if weight_decay else {}), **(options or {})},
+        options={**options, **({"decay_mask": text_of(decay_mask)} if decay_text else {})},
     )
     return whole
 
@@ -129,7 +136,7 @@ def _option_texts(name: str, options: Mapping[str, float | bool]) -> list[str]:
     return [option if value is True else f"{option}={value:g}" for option, value in options.items() if value]
 
 
-def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Select, params: PyTree) -> None:
+def _log_if_none_decays(name: str, weight_decay: float | str, mask: Mask, decays: Select, params: PyTree) -> None:
     """Log a warning if the mask selects none of the parameters; leaves on the device meta count as selected."""
     # The default mask fits any parameters, so a group of vectors, which it does not select, is no mistake of the user.
     if not weight_decay or mask is matrices:
@@ -137,8 +144,13 @@ def _log_if_none_decays(name: str, weight_decay: float, mask: Mask, decays: Sele
     named = [*zip(tree.leaf_names(params), tree.leaves(params), strict=True)]
     if named and not any(leaf.is_meta or decays(path, leaf) for path, leaf in named):
         log_on_first_rank(
-            "%s: weight_decay=%g has no effect, for decay_mask=%s selects none of the parameters: %s",
-            *(name, weight_decay, text_of(mask), listed([tree.path("params", path) for path, _ in named])),
+            "%s: weight_decay=%s has no effect, for decay_mask=%s selects none of the parameters: %s",
+            *(
+                name,
+                describe(weight_decay) if isinstance(weight_decay, float) else weight_decay,
+                text_of(mask),
+                listed([tree.path("params", path) for path, _ in named]),
+            ),
         )
 
 
@@ -163,7 +175,8 @@ class _Update:
     scalars: Mapping[str, Tensor]
     """Initial values of the 0-d tensors in the state."""
     storage: Storage | None
-    weight_decay: float
+    weight_decay: float | None
+    """None if it is scheduled."""
     plans: StructureCache[Plan]
     """The plan of the last trees."""
 
@@ -243,25 +256,26 @@ class _Update:
             wrap, groups = partial(Column, eager=eager), plan.blocks
         else:
             wrap, groups = itemgetter(0), plan.singles
+        decay = hyper[DECAY] if self.weight_decay is None else self.weight_decay
         if self.storage:
-            parts = self._stored_parts(self.storage, plan, columns, hyper, wrap)
+            parts = self._stored_parts(self.storage, plan, columns, hyper, wrap, decay)
         else:
-            parts = self._parts(wrap, groups, columns)
+            parts = self._parts(wrap, groups, columns, decay)
         if kernel is None:
-            self._apply_rule(parts, rate, scalars)
+            self._apply_rule(parts, rate, decay, scalars)
             return
         found_inf = None if accept is None else (~accept).float()
         for part in parts:
             counts = [scalars[COUNT]] * len(part.leaf) if COUNT in scalars else []
             kernel(part, counts, lr=rate, weight_decay=part.weight_decay, found_inf=found_inf)
 
-    def _apply_rule(self, parts: Iterable[Part], rate: Number, scalars: Mapping[str, Tensor]) -> None:
+    def _apply_rule(self, parts: Iterable[Part], rate: Number, decay: Number, scalars: Mapping[str, Tensor]) -> None:
         constants: tuple[Number, ...] = (rate,)
         if self.formula.constants is not None:
             count = scalars[COUNT]
             constants = self.formula.constants(rate, count.to(backends.widest(count.device)), scalars)
         if self.formula.decoupled:
-            constants = (1 - rate * self.weight_decay, *constants)
+            constants = (1 - rate * decay, *constants)
         constants = _materialized(constants, rate) if isinstance(rate, Tensor) else tuple(map(_as_float, constants))
         converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
@@ -277,21 +291,21 @@ class _Update:
             values: Sequence[Number] = converted[key]
             if self.formula.decoupled:
                 decay_factor, *values = values
-                if part.weight_decay:
+                if isinstance(part.weight_decay, Tensor) or part.weight_decay:
                     part.leaf.mul_(decay_factor)
             self.formula.rule(part, *values)
 
     def _parts(
-        self, wrap: Callable[[list[Tensor]], Tensors], groups: list[Group], columns: list[list[Tensor]]
+        self, wrap: Callable[[list[Tensor]], Tensors], groups: list[Group], columns: list[list[Tensor]], decay: Number
     ) -> Iterator[Part]:
         """Yield the part of each group."""
-        for indices, decay in groups:
+        for indices, decays in groups:
             is_all = len(indices) == len(columns[0])
             grad, leaf, *moments = [
                 wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns
             ]
             state = dict(zip(self.moments, moments, strict=True))
-            yield Part(leaf, grad, state, self.weight_decay if decay else 0.0, columns[1][indices[0]])
+            yield Part(leaf, grad, state, decay if decays else 0.0, columns[1][indices[0]])
 
     def _stored_parts(
         self,
@@ -300,6 +314,7 @@ class _Update:
         columns: list[list[Tensor]],
         hyper: Hyper,
         wrap: Callable[[list[Tensor]], Tensors],
+        decay: Number,
     ) -> Iterable[Part]:
         """Return parts in the dtype in which the rule computes. Raises an OptionError without a key to round with."""
         key = hyper.get(RNG) if storage.stochastic else None
@@ -308,7 +323,7 @@ class _Update:
                 f"{self.name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does"
             )
         eager = not isinstance(hyper["lr"], Tensor)
-        return storage.parts(plan, columns, key, wrap=wrap, weight_decay=self.weight_decay, eager=eager)
+        return storage.parts(plan, columns, key, wrap=wrap, weight_decay=decay, eager=eager)
 
 
 def _with_aligned_gradients(columns: list[list[Tensor]]) -> list[list[Tensor]]:

@@ -17,7 +17,7 @@ def lion(
     *,
     b1: float = 0.9,
     b2: float = 0.99,
-    weight_decay: float = 0.0,
+    weight_decay: float | Schedule = 0.0,
     state_dtype: Literal["bf16", "fp32"] | None = None,
     stochastic_rounding: bool | None = None,
     decay_mask: Mask = matrices,

@@ -30,7 +30,7 @@ def muon(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    weight_decay: float = 0.1,
+    weight_decay: float | Schedule = 0.1,
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
     ns_steps: int = 5,
     eps: float = 1e-7,

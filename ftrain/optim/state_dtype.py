@@ -70,7 +70,7 @@ class Storage:
         key: Tensor | None,
         *,
         wrap: Callable[[list[Tensor]], Tensors],
-        weight_decay: float,
+        weight_decay: Tensor | float,
         eager: bool,
     ) -> Iterator[Part]:
         """Yield parts in the dtype to compute in, and store the new values of each when the next one is requested.

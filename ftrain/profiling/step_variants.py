@@ -142,8 +142,9 @@ def smaller_optimizers(step: Step) -> dict[str, Step]:
     The optimizers have the learning rate of the step and default options, which do not change their memory. Raises a
     ComposeError if the step has another optimizer.
     """
-    if step.optimizer.name not in ("adam", "adamw") or any(map(replaces_optimizer, step.wrappers)):
-        raise ComposeError(f"replaces adam or adamw; the step has {step.optimizer.text}")
+    replacing = [wrapper.text for wrapper in step.wrappers if replaces_optimizer(wrapper)]
+    if step.optimizer.name not in ("adam", "adamw") or replacing:
+        raise ComposeError(f"replaces adam or adamw; the step has {' and '.join([step.optimizer.text, *replacing])}")
     rate = step.optimizer.schedules["lr"]
     smaller = {
         'adamw(state_dtype="bf16")': optim.adamw(rate, state_dtype="bf16"),

@@ -121,6 +121,12 @@ def _require_module(module: Any, criterion: Any) -> None:
         return
     if not callable(criterion):
         raise LossError(f"from_module: the criterion is {criterion!r}; needs a function criterion(model, batch)")
+    if isinstance(criterion, nn.Module) and next(criterion.parameters(), None) is not None:
+        raise LossError(
+            f"from_module: the criterion {type(criterion).__name__} is a module with parameters, which would not be in "
+            "the state. Put both into one module, and write the loss as a function of it: "
+            "from_module(nn.ModuleDict({'net': module, 'loss': criterion}), lambda both, batch: both['loss'](...))"
+        )
     signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     try:
         signature.bind("model", "batch", **({"rng": None} if "rng" in signature.parameters else {}))
@@ -129,8 +135,9 @@ def _require_module(module: Any, criterion: Any) -> None:
         is_callable = False
     if not is_callable:
         raise LossError(
-            f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} cannot "
-            "be called as criterion(model, batch); for a loss of outputs and labels write "
+            f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} "
+            f"{'is a module' if isinstance(criterion, nn.Module) else 'cannot be called as criterion(model, batch)'}; "
+            "needs a function criterion(model, batch): for a loss of outputs and labels write "
             "lambda model, batch: loss(model(batch['x']), batch['y'])"
         )
 

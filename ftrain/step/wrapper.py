@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ftrain.backends import Backend
 from ftrain.errors import ComposeError
+from ftrain.optim.schedules.call import Call
 from ftrain.types import GradFn, Loss, Optimizer, PyTree, Runner, TrainState, UpdateFn
 
 P = ParamSpec("P")
@@ -250,9 +251,9 @@ class _Factory(Protocol[P]):
 def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Decorate a factory of wrappers, so that ``clip(step)`` is short for ``clip()(step)``.
 
-    The wrapper's `options` are the arguments, unless the factory sets them. Raises a ComposeError, from the decorated
-    factory, if it is called with a step and needs an argument, with a function that is not a step, or with a step and
-    options.
+    A schedule of `ftrain.schedules` is an option and not a step, although it can be called. The wrapper's `options` are
+    the arguments, unless the factory sets them. Raises a ComposeError, from the decorated factory, if it is called with
+    a step and needs an argument, with a function that is not a step, or with a step and options.
     """
     signature, name = inspect.signature(factory), factory.__name__
     parameters = signature.parameters.values()
@@ -270,7 +271,7 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type | Call):
             if needed:
                 raise ComposeError(f"{name}: needs the argument {needed[0]}: {name}({needed[0]})(step)")
             return build()(args[0])

@@ -75,6 +75,10 @@ class Options:
         self._require_splittable(step, ranks)
         require_positive("fit", "log_every", self.log_every)
         require_switches("fit", donate=self.donate)
+        if isinstance(self.evaluate_every, str):
+            raise OptionError(
+                f"fit: evaluate_every is {self.evaluate_every!r}, needs a number of steps: len(loader) is once an epoch"
+            )
         for name in ("steps", "epochs", "evaluate_every"):
             if getattr(self, name) is not None:
                 require_positive("fit", name, getattr(self, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,42 +10,69 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_positive, require_range, whole_number
+from ftrain.optim.schedules.call import bounded, describe
+from ftrain.optim.schedules.combine import schedule_of
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.tree.derived import derived
-from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import Gradients, Hyper, Optimizer, PyTree, Schedule, TrainState, UpdateFn, replace
 
 EMA, SWA = "ema", "swa"
 
+EMA_DECAY = "ema_decay"
+"""The scheduled value of `ema`: its name in the metrics of a step."""
+
 
 @wrapper
-def ema(decay: float = 0.999) -> Wrapper:
+def ema(decay: float | Schedule = 0.999) -> Wrapper:
     r"""Keep an exponential moving average of the parameters (Polyak and Juditsky 1992).
 
     .. math:: a \leftarrow d\,a + (1 - d)\,p
 
-    with the decay :math:`d` in [0, 1), after every update; it starts at the initial parameters. `averaged` returns the
-    state with the average.
+    with the decay :math:`d` after every update; it starts at the initial parameters. `averaged` returns the state with
+    the average.
+
+    Args:
+        decay: a number in [0, 1), or a schedule with values in [0, 1] (Grill et al. 2020, arXiv:2006.07733, section 3);
+            its value is then the metric ``ema_decay``. Pass a function of your own by name: ``ema(decay=function)``.
 
     Raises:
-        OptionError: when `decay` is not in its range.
+        OptionError: when `decay` is not in its range; for a schedule, from the step.
     """
-    require_range(EMA, "decay", decay, 0.0, 1.0)
+    schedule = schedule_of(EMA, "decay", decay) if callable(decay) else None
+    constant = 0.0 if schedule else require_range(EMA, "decay", decay, 0.0, 1.0)
+    text = f"ema({describe(schedule) if schedule else format(constant, 'g')})"
 
     def wrap(update: UpdateFn) -> UpdateFn:
         def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             averages, spec = tree.flatten(state.slots[EMA])
             new = update(state, gradients, hyper, donate=donate)
             params = [leaf.to(average.dtype) for leaf, average in zip(tree.leaves(new.params), averages, strict=True)]
-            if donate:
-                torch._foreach_lerp_(averages, params, 1 - decay)
-            else:
-                averages = list(torch._foreach_lerp(averages, params, 1 - decay))
+            averages = _lerped(averages, params, 1 - hyper.get(EMA_DECAY, constant), donate=donate)
             return replace(new, slots={**new.slots, EMA: tree.unflatten(spec, averages)})
 
         return averaging
 
-    return Wrapper(EMA, f"ema({decay:g})", update=OnUpdate(wrap, reads_gradients=False), slot=SlotSpec(_wide_copy))
+    add_schedule = partial(_with_schedule, decay=schedule) if schedule else None
+    on_update = OnUpdate(wrap, reads_gradients=False, optimizer=add_schedule)
+    return Wrapper(EMA, text, update=on_update, slot=SlotSpec(_wide_copy))
+
+
+def _with_schedule(optimizer: Optimizer, decay: Schedule) -> Optimizer:
+    """Return the optimizer with the decay among the values that a step schedules: in a graph they are inputs."""
+    return replace(optimizer, schedules={**optimizer.schedules, EMA_DECAY: bounded(EMA, EMA_DECAY, decay, 1.0)})
+
+
+def _lerped(averages: list[Tensor], params: list[Tensor], weight: float | Tensor, *, donate: bool) -> list[Tensor]:
+    """Return the averages moved towards the parameters by a weight, which is a 0-d tensor in a graph."""
+    if isinstance(weight, Tensor):
+        lerp = Tensor.lerp_ if donate else torch.lerp
+        pairs = zip(averages, params, strict=True)
+        return [lerp(average, leaf, weight.to(average.device, average.dtype)) for average, leaf in pairs]
+    if donate:
+        torch._foreach_lerp_(averages, params, weight)
+        return averages
+    return list(torch._foreach_lerp(averages, params, weight))
 
 
 @wrapper

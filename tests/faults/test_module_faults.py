@@ -87,6 +87,21 @@ def test_a_criterion_with_other_arguments_is_an_error(criterion):
     assert "(model, batch)" in str(caught.value)
 
 
+def test_a_criterion_that_is_a_module_is_an_error_that_says_why():
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, model, batch):
+            return self.scale * model(batch).sum()
+
+    with failing(LossError, "Scaled(model, batch) is a module; needs a function criterion(model, batch)"):
+        ft.from_module(nn.Linear(3, 1), Scaled(2.0))
+    with failing(LossError, "Scaled is a module with parameters", "Put both into one module", "nn.ModuleDict"):
+        ft.from_module(nn.Linear(3, 1), Scaled(nn.Parameter(torch.ones(()))))
+
+
 def test_a_criterion_that_does_not_return_a_loss_is_an_error():
     step = step_of(nn.Linear(3, 1), lambda model, batch: model(batch))
     with failing(LossError, "loss(Linear)", "float32[2, 1]", "0-d tensor"):

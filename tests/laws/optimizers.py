@@ -30,6 +30,9 @@ MATRICES_ONLY = {"muon"}
 
 COMBINED = {
     "adjustable": lambda lr=0.05, **more: optim.adjustable(optim.adamw(lr, **more)),
+    "scheduled_decay": lambda lr=0.05, **more: optim.adamw(
+        lr, **{**more, "weight_decay": optim.schedules.linear(0.5, 1.0, 4)}
+    ),
     "lookahead": lambda lr=0.05, **more: optim.lookahead(optim.adamw(lr, **more), 2),
     "centralized": lambda lr=0.05, **more: optim.chain(optim.centralize(), optim.adamw(lr, **more)),
     "signum": lambda lr=0.05, **more: optim.chain(optim.sign(), optim.sgd(lr, momentum=0.9, **more)),

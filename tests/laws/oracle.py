@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ftrain as ft
-from tests.laws.registry import EMA, MAX_NORM, MAX_VALUE, RHO, SPIKES, SWA
+from tests.laws.registry import EMA, EMA_SCHEDULE, MAX_NORM, MAX_VALUE, RHO, SPIKES, SWA
 
 LR, DECAY = 0.05, 0.1
 
@@ -51,8 +51,9 @@ def run(model, names, batches, *, seed=0):
             p.grad = grad
         optimizer.step()
         updates += 1
+        decay = EMA_SCHEDULE(index) if "ema_schedule" in names else EMA
         for name, p in model.named_parameters():
-            ema[name] = EMA * ema[name] + (1 - EMA) * p.detach()
+            ema[name] = decay * ema[name] + (1 - decay) * p.detach()
             swa[name] = swa[name] + (p.detach() - swa[name]) / max(updates - SWA, 1)
     return {
         "params": {name: p.detach() for name, p in model.named_parameters()},

@@ -12,6 +12,7 @@ import ftrain as ft
 from ftrain.step.wrapper import ARROWS
 
 EMA, SWA, MAX_NORM, MAX_VALUE, RHO = 0.8, 1, 0.05, 0.002, 0.05
+EMA_SCHEDULE = ft.schedules.linear(0.5, 1.0, 4)
 SPIKES = {"factor": 0.9, "window": 2, "warmup": 1}
 
 
@@ -60,6 +61,7 @@ ENTRIES = {
         Entry("spikes", ft.skip_spikes, options=SPIKES, not_inside=("accumulate",)),
         Entry("spikes_clip", ft.skip_spikes, options={**SPIKES, "action": "clip"}, not_inside=("accumulate",)),
         Entry("ema", ft.ema, (EMA,)),
+        Entry("ema_schedule", ft.ema, (EMA_SCHEDULE,), part="update"),
         Entry("swa", ft.swa, (SWA,)),
         Entry("empty_cache", ft.empty_cache, (2,)),
         Entry("skip", ft.skip_nonfinite, (3,), guards=True),

@@ -147,6 +147,9 @@ def test_accumulation_goes_inside_clipping():
 def test_only_adam_and_adamw_are_replaced_by_other_optimizers(timed_ladder):
     ladder = timed_ladder(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
     assert "replaces adam or adamw; the step has sgd(" in ladder["adafactor"].note
+    averaging = make(ft.ema(ft.schedules.constant(0.9)), optimizer=ft.optim.adamw(0.1))
+    ladder = timed_ladder(averaging, batch(), techniques=["optimizer choice"])
+    assert "the step has adamw(constant(0.1)) and ema(constant(0.9))" in ladder["adafactor"].note
 
 
 def test_lists_with_a_value_for_each_example_are_doubled_and_halved_too(timed_ladder):

@@ -13,6 +13,10 @@ WRONG_OPTIONS = {
         "evaluate is an eval_step, of one batch; needs a function state ->",
     ),
     "evaluate_every alone": ({"evaluate_every": 2}, "evaluate_every=2 needs evaluate="),
+    "evaluate_every of a word": (
+        {"evaluate": lambda state: {}, "evaluate_every": "epoch"},
+        r"evaluate_every is 'epoch', needs a number of steps: len\(loader\) is once an epoch",
+    ),
     "stop of a number": ({"stop": 3}, "stop is int; needs a function history ->"),
     "adapt of a scheduler": ({"adapt": object()}, "adapt is object; needs a function"),
     "a directory": ({"checkpoints": "runs"}, "checkpoints is 'runs'; needs ft.Checkpoints"),

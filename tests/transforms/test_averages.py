@@ -65,6 +65,53 @@ def test_a_donated_step_writes_its_averages_in_place():
     assert addresses(state.slots) == before
 
 
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.donated(),), (ft.compiled(backend="eager"),)], ids=["eager", "donated", "compiled"]
+)
+def test_a_scheduled_decay_equals_the_averaged_model_of_torch(wrappers):
+    def warming_up(step):
+        return min(0.9, (1 + step) / (10 + step))
+
+    def criterion(model, batch):
+        return model(batch).square().mean()
+
+    module = torch.nn.Linear(3, 2).double()
+    averages = torch.optim.swa_utils.AveragedModel(
+        module, avg_fn=lambda average, leaf, count: average.lerp(leaf, 1 - warming_up(int(count) - 1))
+    )
+    averages.update_parameters(module)  # The first update is a copy: `ema` starts with the initial parameters.
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = ft.train_step(ft.from_module(module, criterion), optim.sgd(0.1))
+    step = ft.compose(step, ft.ema(decay=warming_up), *wrappers)
+    state = step.init()
+    draw = torch.Generator().manual_seed(0)
+    for number in range(12):
+        batch = torch.randn(4, 3, generator=draw, dtype=F64)
+        state, metrics = step(state, batch)
+        assert metrics["ema_decay"] == warming_up(number)
+        sgd.zero_grad()
+        criterion(module, batch).backward()
+        sgd.step()
+        averages.update_parameters(module)
+    expected = {name: leaf.detach() for name, leaf in averages.module.named_parameters()}
+    torch.testing.assert_close(ft.averaged(state).params, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_schedule_of_the_decay_prints_and_is_checked_at_every_step():
+    step = ft.compose(ft.train_step(product, optim.sgd(0.1)), ft.ema(ft.schedules.cosine(0.996, 100, end=1.0)))
+    assert "<- ema(cosine(0.996, 100, end=1))" in repr(step)
+    above_1 = ft.compose(ft.train_step(product, optim.sgd(0.1)), ft.ema(decay=lambda step: 1.0 + step))
+    state, _ = above_1(above_1.init({"w": torch.ones(3)}), torch.ones(3))
+    with pytest.raises(OptionError, match=r"ema: ema_decay at step 1 is 2\.0, needs a number in \[0, 1\]"):
+        above_1(state, torch.ones(3))
+    no_number = ft.compose(ft.train_step(product, optim.sgd(0.1)), ft.ema(decay=lambda step: None))
+    with pytest.raises(OptionError, match="the schedule of ema_decay, <lambda>, returned a NoneType at step 0"):
+        no_number.init({"w": torch.ones(3)})
+    for decay in ("0.9", 1.0, None):
+        with pytest.raises(OptionError, match=r"ema: decay is .*, needs a number in \[0, 1\)"):
+            ft.ema(decay)
+
+
 def test_averages_of_bfloat16_parameters_are_kept_in_float32():
     step = ft.compose(ft.train_step(product, optim.sgd(1e-2)), ft.swa(), ft.ema(0.9))
     state = step.init({"w": torch.ones(3, dtype=torch.bfloat16)})

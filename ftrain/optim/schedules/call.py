@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, ParamSpec, TypeAlias
 
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_range
 from ftrain.types import Schedule
 
 P = ParamSpec("P")
@@ -92,6 +92,17 @@ def require_number(name: str, schedule: Schedule, value: Any, step: int) -> None
     except (TypeError, ValueError, RuntimeError) as error:
         returned = f"the schedule of {name}, {describe(schedule)}, returned a {type(value).__name__} at step {step}"
         raise OptionError(f"Step: {returned}; it must return a number.") from error
+
+
+def bounded(function: str, name: str, schedule: Schedule, high: float = float("inf")) -> Schedule:
+    """Return a schedule whose values are checked: an OptionError, from the step, names one that is not in [0, high]."""
+
+    def checked(step: int) -> float:
+        value = schedule(step)
+        require_number(name, schedule, value, step)
+        return require_range(function, f"{name} at step {step}", float(value), 0.0, high, closed=True)
+
+    return checked
 
 
 def describe(value: float | Schedule) -> str:

@@ -265,7 +265,10 @@ def _require_none(directory: Path, problems: list[str]) -> None:
 def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
     peft_type = config.get("peft_type")
     if peft_type != "LORA":
-        raise CheckpointError(f"{directory}: peft_type is {peft_type!r}; only LORA is supported")
+        raise CheckpointError(
+            f"{directory}: peft_type is {peft_type!r}, which ft.lora does not support; train the "
+            "model of peft itself: ft.from_module(peft_model)"
+        )
     unsupported = [
         f"{name}={value!r}"
         for name, value in config.items()
@@ -274,8 +277,8 @@ def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
     ]
     if unsupported:
         raise CheckpointError(
-            f"{directory}: {FILES[1]} has {', '.join(unsupported)}, which ftrain does not support; merge the adapter "
-            "with peft, or train it without"
+            f"{directory}: {FILES[1]} has {', '.join(unsupported)}, which ft.lora does not support; merge the adapter "
+            "with peft, train it without, or train the model of peft itself: ft.from_module(peft_model)"
         )
 
 

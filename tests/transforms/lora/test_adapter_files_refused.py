@@ -18,8 +18,8 @@ from tests.transforms.lora.models import TARGETS, make_model, make_step
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
-        ({"bias": "all"}, "has bias='all', which ftrain does not support"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', which ft.lora does not support"),
+        ({"bias": "all"}, r"has bias='all', which ft\.lora does not support; .*ft\.from_module\(peft_model\)"),
         ({"rank_pattern": {"up": 8}}, r"rank_pattern=\{'up': 8\}"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"layer_replication": [[0, 4]], "lora_bias": True}, r"layer_replication=\[\[0, 4\]\], lora_bias=True"),
