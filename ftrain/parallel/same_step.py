@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ftrain import _torch, random, tree
+from ftrain._torch.dtensor import is_dtensor
 from ftrain.checkpoint.layout import as_bytes
 from ftrain.errors import BatchError, StructureError, warn
 from ftrain.parallel.mesh import Group
@@ -77,7 +78,7 @@ class SameInputs:
 def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
     """Check that ranks begin with the same names, shapes and dtypes; waits for them. Raises a StructureError if not."""
     lines = [
-        f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
+        f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}{', a DTensor' if is_dtensor(leaf) else ''}"
         for name, part in parts.items()
         for leaf_name, leaf in zip(tree.leaf_names(part), tree.leaves(part), strict=True)
         if tree.is_tensor(leaf)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import _torch, tree
 from ftrain._context import setting
+from ftrain._torch import dtensor
 from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError, require_choice
 from ftrain.parallel.batch_rows import current, rows_of
@@ -36,7 +37,7 @@ from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.same_loss import SameResults
 from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
-from ftrain.parallel.state import Layout, LocalStates, current_layout, divide
+from ftrain.parallel.state import Layout, LocalStates, current_layout, divide, require_own_shards
 from ftrain.parallel.whole_update.update import whole_update
 from ftrain.step.forward import refuse_weight
 from ftrain.step.loss_forms import zero_if_empty
@@ -107,7 +108,8 @@ def sharded(
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is sharded differently; from the first one, on every rank, when
-            they make different steps, or have different states or keys; from ``Step.init``, for different models.
+            they make different steps, or have different states or keys; from ``Step.init``, for different models, or
+            for parameters that another mesh or level has divided.
         RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
         DeviceError: when torch was built without torch.distributed.
     """
@@ -212,27 +214,37 @@ class _RankStep:
         return whole_update(optimizer, self._shard)
 
     def distribute(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """Return the tensors of the first rank on the device of every rank; as DTensors if the level shards them."""
+        """Return the tensors of the first rank on the device of every rank; as DTensors if the level shards them.
+
+        DTensors of another state on this mesh keep their shards. Raises a StructureError for other DTensors.
+        """
+        parts = {"params": params, "frozen": frozen, "buffers": buffers}
         leaves, spec = tree.flatten((params, frozen, buffers))
         require_ranks(self._mesh, leaves)
+        require_own_shards(parts, self._mesh, self._level)
         leaves = [self._on_device(leaf) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         if self._all.size > 1:
-            # Leaves in a file are not sent: they are the same on all ranks.
-            plain = [tensor for leaf in leaves if tree.is_tensor(leaf) for tensor in plain_tensors(leaf)]
-            with self._watch:
-                self._watch.note_place("in step.init")
-                if plain and not _torch.is_fake(plain[0]):
-                    parts = {"params": params, "frozen": frozen, "buffers": buffers}
-                    require_same_tensors(self._all, parts, plain[0].device)
-                # Copies, because a view of a flat buffer would keep all of it in memory.
-                copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
-            leaves = [of_plain_tensors(leaf, copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
+            leaves = self._of_first_rank(leaves, parts)
         params, frozen, buffers = tree.unflatten(spec, leaves)
         if self._level:
             params = divide(params, self._mesh, self._shard.rank)
         if self._level == 3:
-            frozen = divide(frozen, self._mesh, self._shard.rank)
-        return params, frozen, buffers
+            return params, divide(frozen, self._mesh, self._shard.rank), buffers
+        return params, tree.map(dtensor.whole, frozen), buffers
+
+    def _of_first_rank(self, leaves: list[Any], parts: PyTree) -> list[Any]:
+        """Return the leaves with the whole tensors of the first rank. `parts` is their tree, for errors."""
+        tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
+        # Leaves in a file are not sent: they are the same on all ranks.
+        sent = {id(leaf): plain_tensors(leaf) for leaf in tensors if not dtensor.is_dtensor(leaf)}
+        plain = [tensor for leaf in tensors for tensor in sent.get(id(leaf), ())]
+        with self._watch:
+            self._watch.note_place("in step.init")
+            if tensors and not _torch.is_fake(first := plain_tensors(dtensor.local_part(tensors[0]))[0]):
+                require_same_tensors(self._all, parts, first.device)
+            # Copies, because a view of a flat buffer would keep all of it in memory.
+            copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
+        return [of_plain_tensors(leaf, copies) if id(leaf) in sent else leaf for leaf in leaves]
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device of the mesh: ranks can send nothing from another device."""

@@ -53,6 +53,20 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     return tree.map(block, params)
 
 
+def require_own_shards(parts: PyTree, mesh: DeviceMesh, level: int) -> None:
+    """Check that the DTensors in a tree are divided as `divide` does. Raises a StructureError if one is not."""
+    for name, leaf in zip(tree.leaf_names(parts), tree.leaves(parts), strict=True):
+        if not dtensor.is_dtensor(leaf):
+            continue
+        is_own = level and leaf.device_mesh == mesh
+        if not is_own or dtensor.axes_of(leaf) != [None, Part.of(leaf.shape, mesh.size(1)).axis]:
+            needs = f"a whole tensor, or a shard as level {level} has it on {mesh}" if level else "a whole tensor"
+            raise StructureError(
+                f"Step.init: {name} is a DTensor on {leaf.device_mesh} with the placements {leaf.placements}; needs "
+                f"{needs}. Pass the tensors of ft.parallel.whole(state)"
+            )
+
+
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor; this rank keeps only a copy of its block."""
     return dtensor.from_local(_copied(part.take(whole, rank)), mesh, (None, part.axis), whole.shape)

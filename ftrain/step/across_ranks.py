@@ -145,7 +145,7 @@ def sum_each(parts: Sequence[dict[str, Mean]], ranks: LossRanks) -> list[dict[st
 
 
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
-    """Check that no rank failed in an evaluation, and that all read the same first batch. Waits for all ranks.
+    """Check that no rank failed in an evaluation, and that all have the digest of its batches. Waits for all ranks.
 
     Raises the error of this rank, a RankError if another one failed, or on every rank a BatchError.
     """

@@ -74,8 +74,8 @@ def evaluate(
         StructureError: when `state` is not a state.
         OptionError: when `dtype` or `on_oom` is not one of the choices.
         DeviceError: when the device cannot compute in the dtype, or, with ``"split"``, a single example does not fit.
-        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3
-            different numbers of batches.
+        BatchError: on every rank, when ranks that evaluate together have different first batches, different numbers of
+            batches, or later batches of other shapes or dtypes.
         RankError: when another of these ranks failed, or does not call this.
         ComposeError: when `step` is not an `EvalStep`, or `with_amp` makes its loss compute in another dtype.
         LossError: when a metric is not a number, but a vector, for example.
@@ -122,8 +122,9 @@ def _shares(sums: _Sums, step: EvalStep, data: Iterable[PyTree], device: torch.d
     ranks = step.loss.ranks
     is_first = True
     for batch in data:
-        if is_first and ranks is not None and ranks.whole_batches:
-            sums.digest = ranks.digest(batch)
+        if ranks is not None and ranks.whole_batches:
+            # Of later batches no values, which may be on the device.
+            sums.digest = ranks.digest(batch if is_first else [sums.digest, repr(tree.signature(batch))])
         is_first = False
         share = step.share(tree.as_tree(batch))
         yield share._replace(batch=tree.to(share.batch, device))
@@ -216,7 +217,7 @@ class _Sums:
     def __init__(self) -> None:
         self.totals: dict[str, Mean] = {}
         self.digest = 0
-        """The digest of the first batch."""
+        """The digest of the first batch, and of the shapes and dtypes of those after it."""
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:

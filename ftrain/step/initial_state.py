@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import backends, random, tree
+from ftrain._torch import dtensor
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.lazy_safetensors import FLOATS, StoredTensor, stored_tensors
 from ftrain.errors import StructureError, as_path, first_lines, listed, log_on_first_rank
@@ -89,8 +90,8 @@ def _placed(
 ) -> Parts:
     """Return the parts of a state with these tensors, moved to `device` (None: not moved), divided by `distribute`."""
     params, buffers = (tree.take if donate else tree.clone)((params, buffers))
-    if adapters is not None:  # Their initial values may depend on the base.
-        params, buffers = _read((params, buffers))
+    if adapters is not None:  # Their initial values may depend on the whole base.
+        params, buffers = tree.map(dtensor.whole, _read((params, buffers)))
     params, frozen = tree.split(params, is_trainable)
     if adapters is not None:
         params, frozen = adapters.added(params, frozen, random.key(seed))

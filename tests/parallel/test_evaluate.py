@@ -124,6 +124,20 @@ def test_different_numbers_of_batches_are_an_error_at_level_3():
     run(2, rank)
 
 
+@pytest.mark.parametrize(("level", "on_oom"), [(0, "raise"), (1, "raise"), (3, "split")])
+@pytest.mark.parametrize(("counts", "lengths"), [((2, 3), (12, 12)), ((2, 2), (12, 10))], ids=["number", "shape"])
+def test_later_batches_that_differ_are_an_error_on_every_rank(level, on_oom, counts, lengths):
+    """Ranks do not wait for each other here, so each evaluates all of its batches."""
+
+    def rank(number):
+        data = [*models.batches(1), *models.batches(counts[number] - 1, lengths[number])]
+        step = sharded_step(level)
+        with pytest.raises(BatchError, match="evaluate: the ranks have different batches"):
+            ft.evaluate(ft.eval_step(step.loss), step.init(), data, on_oom=on_oom)
+
+    run(2, rank)
+
+
 def test_an_evaluation_in_a_narrow_dtype_on_ranks():
     def of_floats(model, batch):
         return models.loss(model, {name: value.float() for name, value in batch.items()})

@@ -179,3 +179,60 @@ def test_frozen_parameters_may_be_the_trained_ones_of_another_state(level):
 
     for params in run(2, lambda _: train(ft.sharded(ft.parallel.mesh(), level))):
         torch.testing.assert_close(params, train(), rtol=1e-12, atol=1e-12)
+
+
+def continued(size, level, *wrappers, trainable=None):
+    """Train two steps, and then two of another step that begins with the parameters of this state."""
+
+    def rank(_):
+        mesh = ft.parallel.mesh()
+        first = models.step_of(ft.sharded(mesh, level))
+        state = first.init(seed=5)
+        for batch in models.batches(2):
+            state, _ = first(state, batch)
+        more = {"optimizer": ft.optim.lamb(1e-2, eps=1e-3), "trainable": trainable}
+        second = models.step_of(*wrappers, ft.sharded(mesh, level), **more)
+        begun = second.init(state.params, buffers=state.buffers, seed=5)
+        state, history = models.train(second, list(models.batches(2)), dataclasses.replace(begun, step=state.step))
+        return ft.parallel.whole(begun), state, history
+
+    return run(size, rank)
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "trainable"),
+    [((ft.ema(0.8),), None), ((), ["head.*", "blocks.0.hidden.*"]), ((ft.lora(2, targets=["head"], dora=True),), None)],
+    ids=["all", "some", "adapters"],
+)
+@pytest.mark.parametrize(("size", "level"), [(3, 1), (2, 3)])
+def test_a_new_state_takes_the_divided_parameters_of_another_one(size, level, wrappers, trainable):
+    ((begun, expected, history),) = continued(1, 0, *wrappers, trainable=trainable)
+    for own, state, own_history in continued(size, level, *wrappers, trainable=trainable):
+        for part in ("params", "frozen", "slots"):
+            torch.testing.assert_close(getattr(own, part), getattr(begun, part), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(getattr(state, part), getattr(expected, part), rtol=1e-12, atol=1e-12)
+        for metrics, others in zip(own_history, history, strict=True):
+            assert metrics == pytest.approx(others, rel=1e-12)
+
+
+@pytest.mark.parametrize(("mesh", "level"), [({"shard": 2}, 3), ({}, 0)])
+def test_a_new_state_refuses_parameters_that_are_divided_otherwise(mesh, level):
+    def rank(_):
+        params = sharded_step().init().params
+        step = sharded_step(level, **mesh)
+        with pytest.raises(StructureError, match=r"Step.init: params.bias is a DTensor on .*whole\(state\)"):
+            step.init(params)
+        assert isinstance(step.init(ft.parallel.whole(params)), ft.TrainState)
+
+    run(4, rank)
+
+
+def test_divided_parameters_on_one_rank_alone_are_an_error_on_every_rank():
+    def rank(number):
+        step = sharded_step()
+        params = step.init().params
+        whole = ft.parallel.whole(params)
+        with pytest.raises(StructureError, match=r"the ranks begin with different tensors: .*, a DTensor"):
+            step.init(params if number else whole)
+
+    run(2, rank)

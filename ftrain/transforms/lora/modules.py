@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,19 +81,37 @@ class ModuleAdapters:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the target modules run with their adapters."""
-        fuses = self._may_fuse and torch.backends.mha.get_fastpath_enabled()
-        with forwarding(self._forwards):
+        with forwarding(self._forwards), _UNFUSED if self._may_fuse else nullcontext():
             self._borrowed.steps += 1
             try:
-                if fuses:
-                    torch.backends.mha.set_fastpath_enabled(False)
                 yield
             finally:
-                if fuses:
-                    torch.backends.mha.set_fastpath_enabled(True)
                 self._borrowed.steps -= 1
                 if self._borrowed.steps == 0:
                     self._borrowed.restore()
+
+
+class _Unfused:
+    """Context without torch's fused layers. Their switch is of the process: it stays off while any thread is in it."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._was_on = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_on = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.mha.set_fastpath_enabled(self._was_on)
+
+
+_UNFUSED = _Unfused()
 
 
 def _warn_of_tie(target: Target) -> None:

@@ -1,6 +1,8 @@
 """`lora` and modules that are not plain stacks: tied weights, fused layers, a layer that runs twice, small shapes."""
 
+import copy
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -85,6 +87,38 @@ def test_adapters_of_a_tied_weight_are_merged_into_a_weight_that_is_no_longer_ti
     actual = ft.eval_step(untied_step.base)(merged, make_batch(9))
     expected = ft.eval_step(step.loss)(state, make_batch(9))
     assert float(actual["loss"]) == pytest.approx(float(expected["loss"]), abs=1e-12)
+
+
+def test_fused_layers_stay_off_while_another_thread_evaluates():
+    """The switch belongs to the process, and two evaluations overlap: the first one ends within the second."""
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+    seen = []
+
+    def criterion(model, batch):
+        if torch.is_grad_enabled():
+            return model(batch).square().mean()
+        is_first = threading.current_thread() is first
+        (first_is_in if is_first else second_is_in).set()
+        (second_is_in if is_first else first_is_out).wait(60)
+        seen.append(torch.backends.mha.get_fastpath_enabled())
+        return model(batch).square().mean()
+
+    def evaluation():
+        step = make_step(copy.deepcopy(encoder), ft.lora(2, targets=["linear?"]), criterion=criterion)
+        state, evaluate = step.init(), ft.eval_step(step.loss)
+        return lambda: evaluate(state, torch.ones(3, 4, 8))
+
+    first = threading.Thread(target=evaluation())
+    second = threading.Thread(target=evaluation())
+    first.start()
+    assert first_is_in.wait(60)
+    second.start()
+    first.join(60)
+    first_is_out.set()
+    second.join(60)
+    assert seen == [False, False]
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_fused_layers_of_torch_run_their_adapters_in_evaluation_too():
