@@ -1,5 +1,6 @@
-"""The line that a warning names, the rank that logs, and the values that are accepted as flags and numbers."""
+"""The classes of errors, the line that a warning names, the rank that logs, and the values of flags and numbers."""
 
+import inspect
 import warnings
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import OptionError, warn
+from ftrain.errors import FtrainError, OptionError, warn
 
 PACKAGE_FILE = """
 import contextlib
@@ -128,3 +129,31 @@ def test_numbers_of_numpy_are_taken_as_those_of_python():
         assert torch.equal(a, b)
     assert repr(ft.clip(np.int64(1))) == repr(ft.clip(1))
     assert len(ft.data.loader([1, 2], 2, num_workers=np.int64(0), timeout=np.float32(9))) == 1
+
+
+def test_errors_are_also_builtin_errors():
+    builtins = {
+        "ComposeError": TypeError,
+        "OptionError": ValueError,
+        "RankError": RuntimeError,
+        "LossError": ValueError,
+        "BatchError": ValueError,
+        "StructureError": ValueError,
+        "ConsumedError": RuntimeError,
+        "DeviceError": RuntimeError,
+        "DataError": ValueError,
+        "NonFiniteError": ArithmeticError,
+        "TraceError": RuntimeError,
+        "CheckpointError": RuntimeError,
+        "UnreachableError": RuntimeError,
+        "VersionError": ImportError,
+    }
+    classes = {name: value for name, value in vars(ft.errors).items() if inspect.isclass(value)}
+    assert {name for name in classes if name.endswith("Error")} == {"FtrainError", *builtins}
+    for name, builtin in builtins.items():
+        assert issubclass(classes[name], FtrainError)
+        assert issubclass(classes[name], builtin)
+
+
+def test_an_error_that_fit_did_not_raise_has_no_result():
+    assert FtrainError("x").result is None

@@ -13,7 +13,8 @@ from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.profiling import doctor
 from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.ladder import run
-from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, params, squares
 from tests.profiling.problem import scripted
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -104,7 +105,7 @@ def test_auto_is_bf16_where_that_is_native_and_else_nothing(emulated, dtypes, mo
         for _ in range(3):
             state, _ = step(state, batch())
         states.append(state)
-    assert_bitwise(*states)
+    assert_same_bits(*states)
 
 
 def test_auto_is_the_default():
@@ -132,7 +133,7 @@ def test_a_split_step_is_compiled_with_the_dtype_of_auto(emulating):
             ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))
             states.append(step(state, batch())[0])
             ft.backends.register(record)
-        assert_bitwise(*states)
+        assert_same_bits(*states)
 
 
 @pytest.mark.filterwarnings("ignore:.* parameters in float16:UserWarning")

@@ -38,10 +38,3 @@ def failing(error_class, *pieces):
     assert type(caught.value) is error_class
     missing = [piece for piece in pieces if piece not in str(caught.value)]
     assert not missing, f"{missing} not in the message: {caught.value}"
-
-
-def assert_bitwise(actual, expected):
-    """Assert that two trees have the same names, dtypes, shapes and bits."""
-    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
-    for name, a, b in zip(ft.tree.leaf_names(actual), ft.tree.leaves(actual), ft.tree.leaves(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")

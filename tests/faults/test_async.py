@@ -33,7 +33,7 @@ def scribble(tree, draw):
 
 
 @pytest.mark.parametrize("case", ["donated steps", "everything in place", "while files are written"])
-def test_a_file_has_the_state_of_the_call(case, tmp_path, monkeypatch):
+def test_a_save_in_the_background_has_the_state_of_its_call(case, tmp_path, monkeypatch):
     count, draw = times({"donated steps": 600}.get(case, 200), 6), random.Random(case)
     step, state = problem()
     extra = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}

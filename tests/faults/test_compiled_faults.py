@@ -7,7 +7,8 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import TraceError
-from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, params, squares
 
 # Warnings of torch: of reading a value, and of Dynamo where it resumes after a graph break.
 pytestmark = [
@@ -69,7 +70,7 @@ def test_whole_names_the_line_that_reads_a_value(loss):
     marker = f"# here: {loss.__name__.removeprefix('by_')}"
     with failing(TraceError, "compiled", "one graph", "test_compiled_faults.py:", marker):
         step(state, batch())
-    assert_bitwise(state, before)
+    assert_same_bits(state, before)
 
 
 @pytest.mark.parametrize(("loss", "donate"), [(by_item, True), *((loss, False) for loss in ASKING)])
@@ -172,8 +173,8 @@ def test_a_function_of_steps_that_cannot_be_captured_takes_one_step(donate):
     plain = make()
     actual, metrics = ft.compiled(backend="eager")(step)(inner.init(params()), batch())
     expected, expected_metrics = plain(plain.init(params()), batch())
-    assert_bitwise(actual, expected)
-    assert_bitwise(metrics, expected_metrics)
+    assert_same_bits(actual, expected)
+    assert_same_bits(metrics, expected_metrics)
 
 
 def test_a_loss_that_cannot_be_captured_runs_at_most_once_with_real_tensors():

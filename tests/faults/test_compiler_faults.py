@@ -11,7 +11,8 @@ from torch._inductor.exc import CppCompileError
 import ftrain as ft
 from ftrain._torch import FakeTensorMode, active_modes
 from ftrain.transforms.compile import capture, log_if_slow
-from tests.faults.problem import assert_bitwise, batch, make, params, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, make, params, squares
 
 # A warning of Dynamo where it resumes after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -119,7 +120,7 @@ def test_an_update_in_backward_that_cannot_be_compiled_runs_eagerly(caplog):
     )
     state, _ = step(step.init(params()), batch())
     expected, _ = eager(eager.init(params()), batch())
-    assert_bitwise(state.params, expected.params)
+    assert_same_bits(state.params, expected.params)
     assert "runs eagerly" in caplog.text
 
 
@@ -142,7 +143,7 @@ def test_a_lowering_that_was_asked_for_shows_the_error(lowering):
     before = ft.tree.clone(state)
     with pytest.raises(RuntimeError, match="the linker is gone\nand more"):
         step(state, batch())
-    assert_bitwise(state, before)
+    assert_same_bits(state, before)
 
 
 @pytest.mark.parametrize("name", ["ftrain_full", "ftrain_stopped"])
@@ -152,7 +153,7 @@ def test_an_interrupt_and_a_lack_of_memory_are_raised(name, caplog):
     before = ft.tree.clone(state)
     with pytest.raises(type(FAILURES[name])):
         step(state, batch())
-    assert_bitwise(state, before)
+    assert_same_bits(state, before)
     assert not [record for record in caplog.records if record.name == "ftrain"]
 
 
@@ -178,7 +179,7 @@ def test_lower_says_that_a_step_runs_eagerly(caplog):
     lowered = step.lower(state, batch())
     assert (lowered.lowering, lowered.graphs) == ("eager", 0)
     (new, _), (expected, _) = step(state, batch()), make()(make().init(params()), batch())
-    assert_bitwise(new.params, expected.params)
+    assert_same_bits(new.params, expected.params)
 
 
 def test_a_plain_function_that_cannot_be_compiled_runs_uncompiled(caplog):

@@ -52,7 +52,7 @@ def test_a_wrapper_cannot_be_applied_twice_with_different_options_and_another_wr
 
 
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "compiled"])
-def test_a_plain_function_that_a_wrapper_cannot_act_on(name):
+def test_a_plain_function_that_a_wrapper_cannot_act_on_is_an_error(name):
     with failing(ComposeError, WRAPPERS[name].text, "plain is a function", "train_step", "Step") as caught:
         WRAPPERS[name](plain)
     assert isinstance(caught.value, TypeError)
@@ -123,7 +123,7 @@ def test_an_argument_that_is_not_a_state_is_an_error_of_the_called_function(name
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_a_class_given_as_the_step(name):
+def test_a_class_in_place_of_the_step_is_an_error(name):
     class Homemade:
         def __call__(self, state, batch):
             return state, {}
@@ -140,24 +140,24 @@ def test_iterate_with_a_step_that_is_not_a_function_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["fit", "iterate"])
-def test_a_module_given_as_the_step(name):
+def test_a_module_in_place_of_the_step_is_an_error(name):
     with failing(ComposeError, f"{name}: the step is the module Linear; needs a step that trains it"):
         CALLS[name](torch.nn.Linear(2, 1), make().init(params()))
 
 
 @pytest.mark.parametrize(("wrapper", "verb"), [(ft.compiled, "wraps"), (ft.remat, "changes the loss of")])
-def test_a_module_given_to_a_wrapper(wrapper, verb):
+def test_a_wrapper_of_a_module_is_an_error(wrapper, verb):
     with failing(ComposeError, f"{verb} a Step, and the argument is a Linear", "ft.train_step(loss_fn, optimizer)"):
         wrapper()(torch.nn.Linear(2, 1))
 
 
-def test_a_step_that_returns_no_pair():
+def test_a_step_that_returns_no_pair_is_an_error():
     with failing(ComposeError, "iterate: the step returned TrainState; needs a pair (state, metrics)"):
         CALLS["iterate"](lambda state, batch: state, make().init(params()))
 
 
 @pytest.mark.parametrize("metrics", [3.0, torch.ones(()), [torch.ones(())]])
-def test_a_step_that_returns_no_dict_of_metrics(metrics):
+def test_a_step_that_returns_no_dict_of_metrics_is_an_error(metrics):
     name = type(metrics).__name__
     with failing(
         ComposeError, f"fit: the step returned {name} as the metrics of step 1; needs a dict of values by name"
@@ -165,7 +165,7 @@ def test_a_step_that_returns_no_dict_of_metrics(metrics):
         CALLS["fit"](lambda state, batch: (state, metrics), make().init(params()))
 
 
-def test_an_eval_step_of_a_step():
+def test_an_eval_step_of_a_step_is_an_error():
     with failing(LossError, "eval_step: the loss is a Step; pass its loss: eval_step(step.loss)"):
         ft.eval_step(make())
 
@@ -187,7 +187,7 @@ def test_wrong_blocks_are_an_error(blocks):
 
 
 @pytest.mark.parametrize("blocks", [[torch.nn.Linear], {"torch.nn.Linear": "dots"}, torch.nn.Linear])
-def test_blocks_given_by_position(blocks):
+def test_blocks_by_position_are_an_error(blocks):
     with failing(OptionError, "remat: policy is", "Blocks are given as blocks="):
         ft.remat(blocks)
 
@@ -201,12 +201,12 @@ def test_blocks_given_by_position(blocks):
     ],
     ids=["accumulate", "clip", "remat"],
 )
-def test_a_step_among_the_options_of_a_wrapper(wrap):
+def test_a_step_among_the_options_of_a_wrapper_is_an_error(wrap):
     with failing(ComposeError, "got a step and options", "(...)(step)"):
         wrap(make())
 
 
-def test_compose_with_a_wrapper_that_lacks_its_option():
+def test_compose_with_a_wrapper_that_lacks_its_option_is_an_error():
     with failing(ComposeError, "accumulate: needs the argument n: accumulate(n)(step)"):
         ft.compose(make(), ft.accumulate)
 
@@ -217,12 +217,12 @@ def test_compose_with_an_object_that_is_not_a_wrapper_is_an_error(argument):
         ft.compose(make(), ft.ema(0.9), argument)
 
 
-def test_compose_with_a_step_among_the_wrappers():
+def test_compose_with_a_step_among_the_wrappers_is_an_error():
     with failing(ComposeError, "compose", "argument 1", "needs a wrapper"):
         ft.compose(make(), make())
 
 
-def test_compose_with_wrappers_that_were_not_called():
+def test_compose_calls_wrappers_that_need_no_option():
     step = ft.compose(make(), ft.clip, ft.ema, ft.compiled)
     assert [wrapper.name for wrapper in step.wrappers] == ["clip", "ema", "compiled"]
 
@@ -231,7 +231,7 @@ def test_compose_with_wrappers_that_were_not_called():
     ("rule", "message"),
     [(lambda w, g: w.double() - g, "found float64[2], needs float32[2]"), (lambda w, g: w[None] - g, "[1, 2]")],
 )
-def test_an_optimizer_of_ones_own_that_returns_other_parameters(rule, message):
+def test_an_optimizer_of_ones_own_that_returns_other_parameters_is_an_error(rule, message):
     def update(grads, opt_state, params, hyper, *, donate=False):
         return {"w": rule(params["w"], grads["w"])}, opt_state
 
@@ -251,14 +251,14 @@ RETURNS_NOTHING = {
 
 
 @pytest.mark.parametrize(("field", "record"), [("grad", "OnGrad"), ("slot", "SlotSpec")])
-def test_a_part_of_a_wrapper_that_is_a_function_and_no_record(field, record):
+def test_a_part_of_a_wrapper_that_is_a_function_and_no_record_is_an_error(field, record):
     with failing(ComposeError, f"Wrapper: {field} of own is a function; needs {field}=ft.{record}(...)"):
         ft.Wrapper("own", **{field: lambda params: {}})
 
 
 @pytest.mark.parametrize("message", RETURNS_NOTHING)
 @pytest.mark.parametrize("outer", [(), (ft.clip(1.0), ft.ema(0.9)), (ft.accumulate(2),)])
-def test_a_wrapper_of_ones_own_that_returns_nothing(message, outer):
+def test_a_wrapper_of_ones_own_that_returns_nothing_is_an_error(message, outer):
     wrapper = ft.Wrapper("own", **RETURNS_NOTHING[message])
     with failing(ComposeError, f"own: {message}"):
         step = ft.compose(make(), wrapper, *outer)
@@ -269,19 +269,19 @@ def test_a_wrapper_of_ones_own_that_returns_nothing(message, outer):
     "optimizer",
     [torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), torch.optim.AdamW, ft.optim.adamw, None, 0.1],
 )
-def test_an_optimizer_that_is_none_of_ours(optimizer):
+def test_an_optimizer_that_is_none_of_ours_is_an_error(optimizer):
     with failing(ComposeError, "train_step", "optimizer", type(optimizer).__name__, "ft.optim.adamw"):
         ft.train_step(squares, optimizer)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
-def test_ema_decay_out_of_range(decay):
+def test_a_decay_of_ema_out_of_range_is_an_error(decay):
     with failing(OptionError, "ema", "decay", repr(decay), "[0, 1)"):
         ft.ema(decay)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
-def test_clip_limit_out_of_range(limit):
+def test_a_limit_of_clip_out_of_range_is_an_error(limit):
     if limit != float("inf"):  # It reports the norm alone.
         with failing(OptionError, "clip", repr(limit), "positive"):
             ft.clip(limit)
@@ -289,18 +289,18 @@ def test_clip_limit_out_of_range(limit):
         ft.clip(value=limit)
 
 
-def test_clip_without_a_limit():
+def test_clip_without_a_limit_is_an_error():
     with failing(OptionError, "clip", "None", "positive"):
         ft.clip(None)
 
 
-def test_clip_by_norm_and_value_at_once():
+def test_clip_by_norm_and_value_at_once_is_an_error():
     with failing(OptionError, "clip", "max_norm=1.0", "value=2.0", "one of them"):
         ft.clip(1.0, value=2.0)
 
 
 @pytest.mark.parametrize("limit", [0, -3, 1.5, None])
-def test_skip_limit_out_of_range(limit):
+def test_a_limit_of_skip_nonfinite_out_of_range_is_an_error(limit):
     with failing(OptionError, "skip_nonfinite", "limit", repr(limit), "whole number"):
         ft.skip_nonfinite(limit)
 

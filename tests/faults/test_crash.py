@@ -117,7 +117,7 @@ def points(calls, offset=0):
 
 @quiet_forks
 @stories
-def test_a_process_ends_at_a_call(story, ram_path):
+def test_after_an_end_at_any_call_the_newest_checkpoint_is_whole_and_the_run_goes_on(story, ram_path):
     before, act, step, allowed, options = STORIES[story]
     template = prepare(ram_path / "template", before, act, **options)
     calls = forked(counted, shutil.copytree(template, ram_path / "counted"), act, step, options)
@@ -139,7 +139,7 @@ def test_a_process_ends_at_a_call(story, ram_path):
 
 
 @quiet_forks
-def test_a_process_ends_while_it_replaces_a_damaged_checkpoint(ram_path):
+def test_after_an_end_while_a_damaged_checkpoint_is_replaced_the_run_goes_on(ram_path):
     template = prepare(ram_path / "template", (1, 2))
     damage(template, 2)
     calls = forked(counted, shutil.copytree(template, ram_path / "counted"), saves, 2, {})
@@ -166,7 +166,7 @@ def save_without_a_run(path, step):
 
 
 @quiet_forks
-def test_a_process_ends_at_a_call_of_save(ram_path):
+def test_after_an_end_at_any_call_of_save_there_is_a_whole_checkpoint_or_none(ram_path):
     calls = forked(counted, ram_path / "counted" / "m", save_without_a_run, 1, {})
     with tally("crash at a call, save") as tries:
         tries.note = f"{len(calls)} calls"

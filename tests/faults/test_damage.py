@@ -325,7 +325,7 @@ def count_flips(send, name, path, tries):
 
 @quiet_forks
 @pytest.mark.parametrize("name", FORMATS)
-def test_flipped_bits_that_a_format_detects(name, tmp_path):
+def test_every_flipped_bit_is_found_and_those_of_other_formats_are_counted(name, tmp_path):
     count = times(200, 20)
     with tally(f"a bit: {name}") as tries:
         tries.runs, tries.note = count, "silent: loaded without an error as other numbers"

@@ -5,7 +5,8 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import DataError, OptionError, StructureError
-from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, params, squares
 
 
 def fit(data, step=None, **options):
@@ -27,7 +28,7 @@ def test_empty_data_is_an_error(data, limits):
     with failing(DataError, "fit", "no batch", "at least one") as caught:
         fit(data, **limits)
     state, history = caught.value.result
-    assert_bitwise(state, make().init(params()))
+    assert_same_bits(state, make().init(params()))
     assert list(history) == []
 
 
@@ -40,7 +41,7 @@ def test_the_error_of_data_that_ends_early_has_the_trained_state():
     with failing(DataError, "step 2 of 5", "iterator", "fewer steps") as caught:
         fit(iter([batch(), batch()]), steps=5)
     state, history = caught.value.result
-    assert_bitwise(state, trained(2))
+    assert_same_bits(state, trained(2))
     assert history["step"] == [1, 2]
     assert all(isinstance(loss, float) for loss in history["loss"])
 

@@ -160,7 +160,7 @@ def numbers_to_fail(calls_made, *choices):
 @modes
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("error", choose(list(ERRORS), ["EIO", "EINTR"]))
-def test_a_call_fails(mode, when, error, ram_path):
+def test_after_a_call_that_fails_the_last_saved_checkpoint_is_whole_and_the_run_goes_on(mode, when, error, ram_path):
     calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (when, WHEN), (error, ERRORS))
     with tally(f"{error} {when} a call, {mode}") as tries:
@@ -184,7 +184,7 @@ def test_a_temporary_directory_that_cannot_be_made_or_locked_is_removed(when, ra
 
 @modes
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
-def test_calls_fail_from_one_on_until_the_process_ends(mode, error, ram_path):
+def test_after_calls_that_fail_until_the_process_ends_the_last_saved_checkpoint_is_whole(mode, error, ram_path):
     calls_made = calls(ram_path / "all", mode)
     numbers = numbers_to_fail(calls_made, (mode, MODES), (error, ERRORS))
     with tally(f"{error} from a call on, {mode}") as tries:
@@ -193,14 +193,14 @@ def test_calls_fail_from_one_on_until_the_process_ends(mode, error, ram_path):
 
 
 @modes
-def test_a_write_takes_only_a_part(mode, ram_path):
+def test_a_write_that_takes_only_a_part_is_continued(mode, ram_path):
     calls_made = calls(ram_path / "all", mode)
     writes = [number for number, name in enumerate(calls_made) if name == "write"][:: times(1, 9)]
     with tally(f"short write, {mode}") as tries:
         assert let_calls_fail(tries, ram_path, mode, "short", writes) == (len(writes), 0)
 
 
-def test_a_write_takes_nothing(ram_path):
+def test_a_write_that_takes_nothing_is_an_error(ram_path):
     class Nothing(Failing):
         def call(self, number, name, function, args):
             return 0 if number == self.at else function(*args)
@@ -307,7 +307,7 @@ def on_a_small_disk(send, root, full_of):
 
 @quiet_forks
 @pytest.mark.parametrize("full_of", LIMITS)
-def test_a_file_system_is_full_where_mounting_is_permitted(full_of, tmp_path):
+def test_a_full_file_system_leaves_the_last_saved_checkpoint_whole_where_mounting_is_permitted(full_of, tmp_path):
     results = forked(on_a_small_disk, tmp_path, full_of)
     if results is not None:
         with tally(f"tmpfs full of {full_of}") as tries:
@@ -338,13 +338,13 @@ def with_small_files(send, root):
 
 
 @quiet_forks
-def test_files_may_not_grow(ram_path):
+def test_a_limit_on_the_size_of_files_leaves_the_last_saved_checkpoint_whole(ram_path):
     with tally("a limit on the size of files") as tries:
         errors = record_results(tries, forked(with_small_files, ram_path))
         assert sum(errors) > len(errors) // 3
 
 
-def test_a_file_system_that_cannot_sync_directories(tmp_path, monkeypatch):
+def test_a_file_system_that_cannot_sync_directories_is_written_to(tmp_path, monkeypatch):
     """As some network file systems. Another error of a sync is still raised."""
     fsync_of_os = os.fsync
 

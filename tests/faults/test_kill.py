@@ -59,7 +59,7 @@ def last_step(messages, event, default):
 
 @quiet_forks
 @pytest.mark.parametrize("mode", MODES)
-def test_a_process_is_killed_while_it_saves(mode, ram_path):
+def test_after_a_kill_during_saves_the_last_saved_checkpoint_is_whole(mode, ram_path):
     draw, directory, options = random.Random(mode), ram_path / "run", MODES[mode]
     num_interrupted = num_leftovers = 0
     count = times(3400, 4)
@@ -237,7 +237,7 @@ def sockets(ram_path, monkeypatch):  # After `ram_path`, whose folder pytest mak
 @quiet_forks
 @pytest.mark.usefixtures("sockets")
 @pytest.mark.parametrize("data", DATA)
-def test_a_run_is_killed_again_and_again(data, ram_path):
+def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_is_not(data, ram_path):
     draw, kills, resumed, runs = random.Random(data), 0, 0, 0
     (ram_path / "whole").mkdir()
     child = Child(training, ram_path / "whole", data)

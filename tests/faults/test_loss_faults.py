@@ -9,7 +9,8 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError, StructureError
-from tests.faults.problem import assert_bitwise, batch, failing, make, params, run, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, params, run, squares
 
 Pair = collections.namedtuple("Pair", "first second")
 CAPTURED = ft.compiled(backend="eager", lowering="whole")
@@ -204,7 +205,7 @@ def test_a_loss_that_assigns_to_the_batch_does_not_change_that_of_the_caller():
 
     inputs = batch()
     run(doubling, inputs=inputs)
-    assert_bitwise(inputs, batch())
+    assert_same_bits(inputs, batch())
 
 
 @pytest.mark.parametrize("wrappers", [(), (CAPTURED,)], ids=["eager", "whole"])
@@ -240,7 +241,7 @@ def test_buffers_in_other_containers_are_returned_in_those_of_the_state(donate):
     assert state.buffers["b"] == 4
 
 
-def test_no_buffers_returned_as_none():
+def test_a_loss_without_buffers_may_return_none_for_them():
     step = make(lambda params, batch: (total(params), {}, None), ft.skip_nonfinite())
     state, _ = step(step.init(params()), batch())
     assert state.buffers == {}

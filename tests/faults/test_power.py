@@ -280,7 +280,7 @@ def test_leaving_out_a_sync_is_noticed(name, ram_path):
         check_states(disk.log, STORIES[story][1], ram_path / "scratch")
 
 
-def test_every_sync_is_left_out_once(ram_path):
+def test_every_sync_of_a_save_is_among_those_that_are_left_out(ram_path):
     sites = set()
     for number, story in enumerate(STORIES):
         (ram_path / str(number)).mkdir()
@@ -320,7 +320,7 @@ def saved(disk, root, step):
 
 
 @pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
-def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, ram_path):
+def test_a_save_is_on_the_disk_after_a_power_loss_also_where_another_process_was_killed_before(first, ram_path):
     with tally(f"power loss after a kill, save {first}") as tries:
         moments = check_kills(ram_path, first, attempt=tries.attempt)
         tries.note = f"{moments} moments of the kill"

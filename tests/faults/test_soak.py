@@ -144,7 +144,7 @@ def trend(values):
 
 @quiet_forks
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_nothing_grows(name, tmp_path):
+def test_memory_descriptors_threads_and_objects_do_not_grow(name, tmp_path):
     function, full, quick = WORKLOADS[name]
     count = times(full, quick)
     with tally(f"soak: {name}") as tries:

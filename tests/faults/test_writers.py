@@ -77,7 +77,7 @@ def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
         tries.note = f"the slowest knew after {slowest:.3f} s"
 
 
-def test_two_writers_of_one_process(tmp_path):
+def test_a_second_writer_of_one_process_is_refused_until_the_first_has_left(tmp_path):
     with ft.Checkpoints(tmp_path, every=1), pytest.raises(CheckpointError, match=f'"process": {os.getpid()}'):
         ft.Checkpoints(tmp_path, every=1).__enter__()
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:

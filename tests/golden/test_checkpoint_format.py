@@ -51,7 +51,7 @@ TAGS = {"1": ["ftrain.types.TrainState", "ftrain.types.Mean"], "2": ["TrainState
 
 
 @pytest.mark.parametrize("version", TAGS)
-def test_a_checkpoint_of_this_version_is_loaded(version):
+def test_the_checkpoint_of_each_version_is_loaded_with_the_same_bits(version):
     path, expected = GOLDEN / version, golden_tree()
     actual = checkpoint.load(path)
     assert_same(actual, expected)
@@ -65,16 +65,16 @@ def test_a_checkpoint_of_this_version_is_loaded(version):
 def test_the_newest_version_is_written_as_its_golden_checkpoint(tmp_path):
     """All bytes are equal, except the description of the environment and the digest that depends on it."""
     write(tmp_path / "written")
-    golden = GOLDEN / "2"
-    for file in golden.rglob("*.*"):
-        written = tmp_path / "written" / file.relative_to(golden)
-        if file.name == "MANIFEST.json":
-            expected, actual = json.loads(file.read_text()), json.loads(written.read_text())
-            assert expected.keys() == actual.keys()
-            different = {name for name in expected if expected[name] != actual[name]}
-            assert different <= {"environment", "digest"}
-        else:
-            assert written.read_bytes() == file.read_bytes()
+    expected, actual = contents(GOLDEN / "2"), contents(tmp_path / "written")
+    expected_manifest, manifest = (json.loads(files.pop("MANIFEST.json")) for files in (expected, actual))
+    assert actual == expected
+    assert manifest.keys() == expected_manifest.keys()
+    different = {name for name in manifest if manifest[name] != expected_manifest[name]}
+    assert different <= {"environment", "digest"}
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def write(path):
@@ -120,7 +120,7 @@ def squares(params, batch):
 
 
 @pytest.mark.filterwarnings("ignore:fit. continues from:UserWarning")
-def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
+def test_a_run_of_version_1_resumes_with_its_history(tmp_path):
     """The checkpoint is of step 7: the history of the resumed run has those 7 steps and its own."""
     directory = tmp_path / "run"
     shutil.copytree(GOLDEN_RUN, directory)

@@ -92,13 +92,13 @@ def pipelines():
 
 
 NAMES = list(pipelines())
-WAYS = {"eager": (), "donated": (ft.donated(),), "compiled": (ft.compiled(backend="eager"),)}
+MODES = {"eager": (), "donated": (ft.donated(),), "compiled": (ft.compiled(backend="eager"),)}
 
 
-def curve(name, way="eager"):
+def curve(name, mode="eager"):
     """Train a pipeline, and return the losses and norms of all steps as hexadecimal floats, which are exact."""
     step, arguments = pipelines()[name]
-    step = ft.compose(step, *WAYS[way])
+    step = ft.compose(step, *MODES[mode])
     state = step.init(make_params(), **arguments)
     columns = {"loss": [], "norm": []}
     for batch in make_batches():
@@ -120,27 +120,27 @@ def stored():
     return json.loads(CURVES.read_text(encoding="utf-8"))
 
 
-def test_every_pipeline_has_a_curve():
+def test_there_is_one_curve_for_each_pipeline():
     assert sorted(stored()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipeline_has_its_stored_curve(name, way):
-    actual, expected = curve(name, way), stored()[name]
+def test_a_pipeline_has_its_stored_curve(name, mode):
+    actual, expected = curve(name, mode), stored()[name]
     assert sorted(actual) == sorted(expected)
     for column, values in expected.items():
         assert len(values) == STEPS
         assert numbers(actual[column]) == pytest.approx(numbers(values), rel=RELATIVE, abs=0), column
 
 
-def test_no_two_curves_are_equal():
+def test_no_two_stored_curves_have_equal_losses():
     """Equal curves would mean that an option of a pipeline had no effect."""
     losses = [tuple(columns["loss"]) for columns in stored().values()]
     assert len(set(losses)) == len(losses)
 
 
-def test_the_loss_falls_in_every_curve():
+def test_the_loss_falls_in_every_stored_curve():
     for columns in stored().values():
         losses = numbers(columns["loss"])
         assert sum(losses[-3:]) < sum(losses[:3])

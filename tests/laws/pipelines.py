@@ -39,19 +39,6 @@ def train(step, steps=STEPS, seed=0):
     return state, metrics
 
 
-def assert_equal(actual, expected):
-    """Check that two trees have the same dtypes, shapes and bits; NaN equals NaN."""
-    actual, expected = ft.tree.leaves(actual), ft.tree.leaves(expected)
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected, strict=True):
-        if not isinstance(a, torch.Tensor):
-            assert a == b
-            continue
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 def assert_near(actual, expected, names, narrow=(2e-3, 1e-5)):
     """Check that tensors are equal within the rounding of float64, or with `narrow` as (rtol, atol) of 16 bits."""
     rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)

@@ -228,7 +228,7 @@ def test_inductor_compiles_a_model_of_transformers_whole():
 
 
 @pytest.mark.parametrize("wrapper", [ft.remat(), *exhaustive([ft.accumulate(2)])], ids=lambda wrapper: wrapper.name)
-def test_wrappers_around_a_model_of_transformers(wrapper):
+def test_a_compiled_model_of_transformers_trains_alike_with_wrappers(wrapper):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)
     assert_trains_alike(model, of_tokens(), None, wrapper, backend="eager")

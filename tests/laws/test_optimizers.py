@@ -5,10 +5,10 @@ import torch
 
 import ftrain as ft
 from ftrain import tree
+from tests.bits import assert_same_bits
 from tests.exhaustive import choose
 from tests.laws.optimizer_steps import F64, build, loss, make_batch, make_params, train
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
-from tests.laws.pipelines import assert_equal
 
 EVERY = [*OPTIMIZERS, *COMBINED]
 every_optimizer = pytest.mark.parametrize("name", EVERY)
@@ -27,7 +27,7 @@ def assert_near(actual, expected, **tolerance):
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 def test_donation_changes_no_bit(name, dtype):
     step = build(name)
-    assert_equal(train(ft.donated(step), dtype), train(step, dtype))
+    assert_same_bits(train(ft.donated(step), dtype), train(step, dtype))
 
 
 @every_optimizer
@@ -41,8 +41,8 @@ def test_a_step_is_pure_and_changes_every_parameter(name):
     state = train(step, steps=1)
     kept = tree.clone(state)
     new, _ = step(state, make_batch(1))
-    assert_equal(state, kept)
-    assert_equal(step(state, make_batch(1))[0], new)
+    assert_same_bits(state, kept)
+    assert_same_bits(step(state, make_batch(1))[0], new)
     assert all(not torch.equal(new.params[key], leaf) for key, leaf in state.params.items() if leaf.numel())
 
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
     for index in (2, 3):
         state, _ = step(state, make_batch(index, dtype=torch.float32))
         resumed, _ = step(resumed, make_batch(index, dtype=torch.float32))
-        assert_equal(resumed, state)
+        assert_same_bits(resumed, state)
 
 
 def poisoned(params, batch):
@@ -84,7 +84,7 @@ def test_a_bad_step_changes_nothing(name, wrapper, poison):
     state, _ = step(state, good)
     after, metrics = step(state, bad)
     if float(metrics["skipped"]):
-        assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
+        assert_same_bits((after.params, after.opt_state), (state.params, state.opt_state))
     assert float(metrics["skipped"]) or poison == 3e38
     after, metrics = step(after, good)
     assert not float(metrics["skipped"])
@@ -107,7 +107,7 @@ def test_functionalised_graph_equals_eager(name):
 @pytest.mark.parametrize("name", choose(EVERY, ["stochastic"]))
 def test_donation_changes_no_bit_of_a_graph(name):
     donated, plain = (build(name, ft.compiled(lowering="whole", backend="eager", donate=d)) for d in (True, False))
-    assert_equal(train(donated), train(plain))
+    assert_same_bits(train(donated), train(plain))
 
 
 @not_combined
@@ -118,7 +118,7 @@ def test_two_parameters_that_are_one_tensor_are_updated_separately(name):
     expected, _ = step(step.init({"a": weight, "b": weight.clone()}), batch)
     for wrapped in (step, ft.donated(step)):
         actual, _ = wrapped(wrapped.init({"a": weight, "b": weight}), batch)
-        assert_equal(actual.params, expected.params)
+        assert_same_bits(actual.params, expected.params)
     assert torch.equal(weight, torch.ones(2, 2, dtype=F64))
 
 

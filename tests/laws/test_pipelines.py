@@ -4,20 +4,11 @@ import pytest
 import torch
 
 import ftrain as ft
+from tests.bits import assert_same_bits
 from tests.exhaustive import choose, exhaustive_rows
 from tests.laws import oracle
 from tests.laws.models import keyed_loss, make_batch
-from tests.laws.pipelines import (
-    STEPS,
-    assert_equal,
-    assert_near,
-    assert_trees_near,
-    blocks_for,
-    build,
-    label,
-    train,
-    train_on,
-)
+from tests.laws.pipelines import STEPS, assert_near, assert_trees_near, blocks_for, build, label, train, train_on
 from tests.laws.registry import ALONE, PAIRS, SAME_ARROW, STACKS, is_guarded, is_narrow
 
 ALL = [*ALONE, *PAIRS, *STACKS]
@@ -31,7 +22,7 @@ combined = pytest.mark.parametrize("names", choose(ALL, [*ALONE, *STACKS]), ids=
 
 
 @interacting
-def test_pipeline_equals_the_hand_written_oracle(names):
+def test_a_pipeline_equals_the_hand_written_oracle(names):
     model, step = build(names)
     state, metrics = train(step)
     expected = oracle.run(model, names, [make_batch(index) for index in range(STEPS)])
@@ -53,21 +44,21 @@ def test_pipeline_equals_the_hand_written_oracle(names):
 
 
 @combined
-def test_step_is_pure(names):
+def test_a_step_is_pure(names):
     _, step = build(names)
     state, _ = train(step, 1)
     kept, batch, random_state = ft.tree.clone(state), make_batch(7), torch.get_rng_state()
     first, second = step(state, batch), step(state, batch)
-    assert_equal(first, second)
-    assert_equal(state, kept)
-    assert_equal(batch, make_batch(7))
+    assert_same_bits(first, second)
+    assert_same_bits(state, kept)
+    assert_same_bits(batch, make_batch(7))
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
 @combined
 def test_donation_changes_no_bit(names):
     _, step = build(names)
-    assert_equal(train(ft.donated(step))[0], train(step)[0])
+    assert_same_bits(train(ft.donated(step))[0], train(step)[0])
 
 
 # `make test` captures STACKS[5] here and STACKS[3] in `test_compiled`, so only the wrappers in neither alone.
@@ -75,7 +66,7 @@ NOT_IN_STACKS = [names for names in ALONE if not {*names} & {*STACKS[3], *STACKS
 
 
 @pytest.mark.parametrize("names", choose(INTERACTING, [*NOT_IN_STACKS, STACKS[5]]), ids=label)
-def test_compiled_equals_eager(names):
+def test_a_captured_step_equals_the_eager_one(names):
     # Counter-based dropout draws the same bits in both; stock dropout does not.
     _, step = build(names, criterion=keyed_loss, blocks=blocks_for(names))
     eager, eager_metrics = train(step)
@@ -91,7 +82,7 @@ def test_donation_changes_no_bit_of_a_graph(names):
     donated, plain = (
         train(ft.compiled(lowering="whole", backend="eager", donate=donate)(step))[0] for donate in (True, False)
     )
-    assert_equal(donated, plain)
+    assert_same_bits(donated, plain)
 
 
 @pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=label)
@@ -104,10 +95,10 @@ def test_a_bad_step_changes_only_the_counters(names):
     assert int(after.step) == int(state.step) + 1
     counters = {"with_amp", "skip_nonfinite"}
     for part in ("params", "buffers", "opt_state", "frozen", "rng"):
-        assert_equal(getattr(after, part), getattr(state, part))
+        assert_same_bits(getattr(after, part), getattr(state, part))
     for name in state.slots:
         if name not in counters:
-            assert_equal(after.slots[name], state.slots[name])
+            assert_same_bits(after.slots[name], state.slots[name])
     if "skip_nonfinite" in state.slots:
         assert int(after.slots["skip_nonfinite"]["in_a_row"]) == 1
     if "fp16" in names:
@@ -124,13 +115,13 @@ def poisoned_loss(model, batch):
     [
         ("eager", "full"),
         ("eager", "dots"),
-        # `test_compiled_equals_eager` captures it, and `test_remat` some of its policies.
+        # `test_a_captured_step_equals_the_eager_one` captures it, and `test_remat` some of its policies.
         *exhaustive_rows([("captured", "full"), ("captured", "dots")]),
     ],
 )
-def test_remat_gradients_are_bit_equal(policy, lowering):
+def test_remat_changes_no_bit(policy, lowering):
     plain, rematerialised = build(())[1], build((), ft.remat(policy))[1]
     if lowering == "captured":
         capture = ft.compiled(lowering="whole", backend="eager")
         plain, rematerialised = capture(plain), capture(rematerialised)
-    assert_equal(train(rematerialised)[0], train(plain)[0])
+    assert_same_bits(train(rematerialised)[0], train(plain)[0])

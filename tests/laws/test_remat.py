@@ -8,7 +8,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.laws.remat_model import MODES, WIDTH, aten, build, everything, make_batch, products
 
 
@@ -52,7 +52,7 @@ def dtype_of(stack):
 def test_no_bit_changes(stack, mode):
     blocks = 1 if mode == "nested-few" else 2
     step = build(MODES[mode](), *STACKS[stack], dtype=dtype_of(stack), blocks=blocks)
-    assert_equal(train(step), unwrapped(stack, blocks))
+    assert_same_bits(train(step), unwrapped(stack, blocks))
 
 
 class WritesOverProducts(nn.Module):
@@ -92,7 +92,7 @@ def test_a_kept_result_that_was_written_over_is_computed_again(written_over, pol
     plain = ft.train_step(ft.from_module(model, loss), ft.optim.sgd(0.1))
     policies = {"everything": everything, "products": products, "reshaped": reshaped}
     step = ft.remat(policy=policies.get(policy, policy))(plain)
-    assert_equal(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
+    assert_same_bits(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
 
 
 class CachesProduct(nn.Module):
@@ -117,7 +117,7 @@ def test_no_bit_changes_for_a_block_that_caches_a_product(policy):
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
         return step(step.init(), torch.ones(2, WIDTH, dtype=torch.float64))[0]
 
-    assert_equal(trained(ft.remat(policy=policy, blocks=[CachesProduct])), trained())
+    assert_same_bits(trained(ft.remat(policy=policy, blocks=[CachesProduct])), trained())
 
 
 class WritesOverInput(nn.Module):
@@ -211,7 +211,7 @@ def test_no_bit_changes_where_the_loss_takes_a_gradient(block, policy):
             state, _ = step(state, batch)
         return state
 
-    assert_equal(trained(ft.remat(policy=policy, blocks=[block])), trained())
+    assert_same_bits(trained(ft.remat(policy=policy, blocks=[block])), trained())
 
 
 @pytest.mark.parametrize("stack", ["eager", "captured"])
@@ -225,7 +225,7 @@ def test_no_bit_changes_for_an_attention_block_within_a_block(stack):
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, *STACKS[stack])
         return step(step.init(), torch.randn(2, 3, WIDTH, dtype=torch.float64))[0]
 
-    assert_equal(trained(ft.remat(blocks=[nn.TransformerEncoderLayer, nn.MultiheadAttention])), trained())
+    assert_same_bits(trained(ft.remat(blocks=[nn.TransformerEncoderLayer, nn.MultiheadAttention])), trained())
 
 
 def test_a_model_may_skip_all_of_its_blocks_in_a_step():
@@ -252,4 +252,4 @@ def test_a_model_may_skip_all_of_its_blocks_in_a_step():
             state, _ = step(state, {"x": torch.ones(2, WIDTH), "skip": skip})
         return state
 
-    assert_equal(trained(ft.remat(blocks=[nn.Linear])), trained())
+    assert_same_bits(trained(ft.remat(blocks=[nn.Linear])), trained())

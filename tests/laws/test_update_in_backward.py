@@ -13,12 +13,13 @@ from ftrain import optim, tree
 from ftrain.errors import ComposeError, ConsumedError, LossError, TraceError
 from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
+from tests.bits import assert_same_bits
 from tests.exhaustive import choose
 from tests.laws.models import make_batch
 from tests.laws.optimizer_steps import build as build_optimizer
 from tests.laws.optimizer_steps import train as train_optimizer
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
-from tests.laws.pipelines import assert_equal, build, train
+from tests.laws.pipelines import build, train
 from tests.laws.registry import ALONE
 
 module = importlib.import_module("ftrain.transforms.update_in_backward")
@@ -48,14 +49,14 @@ names = pytest.mark.parametrize(
 def test_no_bit_changes(names, more):
     _, plain = build(names, *more)
     _, step = build(names, ft.update_in_backward(), *more)
-    assert_equal(train(step)[0], train(plain)[0])
+    assert_same_bits(train(step)[0], train(plain)[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
 def test_no_bit_changes_with_any_optimizer(name, more):
     actual = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), torch.float32)
-    assert_equal(actual, train_optimizer(build_optimizer(name, *more), torch.float32))
+    assert_same_bits(actual, train_optimizer(build_optimizer(name, *more), torch.float32))
 
 
 @pytest.mark.parametrize("donate", choose([False, True], [True]))
@@ -65,7 +66,7 @@ def test_a_whole_graph_computes_the_same(donate, backend):
     names = ("remat", "bf16", "ema")
     _, plain = build(names, compiled, p=0.0)
     _, step = build(names, ft.update_in_backward(), compiled, p=0.0)
-    assert_equal(train(step)[0], train(plain)[0])
+    assert_same_bits(train(step)[0], train(plain)[0])
 
 
 @pytest.mark.parametrize("make", [lambda: optim.adamw_8bit(0.1), lambda: optim.partition({"all": optim.adam(0.1)}, {})])
@@ -76,15 +77,15 @@ def test_parameters_may_be_a_bare_tensor(make):
     actual, expected = step.init(initial), plain.init(initial)
     for _ in range(2):
         (actual, _), (expected, _) = step(actual, batch), plain(expected, batch)
-    assert_equal(actual, expected)
+    assert_same_bits(actual, expected)
 
 
-def test_it_is_pure():
+def test_the_step_is_pure():
     _, step = build(("remat",), ft.update_in_backward())
     state, _ = train(step, 1)
     kept, batch = tree.clone(state), make_batch(7)
-    assert_equal(step(state, batch), step(state, batch))
-    assert_equal(state, kept)
+    assert_same_bits(step(state, batch), step(state, batch))
+    assert_same_bits(state, kept)
 
 
 def test_a_mean_of_weight_zero_gives_the_same_bits():
@@ -94,7 +95,7 @@ def test_a_mean_of_weight_zero_gives_the_same_bits():
         batch = make_batch(0)
         batch["labels"] = torch.full_like(batch["labels"], -100)
         states.append(step(step.init(), batch)[0])
-    assert_equal(states[0], states[1])
+    assert_same_bits(states[0], states[1])
 
 
 def unused(params, batch):
@@ -102,14 +103,14 @@ def unused(params, batch):
 
 
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
-def test_parameters_that_the_loss_does_not_use(more):
+def test_parameters_that_the_loss_does_not_use_decay_if_allowed_and_are_an_error_else(more):
     params = {"a": torch.ones(3), "b": torch.ones(2)}
     steps = [
         ft.compose(ft.train_step(unused, optim.adamw(0.1, weight_decay=0.1), allow_unused=True), *wrappers, *more)
         for wrappers in ((), (ft.update_in_backward(),))
     ]
     expected, actual = [step(step.init(params), torch.ones(3)) for step in steps]
-    assert_equal(actual, expected)
+    assert_same_bits(actual, expected)
     refusing = ft.compose(ft.train_step(unused, optim.adamw(0.1)), ft.update_in_backward(), *more)
     state = refusing.init(params)
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
@@ -118,7 +119,7 @@ def test_parameters_that_the_loss_does_not_use(more):
         with pytest.raises(ConsumedError):
             _ = state.params
     else:
-        assert_equal(state.params, params)
+        assert_same_bits(state.params, params)
 
 
 class NoneForSecond(torch.autograd.Function):
@@ -133,14 +134,14 @@ class NoneForSecond(torch.autograd.Function):
         return grad * 2, None
 
 
-def test_parameters_whose_gradient_is_none():
+def test_parameters_whose_gradient_is_none_are_unused():
     def loss(params, batch):
         return NoneForSecond.apply(params["a"] * batch, params["b"]).sum()
 
     params = {"a": torch.ones(3), "b": torch.ones(2)}
     plain = ft.train_step(loss, optim.adamw(0.1, weight_decay=0.1), allow_unused=True)
     step = ft.update_in_backward()(plain)
-    assert_equal(step(step.init(params), torch.ones(3)), plain(plain.init(params), torch.ones(3)))
+    assert_same_bits(step(step.init(params), torch.ones(3)), plain(plain.init(params), torch.ones(3)))
     step = ft.update_in_backward()(ft.train_step(loss, optim.sgd(0.1)))
     with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
         step(step.init(params), torch.ones(3))
@@ -154,7 +155,7 @@ def test_a_donated_step_that_fails_before_its_backward_pass_consumes_nothing():
     state = step.init({"w": torch.ones(3)})
     with pytest.raises(RuntimeError):
         step(state, torch.ones(2))
-    assert_equal(state.params, {"w": torch.ones(3)})
+    assert_same_bits(state.params, {"w": torch.ones(3)})
 
 
 # A parameter that is used detached may be updated before the backward pass needs its old value.
@@ -193,7 +194,7 @@ def test_a_parameter_that_is_read_after_its_update_raises_if_donated(wrappers):
     batch = torch.randn(2, 4)
     expected = plain(plain.init(), batch)[0].params
     step = ft.update_in_backward()(plain)
-    assert_equal(step(step.init(), batch)[0].params, expected)
+    assert_same_bits(step(step.init(), batch)[0].params, expected)
     donated = ft.donated()(step)
     state = donated.init()
     with pytest.raises((LossError, RuntimeError), match=r"modified by an inplace operation|was overwritten before"):
@@ -245,7 +246,7 @@ def gpt(width=64, layers=6):
         pytest.param((ft.remat(), ft.ema()), 0.8, id="remat", marks=pytest.mark.exhaustive),
     ],
 )
-def test_gradients_never_all_exist(wrappers, share):
+def test_the_gradients_never_all_exist(wrappers, share):
     batch = torch.randint(128, (1, 8))
     reports = []
     for more in ((), (ft.update_in_backward(),)):
@@ -323,7 +324,7 @@ def test_an_optimizer_that_needs_all_leaves_is_refused():
         ft.update_in_backward()(ft.train_step(unused, homemade))
 
 
-def test_it_prints():
+def test_the_wrapper_prints_in_the_line_of_the_update():
     _, step = build(("ema",), ft.update_in_backward())
     assert "update  adamw(constant(0.05), weight_decay=0.1) <- ema(0.8) <- update_in_backward()" in repr(step)
 
@@ -337,6 +338,6 @@ def test_every_wrapper_is_refused_or_changes_no_bit():
         except ComposeError:
             refused += names
         else:
-            assert_equal(train(step, 1)[0], train(plain, 1)[0])
+            assert_same_bits(train(step, 1)[0], train(plain, 1)[0])
     assert set(refused) >= {"fp16", "accumulate", "clip", "clip_value", "skip"}
     assert not set(refused) & set(COMPATIBLE)

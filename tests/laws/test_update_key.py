@@ -65,6 +65,6 @@ def test_each_label_and_step_has_its_own_key():
     torch.testing.assert_close(keys, run(ft.compiled(lowering="whole", backend="eager")(step)))
 
 
-def test_golden_key_data():
+def test_the_key_of_an_update_is_that_of_the_step_xor_two_words():
     # The words of the key, xor "upda" and "te_k" in ASCII.
     assert random.update_key_data((2024, 0)) == (2024 ^ 0x75706461, 0x74655F6B)

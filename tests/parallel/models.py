@@ -1,13 +1,10 @@
 """A small model whose parameters are hard to divide, its data, and a few steps of training."""
 
-import threading
-
 import torch
 from torch import nn
 
 import ftrain as ft
-
-_seeding = threading.Lock()
+from tests.parallel.ranks import seeded
 
 
 class Block(nn.Module):
@@ -81,8 +78,7 @@ def batches(count=3, length=12, seed=3):
 
 
 def step_of(*wrappers, criterion=loss, optimizer=None, trainable=None, model=Model, **options):
-    with _seeding:  # Ranks are threads, and torch's generator is one.
-        torch.manual_seed(1)
+    with seeded(1):
         module = model(**options).double()
     optimizer = optimizer or ft.optim.adamw(1e-2, weight_decay=0.1)
     step = ft.train_step(ft.from_module(module, criterion), optimizer, trainable=trainable)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,16 @@ from torch.fx import _symbolic_trace
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from ftrain.parallel import stock_draws
+
+_drawing = threading.Lock()
+
+
+@contextmanager
+def seeded(seed):
+    """Context in which torch's generator begins at a seed and one thread draws at a time: ranks share the generator."""
+    with _drawing, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def run(size, function):

@@ -9,7 +9,8 @@ import ftrain as ft
 from ftrain.errors import CheckpointError, StructureError
 from tests.exhaustive import choose, exhaustive
 from tests.parallel import models
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
+from tests.parallel.results import assert_leaves_near
 
 TARGETS = ["inner", "blocks.*.hidden", "head"]
 levels = pytest.mark.parametrize("level", choose([0, 1, 3], [0, 3]))
@@ -24,11 +25,6 @@ def trained(step):
     for batch in models.batches(2):
         state, _ = step(state, batch)
     return state
-
-
-def assert_near(actual, expected):
-    assert ft.tree.leaf_names(actual) == ft.tree.leaf_names(expected)
-    torch.testing.assert_close(ft.tree.leaves(actual), ft.tree.leaves(expected), rtol=1e-12, atol=1e-12)
 
 
 def assert_divided_alike(actual, expected):
@@ -64,7 +60,7 @@ def merged_and_back(level, dora):
 def test_ranks_merge_and_unmerge_as_one_rank_does_and_states_are_divided_as_before(level, dora):
     (expected,) = run(1, merged_and_back(0, dora))
     for actual in run(2, merged_and_back(level, dora)):
-        assert_near(actual, expected)
+        assert_leaves_near(actual, expected)
 
 
 @levels
@@ -87,7 +83,7 @@ def test_adapters_of_a_tree_are_merged_by_all_ranks(level):
 
     (expected,) = run(1, rank_at(0))
     for actual in run(2, rank_at(level)):
-        assert_near(actual, expected)
+        assert_leaves_near(actual, expected)
 
 
 def same_on_any_mesh(step):
@@ -124,11 +120,13 @@ def load_and_step(path, level):
 def test_ranks_save_the_files_of_one_rank_and_train_as_it_does_after_loading_them(level, tmp_path):
     run(1, save(tmp_path / "alone", 0))
     run(2, save(tmp_path / "together", level))
-    alone, together = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("alone", "together"))
+    alone, together = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "together")
+    )
     assert together == alone
     (expected,) = run(1, load_and_step(tmp_path / "alone", 0))
     for actual in run(2, load_and_step(tmp_path / "together", level)):
-        assert_near(actual, expected)
+        assert_leaves_near(actual, expected)
 
 
 def test_a_divided_base_that_differs_is_refused_on_every_rank(tmp_path):
@@ -144,14 +142,13 @@ def test_a_divided_base_that_differs_is_refused_on_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_a_quantised_base_is_whole_on_every_rank_and_trains_and_resumes_as_on_one(level, tmp_path):
+def test_a_base_quantised_by_torchao_is_whole_on_every_rank_and_resumes_on_one(level, tmp_path):
     quantization = pytest.importorskip("torchao.quantization", reason="quantises the base")
     batches = [{name: leaf.float() for name, leaf in batch.items()} for batch in models.batches(4)]
 
     def train(level, first, last):
         def rank(_):
-            with models._seeding:
-                torch.manual_seed(1)
+            with seeded(1):
                 module = models.Model()
                 module.head = torch.nn.Linear(6, 3)
                 quantization.quantize_(module, quantization.Int8WeightOnlyConfig())

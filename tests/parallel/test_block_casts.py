@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from tests.parallel import models
-from tests.parallel.ranks import run
-from tests.parallel.test_sharded import NARROW
+from ftrain.errors import ComposeError, OptionError
+from tests.bits import assert_same_bits
+from tests.parallel.ranks import run, seeded
+from tests.parallel.results import NARROW, assert_leaves_near
 
 
 class Block(nn.Module):
@@ -49,8 +50,7 @@ class PlainBlock(nn.Module):
 
 def trained(size, level, block=Block, **options):
     def rank(_):
-        with models._seeding:
-            torch.manual_seed(2)
+        with seeded(2):
             net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(block(4), block(4)), nn.Linear(4, 2))
         loss = ft.from_module(net, lambda net, x: net(x).float().square().mean())
         step = ft.train_step(loss, ft.optim.sgd(0.005), allow_unused=True)
@@ -64,16 +64,16 @@ def trained(size, level, block=Block, **options):
 
 
 def test_a_step_under_autocast_has_the_bits_of_level_2_and_equals_one_rank():
-    (one,) = trained(1, 0)
+    (expected,) = trained(1, 0)
     for gathered_once, by_block in zip(trained(2, 2), trained(2, 3), strict=True):
-        torch.testing.assert_close(by_block, gathered_once, rtol=0, atol=0)  # A sum over two ranks has one order.
-        torch.testing.assert_close(by_block, one, rtol=NARROW, atol=NARROW)
+        assert_same_bits(by_block, gathered_once)  # A sum over two ranks has one order.
+        assert_leaves_near(by_block, expected, NARROW)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_blocks_that_are_gathered_in_the_dtype_of_autocast_have_the_same_bits(size):
     for narrow, own in zip(trained(size, 3, PlainBlock, gather="amp"), trained(size, 3, PlainBlock), strict=True):
-        torch.testing.assert_close(narrow, own, rtol=0, atol=0)
+        assert_same_bits(narrow, own)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrappers", [(), (ft.remat(),)])
+@pytest.mark.parametrize("wrappers", [(), (ft.remat(),)], ids=["alone", "remat"])
 def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in_32(wrappers, mesh):
     width, size = 64, 4
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2)))
@@ -101,17 +101,13 @@ def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in
     assert narrow["reduce-scatter"] == own["reduce-scatter"]
 
 
-def test_the_dtype_of_autocast_needs_autocast_and_level_3(mesh):
-    for options in ({"level": 2, "gather": "amp"}, {"gather": "bf16"}):
-        with pytest.raises(
-            ft.errors.OptionError, match=r"sharded: gather is '(amp|bf16)' at level [23]; needs 'own', or"
-        ):
-            ft.sharded(mesh, **options)
+def test_blocks_are_gathered_in_the_dtype_of_autocast_only_with_autocast_and_at_level_3(mesh):
+    for gather, level in (("amp", 2), ("bf16", 3)):
+        with pytest.raises(OptionError, match=f"sharded: gather is '{gather}' at level {level}; needs 'own', or"):
+            ft.sharded(mesh, level, gather=gather)
     loss = ft.from_module(nn.Linear(3, 2), lambda net, x: net(x).mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(mesh, gather="amp"))
-    with pytest.raises(
-        ft.errors.ComposeError, match="gather='amp' is the dtype of with_amp, which the step does not have"
-    ):
+    with pytest.raises(ComposeError, match="gather='amp' is the dtype of with_amp, which the step does not have"):
         step(step.init(), torch.ones(4, 3))
 
 

@@ -7,8 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from ftrain.errors import LossError
+from tests.bits import assert_same_bits
 from tests.parallel import models
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
+from tests.parallel.results import assert_leaves_near, assert_near
 
 
 class Mixed(nn.Module):
@@ -37,23 +39,15 @@ class Net(nn.Module):
 
 
 def trained(size, level, metrics=lambda outputs: {}, trainable=("*.trained.*", "*.viewed"), steps=3):
-    """Return for each rank the step, its state and the whole state after the last step."""
+    """Return the whole state of each rank after the last step."""
 
     def criterion(net, x):
         outputs = net(x)
         return outputs.square().mean(), metrics(outputs)
 
     def rank(_):
-        with models._seeding:
-            torch.manual_seed(2)
-            net = Net()
-        for part in net.modules():
-            for name, value in part.named_parameters(recurse=False):
-                setattr(
-                    part,
-                    name,
-                    nn.Parameter(value.double(), value.requires_grad) if value.is_floating_point() else value,
-                )
+        with seeded(2):
+            net = Net().double()
         loss = ft.from_module(net, criterion)
         step = ft.compose(
             ft.train_step(loss, ft.optim.adamw(0.1), trainable=list(trainable)), ft.sharded(ft.parallel.mesh(), level)
@@ -62,32 +56,45 @@ def trained(size, level, metrics=lambda outputs: {}, trainable=("*.trained.*", "
         for seed in range(steps):
             x = torch.randn(7, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             state, _ = step(state, x)
-        return step, state, ft.parallel.whole(state)
+        return ft.parallel.whole(state)
 
     return run(size, rank)
 
 
-def test_trained_and_frozen_parameters_of_a_block_whose_parts_are_single_rows():
-    ((_, _, one),) = trained(1, 0)
+def test_trained_and_frozen_parameters_of_a_block_may_have_parts_of_single_rows():
+    (expected,) = trained(1, 0)
     for size, level in ((2, 3), (4, 3), (4, 1)):
-        for _, _, many in trained(size, level):
-            torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
+        for state in trained(size, level):
+            assert_leaves_near(state.params, expected.params)
 
 
-def test_blocks_without_a_trained_parameter_give_the_same_results():
-    ((_, _, one),) = trained(1, 0, trainable=["blocks.0.trained.weight"])
-    for _, _, many in trained(2, 3, trainable=["blocks.0.trained.weight"]):
-        torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
+def test_a_block_without_a_trained_parameter_passes_gradients_to_the_one_before_it():
+    (expected,) = trained(1, 0, trainable=["blocks.0.trained.weight"])
+    for state in trained(2, 3, trainable=["blocks.0.trained.weight"]):
+        assert_leaves_near(state.params, expected.params)
+
+
+def test_blocks_without_any_trained_parameter_pass_gradients_to_what_is_before_them():
+    def rank(level):
+        with seeded(1):
+            module = models.Model().double()
+        module.blocks.requires_grad_(False)
+        step = ft.train_step(ft.from_module(module, models.loss), ft.optim.adamw(1e-2))
+        return models.train(ft.compose(step, ft.sharded(ft.parallel.mesh(), level)))
+
+    (expected,) = run(1, lambda _: rank(0))
+    assert expected[0].frozen["blocks.0.hidden.weight"] is not None
+    assert_near(run(3, lambda _: rank(3)), expected)
 
 
 def test_buffers_that_nothing_changes_keep_their_bits():
-    ((_, _, one),) = trained(1, 0)
+    (expected,) = trained(1, 0)
     for level in (0, 3):
-        for _, _, many in trained(3, level, steps=30):
-            assert all(torch.equal(many.buffers[name], one.buffers[name]) for name in one.buffers)
+        for state in trained(3, level, steps=30):
+            assert_same_bits(state.buffers, expected.buffers)
 
 
-def test_a_metric_by_example_is_an_error_on_every_rank():
+def test_a_metric_with_a_value_for_each_example_is_an_error():
     with pytest.raises(
         LossError, match=r"the metric rows is float64\[\d\]; on ranks a metric is a 0-d tensor or a Mean"
     ):
@@ -111,8 +118,7 @@ def of_blocks(size, level, forward, *wrappers, steps=3, **options):
     """Return the whole parameters after a few steps of a model of two blocks, on all ranks."""
 
     def rank(_):
-        with models._seeding:
-            torch.manual_seed(2)
+        with seeded(2):
             net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Checkpointed(), Checkpointed())).double()
         loss = ft.from_module(net, lambda net, x: forward(net, x).square().mean())
         train_step = ft.train_step(loss, ft.optim.adamw(0.1), **options)
@@ -128,9 +134,9 @@ def of_blocks(size, level, forward, *wrappers, steps=3, **options):
 
 @pytest.mark.parametrize("wrappers", [(), (ft.accumulate(7),), (ft.remat(),)], ids=["alone", "accumulate", "remat"])
 def test_a_block_may_recompute_parts_of_itself(wrappers):
-    (one,) = of_blocks(1, 0, lambda net, x: net(x), *wrappers)
-    for many in of_blocks(3, 3, lambda net, x: net(x), *wrappers):
-        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    (expected,) = of_blocks(1, 0, lambda net, x: net(x), *wrappers)
+    for params in of_blocks(3, 3, lambda net, x: net(x), *wrappers):
+        assert_leaves_near(params, expected)
 
 
 def test_a_parameter_of_a_block_has_a_shape_outside_of_its_forward_and_no_values():
@@ -145,7 +151,7 @@ def test_a_parameter_of_a_block_has_a_shape_outside_of_its_forward_and_no_values
             of_blocks(2, 3, reading(read))
 
 
-def test_blocks_in_lists_of_lists():
+def test_blocks_in_lists_of_lists_train_as_on_one_rank():
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()
@@ -158,17 +164,16 @@ def test_blocks_in_lists_of_lists():
             return x
 
     def rank(_):
-        with models._seeding:
-            torch.manual_seed(0)
+        with seeded(0):
             net = Nested().double()
         loss = ft.from_module(net, lambda net, x: net(x).square().mean())
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level=3))
         state, _ = step(step.init(seed=0), torch.arange(8, dtype=torch.float64).reshape(4, 2))
         return ft.parallel.whole(state).params
 
-    (one,), ranks = run(1, rank), run(2, rank)
-    for params in ranks:
-        torch.testing.assert_close(params, one, rtol=1e-12, atol=1e-12)
+    (expected,) = run(1, rank)
+    for params in run(2, rank):
+        assert_leaves_near(params, expected)
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,13 @@ class Overlaps(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        kind = {"all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scatters"}.get(name)
-        if kind is not None:
-            self.counts[kind] += 1
-            self._started[result.data_ptr()] = kind, self._products
+        counter = {"all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scatters"}.get(name)
+        if counter is not None:
+            self.counts[counter] += 1
+            self._started[result.data_ptr()] = counter, self._products
         elif name == "wait_tensor" and args[0].data_ptr() in self._started:
-            kind, products = self._started.pop(args[0].data_ptr())
-            self.counts[f"overlapping {kind}"] += products < self._products
+            counter, products = self._started.pop(args[0].data_ptr())
+            self.counts[f"overlapping {counter}"] += products < self._products
         self._products += name in ("mm", "addmm")
         return result
 

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ftrain as ft
 from tests.faults.forks import quiet_forks
 from tests.parallel.processes import started
+from tests.parallel.ranks import seeded
+from tests.parallel.results import assert_leaves_near
 from tests.parallel.transformers_models import TINY
 
 pytestmark = quiet_forks
@@ -61,8 +63,7 @@ def by_ftrain(module, mesh, level):
 
 
 def model(name):
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with seeded(1):
         module = TINY[name]().double().train()
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -86,4 +87,4 @@ def test_models_of_transformers_end_where_distributed_data_parallel_does(tmp_pat
             assert losses[-1] != losses[0]
             for level_losses, level_params in by_level:
                 assert level_losses == pytest.approx(losses, rel=1e-12)
-                torch.testing.assert_close(level_params, params, rtol=1e-12, atol=1e-12)
+                assert_leaves_near(level_params, params)

@@ -11,14 +11,12 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
-from ftrain.parallel import batch_rows
 from ftrain.parallel.block_gather import NotGathered
 from tests.exhaustive import exhaustive, exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
 
 evaluate = importlib.import_module("ftrain.step.evaluate")
-iterate = importlib.import_module("ftrain.training.iterate")
 
 
 def sharded_step(level, **options):
@@ -54,35 +52,43 @@ def test_an_evaluation_on_ranks_equals_one_rank(size, level):
 
 
 class WatchedBlock(nn.Module):
-    """A block that notes its weight in a list."""
+    """A block that calls a function with its weight."""
 
-    def __init__(self, weights):
+    def __init__(self, note):
         super().__init__()
-        self.linear, self._weights = nn.Linear(4, 4), weights
+        self.linear, self._note = nn.Linear(4, 4), note
 
     def forward(self, x):
-        self._weights.append(weakref.ref(self.linear.weight))
+        self._note(self.linear.weight)
         return self.linear(x).tanh()
 
 
 def test_level_3_has_the_parameters_of_a_block_only_while_it_runs():
     def rank(_):
-        weights, alive = [], []
+        weights, counts = [], []
+
+        def note(weight):
+            weights.append(weakref.ref(weight))
+            note_count()
+
+        def note_count():
+            counts.append(sum(weight() is not None for weight in weights))
 
         def criterion(model, x):
             assert isinstance(model[1].linear.weight, NotGathered)
             outputs = model(x)
-            alive.append(sum(weight() is not None for weight in weights))
+            note_count()
             return outputs.square().mean()
 
-        loss = ft.from_module(nn.Sequential(*(WatchedBlock(weights) for _ in range(3))), criterion)
+        loss = ft.from_module(nn.Sequential(*(WatchedBlock(note) for _ in range(3))), criterion)
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 3))
         eval_step, state = ft.eval_step(step.loss), step.init()
         eval_step(state, torch.ones(6, 4))
         ft.evaluate(eval_step, state, [torch.ones(6, 4)] * 2)
-        return len(weights), alive
+        return counts
 
-    assert run(2, rank) == [(9, [0, 0, 0])] * 2
+    # In each of three blocks its own weight, and none behind them; in three evaluations.
+    assert run(2, rank) == [[1, 1, 1, 0] * 3] * 2
 
 
 def test_level_3_asks_for_the_next_batch_before_it_evaluates_one(monkeypatch):
@@ -138,8 +144,9 @@ def test_later_batches_that_differ_are_an_error_on_every_rank(level, on_oom, cou
     run(2, rank)
 
 
-def test_an_evaluation_in_a_narrow_dtype_on_ranks():
+def test_an_evaluation_in_a_narrow_dtype_on_ranks_equals_one_rank():
     def of_floats(model, batch):
+        assert model.head.weight.dtype == torch.bfloat16
         return models.loss(model, {name: value.float() for name, value in batch.items()})
 
     def rank(_):
@@ -167,7 +174,6 @@ def test_each_rank_computes_on_its_examples():
 
 
 def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
-    """In an evaluation, and in a step of `fit`, which also tests the loss once, of one and two examples."""
     copied_lengths, to = [], ft.tree.to
 
     def recording(value, device):
@@ -176,35 +182,33 @@ def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
         return to(value, device)
 
     monkeypatch.setattr(ft.tree, "to", recording)
-    monkeypatch.setattr(iterate, "_to_device", None)
 
     def rank(_):
         step = sharded_step(1)
         ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(1))
-        ft.fit(step, step.init(), models.batches(2), progress=False)
 
     run(4, rank)
-    assert [length for length in copied_lengths if length > 2] == [3] * 4
-    batch = next(models.batches())
-    of_rank = batch_rows.rows_of(batch, 1, 5, (2,), torch.device("meta")).batch
-    assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
+    assert copied_lengths == [3] * 4
 
 
 def test_a_batch_that_cannot_be_cut_counts_once():
+    def loss(params, batch):
+        return ft.Mean(params["w"] * batch["x"].mean() * batch["y"].sum(), batch["y"].sum())
+
     def rank(_):
-        loss = lambda params, batch: ft.Mean((params["w"] * batch["x"]).sum() * batch["y"].sum(), batch["y"].sum())  # noqa: E731
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 1))
-        data = [{"x": torch.full((4,), 3.0), "y": torch.tensor([1.0, 2.0])}]
-        return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(4)}), data)["loss"]
+        # Means of 1 with the weight 3, and of 3 with the weight 3.
+        data = [{"x": torch.ones(3), "y": torch.ones(3)}, {"x": torch.full((4,), 3.0), "y": torch.tensor([1.0, 2.0])}]
+        return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(())}), data)["loss"]
 
-    assert run(3, rank) == [12.0] * 3
+    assert run(3, rank) == [2.0] * 3
 
 
-@pytest.mark.parametrize("criterion", [models.loss, models.plain_loss])
+@pytest.mark.parametrize("criterion", [models.loss, models.plain_loss], ids=["Mean", "plain"])
 def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
     """Ranks may read parts of a batch, different numbers of batches, or all the same batches."""
 
-    def evaluated(size, parts):
+    def results(size, parts):
         def rank(number):
             step = models.step_of(ft.sharded(ft.parallel.mesh(), 3, batches="rows"), criterion=criterion)
             state, eval_step = step.init(seed=5), ft.eval_step(step.loss)
@@ -215,15 +219,14 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
 
     batches = list(uneven_batches())
     thirds = [batches[0:1], batches[1:3], batches[3:4]]
-    (reference,) = evaluated(1, lambda number: batches)
-    for many in (evaluated(3, lambda number: thirds[number]), evaluated(2, lambda number: batches)):
-        for actual in many:
-            assert actual[1] == pytest.approx(reference[1], rel=1e-12)
+    (reference,) = results(1, lambda number: batches)
+    for actual in (*results(3, lambda number: thirds[number]), *results(2, lambda number: batches)):
+        assert actual[1] == pytest.approx(reference[1], rel=1e-12)
 
     def third_of_first(number):
         return [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batches[0])]
 
-    for actual in evaluated(3, third_of_first):
+    for actual in results(3, third_of_first):
         assert actual[0] == pytest.approx(reference[0], rel=1e-12)
 
 
@@ -231,8 +234,9 @@ def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
 def test_a_rank_without_a_batch_is_an_error_on_every_rank(level):
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh(), level, batches="rows"))
-        kind, text = (DataError, "needs an iterable of at least one on every rank") if number else (RankError, "rank 1")
-        with pytest.raises(kind, match=text):
+        own_error, errors_of_others = (DataError, "at least one on every rank"), (RankError, "rank 1")
+        error_class, text = own_error if number else errors_of_others
+        with pytest.raises(error_class, match=text):
             ft.evaluate(ft.eval_step(step.loss), step.init(), list(models.batches(1 - number)))
 
     run(2, rank)
@@ -247,7 +251,7 @@ def test_ranks_may_see_metrics_in_another_order_and_some_alone():
         value = (params["w"] * batch["x"]).mean()
         return value, {batch["domain"]: value}
 
-    def evaluated(size, parts):
+    def results(size, parts):
         def rank(number):
             sharded = ft.sharded(ft.parallel.mesh(), 0, batches="rows")
             step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), sharded)
@@ -255,13 +259,13 @@ def test_ranks_may_see_metrics_in_another_order_and_some_alone():
 
         return run(size, rank)
 
-    (reference,) = evaluated(1, [data])
-    for many in evaluated(2, [data[:2], data[:1:-1]]):
-        assert many == pytest.approx(reference)
+    (reference,) = results(1, [data])
+    for actual in results(2, [data[:2], data[:1:-1]]):
+        assert actual == pytest.approx(reference)
 
 
 @pytest.mark.parametrize("levels", [(0, 3), *exhaustive([(1, 2)])], ids=str)
-def test_evaluate_within_fit_at_every_level(levels):
+def test_evaluations_within_fit_at_every_level_equal_those_of_one_rank(levels):
     def history(size, level):
         def rank(_):
             step = sharded_step(level)
@@ -394,8 +398,8 @@ def test_the_first_rank_warns_of_an_evaluation_in_which_nothing_counts(level):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(("batches", "count"), [("whole", 1), ("rows", 2)])
-def test_the_first_rank_warns_of_rows_of_a_common_batch_that_do_not_match(batches, count):
+@pytest.mark.parametrize(("batches", "count"), [("whole", 1), ("rows", 2)], ids=["of all ranks", "of each rank"])
+def test_leaves_of_a_batch_that_do_not_match_are_warned_of_once_for_each_batch(batches, count):
     def loss(params, batch):
         return (params["w"] * batch["x"]).mean() + batch["y"].mean()
 

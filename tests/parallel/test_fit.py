@@ -1,5 +1,6 @@
 """`fit` on N ranks is `fit` on one: the same history and state, and all ranks end at the same step."""
 
+import importlib
 import json
 
 import pytest
@@ -9,37 +10,39 @@ import ftrain as ft
 from ftrain.errors import BatchError, RankError
 from ftrain.parallel.agreement import Agreement
 from ftrain.training.progress import Display, Throughput
+from tests.bits import assert_same_bits
 from tests.exhaustive import exhaustive_rows
 from tests.parallel import models
 from tests.parallel.ranks import run
+from tests.parallel.results import assert_near
+
+iterate = importlib.import_module("ftrain.training.iterate")
 
 
-def fitted(size, level, data=None, *, wrappers=(), optimizer=None, **options):
-    """Return the whole state and the history of each of `size` ranks; options that are functions get the rank."""
+def fitted(size, level, *, wrappers=(), optimizer=None, **options):
+    """Return the whole state and the history of each of `size` ranks; options that are functions get rank and step."""
 
     def rank(number):
         step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer)
-        batches = list(models.batches(6)) if data is None else data(number)
         named = {name: value(number, step) if callable(value) else value for name, value in options.items()}
-        state, history = ft.fit(step, step.init(seed=5), batches, progress=False, **named)
+        state, history = ft.fit(step, step.init(seed=5), list(models.batches(6)), progress=False, **named)
         return ft.parallel.whole(state), history
 
     return run(size, rank)
 
 
-def assert_same(results, reference):
-    """Check that states and histories of ranks equal those of one rank, except for times."""
-    expected, history = reference
-    first = results[0][1]
-    for state, records in results:
-        for part in ("params", "opt_state", "slots"):
-            torch.testing.assert_close(getattr(state, part), getattr(expected, part), rtol=1e-12, atol=1e-12)
-        assert records == first
-        assert records.stopped == history.stopped
-        assert len(records) == len(history)
-        for record, other in zip(records, history, strict=True):
-            timeless = {name: value for name, value in other.items() if name != "seconds"}
-            assert {**record, **timeless} == pytest.approx(dict(record), rel=1e-12, abs=1e-12)
+def without_times(history):
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+
+
+def assert_near_without_times(results, expected):
+    """Check that states and histories of ranks equal those of one rank, except for times, which all ranks agree on."""
+    expected_state, expected_history = expected
+    results_without_times = [(state, without_times(history)) for state, history in results]
+    assert_near(results_without_times, (expected_state, without_times(expected_history)))
+    for _, history in results:
+        assert history == results[0][1]
+        assert history.stopped == expected_history.stopped
 
 
 @pytest.mark.parametrize(("size", "level"), [(2, 0), (2, 1), (4, 3)])
@@ -47,12 +50,15 @@ def test_a_run_on_ranks_equals_one_on_one_rank(size, level):
     options = {"steps": 8, "log_every": 3, "wrappers": (ft.accumulate(2), ft.clip(0.05), ft.ema(0.8))}
     (reference,) = fitted(1, 0, **options)
     assert len(reference[1]) == 8
-    assert_same(fitted(size, level, **options), reference)
+    assert_near_without_times(fitted(size, level, **options), reference)
 
 
-@pytest.mark.parametrize("wrappers", [[], [ft.accumulate(2)]])
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wrappers):
+@pytest.mark.parametrize(
+    ("level", "wrappers", "function"),
+    [(0, [], "sharded"), (3, [], "sharded"), (2, [ft.accumulate(2)], "accumulate")],
+    ids=["whole", "by block", "accumulate"],
+)
+def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wrappers, function):
     def summed(model, batch):
         return (model(batch["x"]) - batch["y"]).square().sum()
 
@@ -60,7 +66,6 @@ def test_a_loss_that_changes_with_the_rows_of_ranks_is_warned_of_once(level, wra
         step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=summed)
         ft.fit(step, step.init(seed=5), list(models.batches()), progress=False)
 
-    function = "accumulate" if wrappers else "sharded"
     with pytest.warns(UserWarning, match=f"^{function}: the loss of two examples is .*Return ft\\.Mean") as caught:
         run(2, rank)
     assert len(caught) == 1
@@ -159,24 +164,18 @@ def test_plateau_lowers_the_rate_on_all_ranks():
     (reference,) = fitted(1, 0, **options)
     assert reference[1]["lr"][-1] < reference[1]["lr"][0]
     for level in (0, 3):
-        assert_same(fitted(3, level, **options), reference)
+        assert_near_without_times(fitted(3, level, **options), reference)
 
 
 def test_an_error_on_one_rank_between_steps_ends_all_ranks_with_the_trained_state():
-    def log(number, step):
-        def fail(record):
-            raise OSError("disk full")
+    def fail(record):
+        raise OSError("disk full")
 
-        return [fail]
-
-    def rank(number):
-        with pytest.raises((OSError, RankError)) as caught:
-            fitted_on_this_rank(number, log)
-        return type(caught.value), str(caught.value), int(caught.value.result.state.step)
-
-    def fitted_on_this_rank(number, log):
+    def rank(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
-        ft.fit(step, step.init(), list(models.batches()), log_every=2, loggers=log(number, step), progress=False)
+        with pytest.raises((OSError, RankError)) as caught:
+            ft.fit(step, step.init(), list(models.batches()), log_every=2, loggers=[fail], progress=False)
+        return type(caught.value), str(caught.value), int(caught.value.result.state.step)
 
     first, *others = run(3, rank)
     assert first == (OSError, "disk full", 2)
@@ -238,11 +237,10 @@ def test_a_loop_of_iterate_on_ranks_is_the_loop_by_hand():
             state, _ = step(state, batch)
             states.append(ft.parallel.whole(state))
         records = ft.iterate(step, step.init(seed=3), list(models.batches(3)))
-        return [ft.tree.leaves((a, ft.parallel.whole(b.state))) for a, b in zip(states, records, strict=True)]
+        return states, [ft.parallel.whole(record.state) for record in records]
 
-    for leaves in (leaves for steps in run(2, rank) for leaves in steps):
-        half = len(leaves) // 2
-        assert all(map(torch.equal, leaves[:half], leaves[half:]))
+    for by_hand, iterated in run(2, rank):
+        assert_same_bits(iterated, by_hand)
 
 
 def samples():
@@ -265,11 +263,11 @@ def test_a_run_that_resumes_on_ranks_has_the_bits_of_one_that_was_not_interrupte
     run(size, lambda rank: fit(rank, "twice", 3, loggers=[ft.loggers.jsonl(tmp_path / "log")]))
     twice = run(size, lambda rank: fit(rank, "twice", 5, resume="must", loggers=[ft.loggers.jsonl(tmp_path / "log")]))
     for (state, history, best), (resumed, records, best_resumed) in zip(once, twice, strict=True):
-        assert all(map(torch.equal, ft.tree.leaves(resumed), ft.tree.leaves(state)))
+        assert_same_bits(resumed, state)
         assert best == best_resumed
         # Step 3, the end of the first part, was evaluated, too.
         resumed_records, once_records = (
-            [{**record, "seconds": 0} for record in some if record["step"] != 3] for some in (records, history)
+            [record for record in without_times(of_run) if record["step"] != 3] for of_run in (records, history)
         )
         assert resumed_records == once_records
     logged = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
@@ -309,6 +307,12 @@ def test_the_first_rank_warns_of_a_loss_that_is_not_finite_and_all_raise(tmp_pat
     assert messages[0] == messages[1]
     assert "the loss of step 5" in messages[0]
     assert messages[0].endswith("The newest checkpoint before it is that of step 2")
+
+
+def test_fit_leaves_whole_batches_on_the_host(monkeypatch):
+    """Each rank copies its rows of them to its device."""
+    monkeypatch.setattr(iterate, "_to_device", lambda *_: pytest.fail("a whole batch was copied"))
+    fitted(2, 1)
 
 
 def test_a_step_that_is_not_sharded_warns_that_each_rank_makes_a_run_of_its_own(monkeypatch, recwarn):

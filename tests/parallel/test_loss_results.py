@@ -30,7 +30,7 @@ class Extremes(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_buffers_that_are_not_finite(size):
+def test_buffers_that_are_not_finite_are_those_of_one_rank(size):
     def rank(_):
         loss = ft.from_module(Extremes(), models.plain_loss)
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 0))
@@ -84,16 +84,16 @@ def test_a_buffer_that_the_backward_pass_changes_again_is_that_of_one_rank(level
         step = models.step_of(ft.sharded(ft.parallel.mesh(), level), model=Recomputed, criterion=models.plain_loss)
         return models.train(step)[0].buffers["mean"]
 
-    (one,) = run(1, rank)
+    (expected,) = run(1, rank)
     for mean in run(2, rank):
-        torch.testing.assert_close(mean, one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["plain", "donated"])
-def test_with_updates_in_the_backward_pass_it_is_an_error(more):
+def test_a_buffer_that_the_backward_pass_changes_is_an_error_with_updates_in_that_pass(more):
     """The buffers are averaged over ranks before the backward pass."""
 
-    def rank(number):
+    def rank(_):
         wrappers = ft.update_in_backward(), ft.sharded(ft.parallel.mesh(), 0), *more
         step = models.step_of(*wrappers, model=Recomputed, criterion=models.plain_loss)
         with pytest.raises(LossError, match=r"the backward pass changes the buffer mean, .* use ft\.remat\(\)"):

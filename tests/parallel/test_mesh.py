@@ -25,12 +25,19 @@ def test_sizes_that_are_left_out_follow_from_the_number_of_ranks():
     assert run(4, shapes)[0] == [(1, 4), (2, 2), (2, 2), (4, 1)]
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 0}, {"shard": 2, "replicate": 1}, {"shard": True}])
-def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"shard": 3}, "there are 4 ranks, those that torchrun"),
+        ({"shard": 2, "replicate": 1}, "there are 4 ranks, those that torchrun"),
+        ({"replicate": 0}, "needs a whole number of at least 1"),
+        ({"shard": True}, "needs a whole number of at least 1"),
+    ],
+    ids=["a part", "two of four", "none", "no number"],
+)
+def test_sizes_of_a_mesh_that_are_not_those_of_all_ranks_are_an_error(sizes, text):
     def rank(_):
-        with pytest.raises(
-            OptionError, match=r"there are 4 ranks, those that torchrun|needs a whole number of at least 1"
-        ):
+        with pytest.raises(OptionError, match=text):
             ft.parallel.mesh(**sizes)
 
     run(4, rank)
@@ -44,8 +51,11 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
         ({"timeout": timedelta(seconds=60)}, {}, None),
         ({}, {}, None),
     ],
+    ids=["longer, default", "longer, chosen", "shorter, default", "default, default"],
 )
-def test_replacing_a_longer_timeout_of_the_process_group_by_the_default_is_warned_of(old_options, new_options, warning):
+def test_only_replacing_a_longer_timeout_of_the_process_group_by_the_default_is_warned_of(
+    old_options, new_options, warning
+):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, **old_options)
     try:
@@ -88,6 +98,11 @@ def test_ranks_have_rows_of_each_microbatch_and_every_row_is_on_one_rank():
             assert max(lengths) - min(lengths) <= 1
 
 
+def test_the_rows_of_a_rank_are_on_its_device():
+    rows = rows_of(next(models.batches()), 1, 5, (2,), torch.device("meta"))
+    assert {(leaf.device.type, len(leaf)) for leaf in rows.batch.values()} == {("meta", 2)}
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -127,7 +142,7 @@ def test_a_step_that_cannot_compute_on_parts_is_refused_when_it_is_composed(opti
     run(2, rank)
 
 
-def test_different_batches_are_an_error_on_every_rank():
+def test_different_first_batches_are_an_error_on_every_rank():
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
         with pytest.raises(BatchError, match=r"different batches; .*DistributedSampler"):

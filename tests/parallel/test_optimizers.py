@@ -12,6 +12,7 @@ from ftrain.optim import offloaded
 from ftrain.parallel import bucket_order
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.whole_update import ownership
+from tests.bits import assert_same_bits
 from tests.exhaustive import exhaustive
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.parallel import models, script
@@ -98,7 +99,7 @@ def tolerance_of(name):
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small_groups(monkeypatch):
     """Limit the bytes of groups and rounds, so that small leaves need several of them."""
     for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (bucket_order, "STREAM_BYTES")):
         monkeypatch.setattr(module, constant, 100)
@@ -121,11 +122,11 @@ def test_each_elementwise_optimizer_on_ranks_has_the_bits_of_one(name):
     start = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     (reference,) = trained(1, 0, name, start=start)
     for actual in trained(3, 3, name, start=start):
-        assert all(map(torch.equal, ft.tree.leaves(actual), ft.tree.leaves(reference)))
+        assert_same_bits(actual, reference)
 
 
 @pytest.mark.parametrize("name", [*FEW, *REST])
-def test_update_in_backward_on_ranks_equals_one_rank(name, small):
+def test_update_in_backward_on_ranks_equals_one_rank(name, small_groups):
     dtype, tolerance = tolerance_of(name)
     (reference,) = trained(1, 0, name, dtype=dtype)
     for size, level in ((3, 1), (2, 3)):
@@ -133,7 +134,7 @@ def test_update_in_backward_on_ranks_equals_one_rank(name, small):
 
 
 @pytest.mark.parametrize("name", [*FEW, *REST])
-def test_an_offloaded_state_on_ranks_equals_one_rank(name, small, tmp_path):
+def test_an_offloaded_state_on_ranks_equals_one_rank(name, small_groups, tmp_path):
     def offload():
         return ft.offload("opt_state", directory=tmp_path, min_bytes=8)
 
@@ -162,7 +163,7 @@ def test_a_stack_with_optimizers_of_every_kind_on_ranks_equals_one_rank():
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_donated_state_is_updated_in_its_memory(name):
+def test_a_donated_state_of_each_optimizer_is_updated_in_its_memory(name):
     def rank(_):
         step = ft.compose(ft.train_step(linear, EVERY[name]()), ft.sharded(ft.parallel.mesh(), 1), ft.donated())
         params = params_of(name)
@@ -184,7 +185,7 @@ def test_a_donated_state_is_updated_in_its_memory(name):
             assert_equal([state], reference)
 
 
-def test_ranks_share_the_work_and_each_matrix_is_updated_once(monkeypatch, small):
+def test_ranks_share_the_work_and_each_matrix_is_updated_once(monkeypatch, small_groups):
     """Ten matrices of one size on four ranks: each updates two or three of them."""
     elements = []
     orthogonal = muon._orthogonal
@@ -209,7 +210,7 @@ def test_ranks_share_the_work_and_each_matrix_is_updated_once(monkeypatch, small
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon", "stochastic"])
 def test_a_state_continues_on_another_mesh_to_the_bit(name):
-    def half(size, level, start=None):
+    def two_steps(size, level, start=None):
         def rank(_):
             params = params_of(name)
             step = ft.compose(ft.train_step(linear, EVERY[name]()), ft.sharded(ft.parallel.mesh(), level))
@@ -222,8 +223,8 @@ def test_a_state_continues_on_another_mesh_to_the_bit(name):
 
         return run(size, rank)
 
-    (reference,) = half(1, 0, half(1, 0)[0])
-    for state in half(2, 3, half(3, 1)[0]):
+    (reference,) = two_steps(1, 0, two_steps(1, 0)[0])
+    for state in two_steps(2, 3, two_steps(3, 1)[0]):
         assert_equal([(state.params, state.opt_state)], (reference.params, reference.opt_state))
 
 

@@ -28,8 +28,8 @@ class Order(TorchDispatchMode):
         if name in ("mm", "addmm"):
             self.operations.append("product")
         elif function.namespace == "_c10d_functional":
-            kind = "wait" if name == "wait_tensor" else "collective"
-            self.operations.append(kind if args[0].numel() >= WIDTH else f"{kind} of numbers")
+            operation = "wait" if name == "wait_tensor" else "collective"
+            self.operations.append(operation if args[0].numel() >= WIDTH else f"{operation} of numbers")
         return function(*args, **(kwargs or {}))
 
 

@@ -83,6 +83,7 @@ def test_more_ranks_than_devices_on_a_node_are_an_error(monkeypatch):
         ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "1"}, None),
         ({"RANK": "0", "WORLD_SIZE": "2"}, None),
     ],
+    ids=["tasks of Slurm", "a world without RANK", "one process", "with RANK"],
 )
 def test_one_of_many_processes_without_a_rank_is_warned_that_it_is_alone(monkeypatch, variables, warning):
     monkeypatch.setattr(process_group.os, "environ", variables)

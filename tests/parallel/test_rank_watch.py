@@ -92,8 +92,8 @@ def test_a_rank_that_fails_is_named_on_every_other_rank_within_the_deadline(name
     place = ", at block blocks.0" if name == "runs out of memory" else r"(, at block blocks\.\d)?"
     with started(SIZE, training, name) as ranks:
         for number, rank in enumerate(ranks[:FAULTY]):
-            step, seconds, kind, text = rank.receive()
-            assert (step, kind) == (AT, RankError.__name__)
+            step, seconds, error_name, text = rank.receive()
+            assert (step, error_name) == (AT, RankError.__name__)
             assert re.match(rf"sharded: step {AT} did not end on rank {number}{place}: {FAULTS[name][2]}", text), text
             # The limit is generous, because the machine may be busy. Without a deadline it would be half an hour.
             assert seconds < 15 * SECONDS

@@ -35,7 +35,7 @@ DIFFERENT = {
 """The text of the first rank's step -> the options of the step, by rank."""
 
 
-def test_options_that_do_not_print_are_compared_too():
+def test_steps_of_different_options_are_refused_also_of_those_that_do_not_print():
     def rank(number):
         for text, options in DIFFERENT.items():
             named = {"wrapper": ft.clip(1.0), **options(number)}

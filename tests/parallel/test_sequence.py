@@ -4,12 +4,12 @@ This is checked on recorded collectives, because ranks that are threads may run 
 """
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftrain as ft
 from ftrain.parallel.mesh import groups
+from tests.bits import assert_same_bits
 from tests.parallel import models, script
 from tests.parallel.collectives import EXCHANGE, Collective, Recorder, require_matched
 from tests.parallel.ranks import run
@@ -83,7 +83,7 @@ def test_the_same_mesh_twice_gives_the_same_collectives_and_bits():
     first, second = (issued(1, 2, 3, ft.remat(), ft.accumulate(2), ft.clip(0.05)) for _ in range(2))
     for (collectives, state), (others, other) in zip(first, second, strict=True):
         assert collectives == others
-        assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(other)))
+        assert_same_bits(other, state)
 
 
 def test_collectives_in_another_order_or_with_other_arguments_do_not_match():

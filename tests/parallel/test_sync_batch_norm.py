@@ -6,8 +6,10 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError
+from tests.bits import assert_same_bits
 from tests.parallel import models
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
+from tests.parallel.results import assert_near
 
 
 class Images(nn.Module):
@@ -44,8 +46,7 @@ def images(count=3, length=6):
 
 def trained(size, level, wrappers=tuple, mesh=None, synced=True):
     def rank(_):
-        with models._seeding:
-            torch.manual_seed(0)
+        with seeded(0):
             module = Images().double()
         step = ft.train_step(ft.from_module(module, criterion), ft.optim.adamw(1e-2))
         sync = [ft.sync_batch_norm()] if synced else []
@@ -55,18 +56,11 @@ def trained(size, level, wrappers=tuple, mesh=None, synced=True):
     return run(size, rank)
 
 
-def assert_same(results, expected):
-    for state, history in results:
-        for part in ("params", "buffers", "opt_state"):
-            torch.testing.assert_close(getattr(state, part), getattr(expected[0], part), rtol=1e-12, atol=1e-12)
-        assert history == [pytest.approx(metrics, rel=1e-12) for metrics in expected[1]]
-
-
 @pytest.mark.parametrize(("size", "level"), [(2, 0), (4, 1), (5, 3), (8, 2)])
-def test_ranks_normalise_as_one_does_also_without_examples(size, level):
+def test_ranks_normalise_as_one_does_also_those_without_examples(size, level):
     """Six examples: four ranks have one or two each, and of eight two have none."""
     (expected,) = trained(1, 0, synced=False)
-    assert_same(trained(size, level), expected)
+    assert_near(trained(size, level), expected)
 
 
 RUNNING_AGAIN = {
@@ -77,22 +71,21 @@ RUNNING_AGAIN = {
 }
 
 
-@pytest.mark.parametrize("wrappers", RUNNING_AGAIN)
-def test_beside_wrappers_that_run_the_model_more_than_once(wrappers):
-    make = RUNNING_AGAIN[wrappers]
-
+@pytest.mark.parametrize("name", RUNNING_AGAIN)
+def test_beside_wrappers_that_run_the_model_again_ranks_normalise_as_one_does(name):
+    make = RUNNING_AGAIN[name]
     (expected,) = trained(1, 0, make, synced=False)
-    assert_same(trained(3, 3, make), expected)
+    assert_near(trained(3, 3, make), expected)
 
 
-def test_between_copies_of_a_state():
+def test_ranks_with_copies_of_a_state_normalise_as_one_does():
     (expected,) = trained(1, 0, synced=False)
-    assert_same(trained(4, 3, mesh={"replicate": 2}), expected)
+    assert_near(trained(4, 3, mesh={"replicate": 2}), expected)
 
 
 def test_on_one_rank_it_is_batch_norm_to_the_bit():
     (plain, _), (synced, _) = trained(1, 3, synced=False)[0], trained(1, 3)[0]
-    assert all(map(torch.equal, ft.tree.leaves(plain), ft.tree.leaves(synced)))
+    assert_same_bits(synced, plain)
 
 
 def test_one_value_per_channel_on_all_ranks_is_an_error_on_each():

@@ -1,4 +1,4 @@
-"""Ranks that are processes, which gloo connects: started by torchrun, and one rank that is not."""
+"""Ranks that torchrun starts as processes, which gloo connects, train as one rank does."""
 
 import os
 import socket
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bits import assert_same_bits
 from tests.parallel import script
 from tests.parallel.ranks import run
+from tests.parallel.results import assert_histories_near, assert_leaves_near
 
 
 def started(output, *options, names=()):
@@ -41,6 +43,7 @@ def results(output, size, *agents):
         (2, ["level 3"]),
         *(pytest.param(size, [*script.STEPS], marks=pytest.mark.exhaustive) for size in (2, 4)),
     ],
+    ids=str,
 )
 def test_a_script_under_torchrun_has_the_results_of_one_rank(size, names, tmp_path):
     output = tmp_path / "together.pt"
@@ -48,9 +51,8 @@ def test_a_script_under_torchrun_has_the_results_of_one_rank(size, names, tmp_pa
     assert [*by_name] == names
     ((reference, reference_history),) = run(1, lambda rank: script.train("level 0"))
     for params, history in by_name.values():
-        torch.testing.assert_close(params, reference.params, rtol=1e-12, atol=1e-12)
-        for metrics, expected in zip(history, reference_history, strict=True):
-            assert metrics == pytest.approx(expected, rel=1e-12)
+        assert_leaves_near(params, reference.params)
+        assert_histories_near(history, reference_history)
 
 
 @pytest.mark.exhaustive  # It starts torch six times.
@@ -59,9 +61,7 @@ def test_two_agents_with_a_rank_each_train_the_bits_of_one_with_two_ranks(tmp_pa
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=test"]
-    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
-    expected = results(one, 2, started(one, "--standalone", "--nproc-per-node=2"))
-    actual = results(two, 2, *(started(two, *nodes, "--local-addr=127.0.0.1") for _ in range(2)))
-    for name, (params, metrics) in expected.items():
-        assert actual[name][1] == metrics
-        assert all(torch.equal(actual[name][0][key], param) for key, param in params.items())
+    by_one_agent, by_two_agents = tmp_path / "one.pt", tmp_path / "two.pt"
+    expected = results(by_one_agent, 2, started(by_one_agent, "--standalone", "--nproc-per-node=2"))
+    agents = [started(by_two_agents, *nodes, "--local-addr=127.0.0.1") for _ in range(2)]
+    assert_same_bits(results(by_two_agents, 2, *agents), expected)

@@ -183,6 +183,10 @@ FACTORS = "all-reduce of factors; reduce-scatter of other gradients"
             (f"{GATHERS}; {LOSS}", f"{SCATTERS}; all-gather of signs", "all-to-all of leaves"),
         ),
     ],
+    ids=[
+        *("level 0", "level 3 of copies", "level 1", "level 2 and norms", "level 3 of shards and copies"),
+        *("bf16", "fp16", "powersgd", "sign"),
+    ],
 )
 def test_every_line_of_the_pipeline_shows_its_collectives(mesh, level, options, wrappers, sent):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))

@@ -7,8 +7,8 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import LossError
 from ftrain.parallel import bucket_order, gradient_sums
-from tests.parallel import models
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
+from tests.parallel.results import assert_leaves_near
 
 
 class Net(nn.Module):
@@ -43,8 +43,7 @@ class Block(nn.Module):
 
 def trained(size, level, forward, *wrappers, length=9, steps=2, **options):
     def rank(number):
-        with models._seeding:
-            torch.manual_seed(2)
+        with seeded(2):
             net = Net().double()
         loss = ft.from_module(net, lambda net, x: forward(net, x, number).square().mean())
         step = ft.compose(
@@ -84,14 +83,14 @@ def test_parameters_that_no_rank_uses_are_an_error_on_all(size, level, wrappers)
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_parameter_that_some_ranks_use_is_used(level):
     """Of 9 examples ranks have 5 and 4: the second one has none for the second expert."""
-    (one,) = trained(1, 0, lambda net, x, number: torch.cat([net(x[:5], spare=True), net(x[5:], spare=True)]))
-    for many in trained(2, level, lambda net, x, number: net(x, spare=True)):
-        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    (expected,) = trained(1, 0, lambda net, x, number: torch.cat([net(x[:5], spare=True), net(x[5:], spare=True)]))
+    for params in trained(2, level, lambda net, x, number: net(x, spare=True)):
+        assert_leaves_near(params, expected)
 
 
-@pytest.mark.parametrize("around", [None, ft.update_in_backward], ids=["", "in_backward"])
+@pytest.mark.parametrize("around", [None, ft.update_in_backward], ids=["after_backward", "in_backward"])
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_experts_that_some_ranks_run_and_in_another_order_on_each(level, around, monkeypatch):
+def test_experts_that_some_ranks_run_and_in_another_order_on_each_train_as_on_one_rank(level, around, monkeypatch):
     """With a bucket for each parameter: buckets are sent in one order, in whatever order gradients come, or not."""
     monkeypatch.setattr(gradient_sums, "SMALLEST_BUCKET", 1)
     monkeypatch.setattr(gradient_sums, "BUCKETS", 1000)
@@ -107,9 +106,9 @@ def test_experts_that_some_ranks_run_and_in_another_order_on_each(level, around,
         return torch.cat([forward(net, part, index) for index, part in enumerate(x.chunk(3))])
 
     wrappers = () if around is None else (around(),)
-    (one,) = trained(1, 0, by_hand, allow_unused=True)
-    for many in trained(3, level, forward, *wrappers, allow_unused=True):
-        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    (expected,) = trained(1, 0, by_hand, allow_unused=True)
+    for params in trained(3, level, forward, *wrappers, allow_unused=True):
+        assert_leaves_near(params, expected)
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
@@ -117,9 +116,9 @@ def test_unused_parameters_that_are_allowed_have_a_gradient_of_zero(level):
     def forward(net, x, number):
         return net.first(net.blocks[0](x, False))
 
-    (one,) = trained(1, 0, forward, allow_unused=True)
-    for many in trained(2, level, forward, allow_unused=True):
-        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    (expected,) = trained(1, 0, forward, allow_unused=True)
+    for params in trained(2, level, forward, allow_unused=True):
+        assert_leaves_near(params, expected)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +143,15 @@ RESULTS = {
 """The text of rank 0's result -> a function that returns the result of a rank."""
 
 
-@pytest.mark.parametrize("first", RESULTS)
-def test_different_results_of_the_loss_are_an_error_on_every_rank(first):
+@pytest.mark.parametrize("text", RESULTS)
+def test_different_results_of_the_loss_are_an_error_on_every_rank(text):
     """Without it, sums over ranks would add different metrics."""
 
     def rank(number):
-        loss = lambda params, batch: RESULTS[first]((params["w"] * batch).sum(), number)  # noqa: E731
+        loss = lambda params, batch: RESULTS[text]((params["w"] * batch).sum(), number)  # noqa: E731
         step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 1))
         state = step.init({"w": torch.ones(4, dtype=torch.float64)})
-        with pytest.raises(LossError, match=f"returns other results on other ranks: rank 0 has {first}"):
+        with pytest.raises(LossError, match=f"returns other results on other ranks: rank 0 has {text}"):
             step(state, torch.ones(2, 4, dtype=torch.float64))
 
     run(2, rank)

@@ -1,7 +1,6 @@
 """Plans for ranks that do not exist: the memory and the collectives are those that real ranks measure."""
 
 import json
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,17 +12,13 @@ from ftrain import optim, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError
 from ftrain.step.flops import CONTRACTION
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
 from tests.profiling.live_memory import LivePeak
 from tests.profiling.models import WRAPPERS, transformer
 
-_seeding = threading.Lock()
-"""Ranks are threads, and share torch's generator."""
-
 
 def make(wrapper, optimizer=None):
-    with _seeding:
-        torch.manual_seed(0)
+    with seeded(0):
         loss = transformer(causal=True)[0]
     return ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3)), *WRAPPERS[wrapper])
 

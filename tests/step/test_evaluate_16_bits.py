@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError
-from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, params, squares
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.pipelines import train_on
 
@@ -47,7 +48,7 @@ def test_an_evaluation_casts_once_and_leaves_the_state(dtype):
         counts.append(sum(shape in param_shapes for shape in casts.shapes))
     # The parameters and the running statistics, which have the same shapes: once for any number of batches.
     assert counts[0] == counts[1] == len(state.params) + sum("running" in name for name in state.buffers)
-    assert_bitwise(state, before)
+    assert_same_bits(state, before)
     actual = ft.evaluate(evaluation, state, [make_batch(7)], dtype=dtype)
     expected = ft.evaluate(evaluation, state, [make_batch(7)])
     assert actual != expected
@@ -135,7 +136,7 @@ def test_an_evaluation_in_bf16_of_adapters_on_frozen_parameters():
     expected = ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)])
     actual = ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)], dtype="bf16")
     assert actual["loss"] == pytest.approx(expected["loss"], rel=0.01)
-    assert_bitwise(state, before)
+    assert_same_bits(state, before)
 
 
 def test_an_evaluation_in_bf16_casts_floating_point_buffers_and_no_integers():

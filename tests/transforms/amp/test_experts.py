@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain.transforms.amp import wrapper
 from ftrain.transforms.amp.experts import with_narrow_experts
-from tests.parallel import models
-from tests.parallel.ranks import run
+from tests.parallel.ranks import run, seeded
 
 transformers = pytest.importorskip("transformers", minversion="5.3")
 CLASSES = {
@@ -32,9 +31,7 @@ class Layer(nn.Module):
         make_config = getattr(transformers, f"{model_type}Config")
         config = make_config(hidden_size=HIDDEN, num_local_experts=EXPERTS, intermediate_size=size)
         config._experts_implementation = "grouped_mm"
-        # Ranks are threads, which share torch's generator.
-        with torch.no_grad(), models._seeding, torch.random.fork_rng():
-            torch.manual_seed(0)
+        with torch.no_grad(), seeded(0):
             self.experts = CLASSES[model_type](config)
             for param in self.parameters():
                 param.normal_()

@@ -15,7 +15,8 @@ from ftrain import tree
 from ftrain.backends import cuda, rocm
 from ftrain.errors import ComposeError, DeviceError, FtrainError, OptionError, StructureError
 from ftrain.transforms.amp import float8
-from tests.faults.problem import assert_bitwise, batch, failing, make, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import batch, failing, make, squares
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -150,7 +151,7 @@ def test_the_state_and_the_module_are_those_of_bf16(tmp_path):
     tree.require_same("test", "the state", state, bf16_step.init())
     assert {leaf.dtype for leaf in tree.leaves(state.params)} == {torch.float32}
     ft.checkpoint.save(tmp_path / "a", state)
-    assert_bitwise(ft.checkpoint.load(tmp_path / "a", like=bf16_step.init()).params, state.params)
+    assert_same_bits(ft.checkpoint.load(tmp_path / "a", like=bf16_step.init()).params, state.params)
 
 
 @emulated
@@ -191,7 +192,7 @@ def test_any_number_of_rows(rows):
 def test_a_batch_without_rows_changes_no_parameter():
     step = make_step()
     state, _ = train(step, [make_batch(0)])
-    assert_bitwise(state.params, step.init().params)
+    assert_same_bits(state.params, step.init().params)
 
 
 @emulated

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 import ftrain as ft
+from tests.bits import assert_same_bits
 from tests.exhaustive import choose
-from tests.faults.problem import assert_bitwise
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.pipelines import assert_equal
 from tests.transforms.amp.watched_models import FaultyNet, Times, build, metrics_of_one_step, parts_in, run, shares_in
 from tests.transforms.modes import CAPTURED
 
@@ -75,9 +74,9 @@ def test_a_watched_step_is_the_same_to_the_bit(wrappers, dtype):
     options = {"inner": inner, "model": FaultyNet(1.0, 1.0), "dtype": dtype}
     watched, history = run(build(*outer, **options), 3)
     unwatched, expected_history = run(build(*outer, **options, watch=False), 3)
-    assert_bitwise(watched, unwatched)
+    assert_same_bits(watched, unwatched)
     for metrics, expected in zip(history, expected_history, strict=True):
-        assert_equal({name: value for name, value in metrics.items() if "/" not in name}, expected)
+        assert_same_bits({name: value for name, value in metrics.items() if "/" not in name}, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -110,7 +109,7 @@ def test_buffers_ties_and_metrics_of_the_loss_stay_as_they_are(policy, dtype):
 
     watched, metrics = run_tiny(watch=True)
     unwatched, expected = run_tiny(watch=False)
-    assert_bitwise(watched, unwatched)
+    assert_same_bits(watched, unwatched)
     assert float(metrics["accuracy"]) == float(expected["accuracy"])
     assert parts_in(metrics) >= {"embed", "blocks.0", "blocks.1.up", "head"}
 

@@ -7,7 +7,8 @@ from torch import nn
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, LossError, OptionError
-from tests.faults.problem import assert_bitwise, failing, make, squares
+from tests.bits import assert_same_bits
+from tests.faults.problem import failing, make, squares
 from tests.transforms.amp.watched_models import (
     FaultyNet,
     build,
@@ -77,7 +78,7 @@ def test_adapters_are_watched_in_their_modules():
 def assert_equal_unwatched(model, state, metrics):
     """Check that an unwatched step in bf16 gives this state and loss."""
     expected, (expected_metrics,) = run(build(model=model, dtype="bf16", watch=False), 1)
-    assert_bitwise(state, expected)
+    assert_same_bits(state, expected)
     assert torch.equal(metrics["loss"], expected_metrics["loss"])
 
 
@@ -154,7 +155,7 @@ def test_the_attributes_that_a_part_sets_are_those_of_its_run_in_the_narrow_dtyp
         return state, model[0]
 
     (watched, watched_table), (unwatched, table) = run_table(watch=True), run_table(watch=False)
-    assert_bitwise(watched, unwatched)
+    assert_same_bits(watched, unwatched)
     assert watched_table.table.dtype == table.table.dtype == torch.bfloat16
     assert watched_table.runs == table.runs == [0, 1]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, LossError, TraceError
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.transforms.compile.counting_backend import compiled_graphs
 
 
@@ -66,7 +66,7 @@ def test_its_means_are_those_of_eager_evaluation_between_compiled_training_steps
         before = ft.tree.clone(state)
         means = ft.evaluate(compiled, state, batches, dtype=dtype)
         torch.testing.assert_close(means, ft.evaluate(eager, state, batches, dtype=dtype), rtol=1e-6, atol=0)
-        assert_equal(state, before)
+        assert_same_bits(state, before)
     # The second evaluation, of another state, compiles nothing.
     assert not compiled_graphs
     assert repr(compiled).endswith("<- compiled")

@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.errors import ComposeError, TraceError
 from ftrain.transforms.compile.capture import capture
 from ftrain.transforms.compile.lowered import count_nodes, peak_bytes
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 
 KIB = 1024
 
@@ -124,7 +124,7 @@ def test_lowering_compiles_and_changes_nothing():
     before = ft.tree.clone(state)
     step.lower(state, BATCH)
     assert "compiled(whole, donate)" in repr(step)
-    assert_equal(state, before)
+    assert_same_bits(state, before)
     state, _ = step(state, BATCH)
     assert int(state.step) == 1
 
@@ -146,7 +146,7 @@ def test_a_split_step_reports_where_its_graph_breaks(caplog):
     # The log and the printed step say so too.
     assert any("compiled: split" in message and "test_lowered.py" in message for message in caplog.messages)
     assert "compiled(split)  # the value of a tensor is needed" in repr(step)
-    assert_equal(state, before)
+    assert_same_bits(state, before)
 
 
 def test_a_graph_break_raises_with_fullgraph_or_a_whole_graph():

@@ -17,7 +17,7 @@ from ftrain import backends, tree
 from ftrain.backends import cpu
 from ftrain.errors import OptionError
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 
 OUTPUTS = 2
 """The number of scalars that the functions here return: in a step, the loss and the norm of the gradient."""
@@ -105,7 +105,7 @@ def test_a_replayed_run_is_the_same_to_the_bit(device):
     step = make_step()
     state, losses = train(step, step.init(make_params()), make_batches(6))
     assert (device.recorded, device.replayed) == (1, 5)
-    assert_equal((state, losses), train_without_replay(make_batches(6)))
+    assert_same_bits((state, losses), train_without_replay(make_batches(6)))
     assert len(set(losses.tolist())) == 6
     assert "replay" in repr(step)
 
@@ -115,7 +115,7 @@ def test_fit_replays(device):
     state, history = ft.fit(step, step.init(make_params()), make_batches(6), progress=False)
     assert (device.recorded, device.replayed) == (1, 5)
     expected, expected_losses = train_without_replay(make_batches(6))
-    assert_equal(state, expected)
+    assert_same_bits(state, expected)
     assert history["loss"] == expected_losses.tolist()
     assert "compiled(whole, donate, replay)" in repr(step)
 
@@ -131,8 +131,8 @@ def test_two_runs_with_one_step_do_not_write_to_each_other(device):
         second, _ = step(second, batch)
     for batch in batches[3:]:
         second, _ = step(second, batch)
-    assert_equal(second, train_without_replay(batches, seed=1)[0])
-    assert_equal(first, train_without_replay([*batches[:3], *batches[:3]])[0])
+    assert_same_bits(second, train_without_replay(batches, seed=1)[0])
+    assert_same_bits(first, train_without_replay([*batches[:3], *batches[:3]])[0])
 
 
 def test_a_state_in_other_memory_is_recorded_again(device):
@@ -142,14 +142,14 @@ def test_a_state_in_other_memory_is_recorded_again(device):
     copy = tree.clone(state)
     state, _ = train(step, state, batches[3:])
     continued_copy, _ = train(step, copy, batches[3:])
-    assert_equal(continued_copy, state)
+    assert_same_bits(continued_copy, state)
     assert device.recorded == 2
 
 
 def test_batches_of_every_shape_have_a_recording_of_their_own(device):
     step = make_step()
     batches = [*make_batches(3), *make_batches(3, rows=2), *make_batches(3)]
-    assert_equal(train(step, step.init(make_params()), batches), train_without_replay(batches))
+    assert_same_bits(train(step, step.init(make_params()), batches), train_without_replay(batches))
     assert device.recorded == 2
 
 
@@ -164,7 +164,7 @@ def test_a_step_that_the_device_cannot_record_runs_unrecorded_and_the_log_says_w
     step = make_step()
     with caplog.at_level(logging.WARNING, logger="ftrain"):
         result = train(step, step.init(make_params()), make_batches(5))
-    assert_equal(result, train_without_replay(make_batches(5)))
+    assert_same_bits(result, train_without_replay(make_batches(5)))
     assert [record.getMessage() for record in caplog.records if record.name == "ftrain"] == [
         "compiled: runs without replay, since the device cannot record it: "
         "operation not permitted when stream is capturing"
@@ -241,7 +241,7 @@ def test_a_replay_copies_inputs_and_outputs_of_one_dtype_and_layout_together():
         tensor += 1
     with CountCopies() as copies:
         results = graph(state, *inputs)
-    assert_equal(results, inputs)
+    assert_same_bits(results, inputs)
     # One for the floats and one for the integers, into the slots and out of the outputs; `replay` itself copies, too.
     assert copies.count - len(outputs) == 4
 

@@ -9,7 +9,7 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.transforms.lora.adapter_files import CONFIG, DIGESTS, WEIGHTS, make_peft_files, read_config, update_config
 from tests.transforms.lora.models import VARIANTS, adapters_in, make_model, make_step, train
 
@@ -21,18 +21,18 @@ def test_saved_adapters_are_loaded_to_the_bit(variant, tmp_path):
     state, _ = train(step)
     ft.adapters.save(tmp_path / "adapter", step, state)
     loaded = ft.adapters.load(tmp_path / "adapter", step, step.init(seed=9))
-    assert_equal((loaded.params, loaded.frozen), (state.params, state.frozen))
-    assert_equal(loaded.opt_state, step.init().opt_state)
+    assert_same_bits((loaded.params, loaded.frozen), (state.params, state.frozen))
+    assert_same_bits(loaded.opt_state, step.init().opt_state)
     like_step = make_step(make_model(), ft.adapters.like(tmp_path / "adapter"), trainable=["head.*"])
     assert repr(like_step) == repr(step)
-    assert_equal(ft.adapters.load(tmp_path / "adapter", like_step, like_step.init()).params, state.params)
+    assert_same_bits(ft.adapters.load(tmp_path / "adapter", like_step, like_step.init()).params, state.params)
 
 
 def test_averages_begin_with_the_loaded_adapters(saved_adapter):
     step, state, directory = saved_adapter
     averaging = ft.ema(0.9)(step)
     loaded = ft.adapters.load(directory, averaging, averaging.init())
-    assert_equal(adapters_in(loaded.slots["ema"]), adapters_in(state.params))
+    assert_same_bits(adapters_in(loaded.slots["ema"]), adapters_in(state.params))
 
 
 def test_the_names_are_those_of_peft(saved_adapter):
@@ -40,7 +40,7 @@ def test_the_names_are_those_of_peft(saved_adapter):
     assert sorted(path.name for path in directory.iterdir()) == [CONFIG, WEIGHTS, DIGESTS]
     tensors, config = load_file(directory / WEIGHTS), read_config(directory)
     assert tensors.keys() == {f"base_model.model.{name}" for name in adapters_in(state.params)}
-    assert_equal(tensors["base_model.model.blocks.0.up.lora_A.weight"], state.params["blocks.0.up.lora_A.weight"])
+    assert_same_bits(tensors["base_model.model.blocks.0.up.lora_A.weight"], state.params["blocks.0.up.lora_A.weight"])
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["bias"]) == ("LORA", 3, 5, "none")
     assert config["target_modules"] == ["down", "embed", "head", "up"]
     assert config["modules_to_save"] is config["base_model_name_or_path"] is config["task_type"] is None
@@ -126,7 +126,7 @@ def test_files_that_are_changed_on_purpose_load_without_their_digests(saved_adap
     with pytest.raises(CheckpointError, match=f"{CONFIG}: the bytes are not those.*remove {DIGESTS}"):
         ft.adapters.load(directory, step, state)
     (directory / DIGESTS).unlink()
-    assert_equal(ft.adapters.load(directory, step, step.init()).params, state.params)
+    assert_same_bits(ft.adapters.load(directory, step, step.init()).params, state.params)
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_files_that_are_changed_on_purpose_load_without_their_digests(saved_adap
 def test_options_of_peft_that_do_not_change_the_result_are_ignored(saved_adapter, options):
     step, state, directory = saved_adapter
     make_peft_files(directory, **options)
-    assert_equal(ft.adapters.load(directory, step, step.init()).params, state.params)
+    assert_same_bits(ft.adapters.load(directory, step, step.init()).params, state.params)

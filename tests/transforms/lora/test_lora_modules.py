@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.errors import OptionError, StructureError
+from tests.bits import assert_same_bits
 from tests.laws.models import make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, loss, make_model, make_step, train, without_none
 
 
@@ -57,7 +57,7 @@ def test_a_tied_weight_gets_an_adapter_with_a_warning_and_cannot_be_merged():
     for index in range(2):
         state, _ = step(state, make_batch(index))
     assert "head.lora_B.weight" in without_none(state.params)
-    assert_equal(state.frozen["embed.weight"], embedding)
+    assert_same_bits(state.frozen["embed.weight"], embedding)
     with pytest.raises(StructureError, match=r"merge: head\.weight is tied to embed\.weight"):
         ft.adapters.merge(step, state)
 
@@ -69,7 +69,7 @@ def test_batch_statistics_are_updated_as_without_adapters():
     base, _ = base_step(base_step.init(), make_batch(0))
     state, _ = step(step.init(), make_batch(0))
     # The norm of the first block comes before every adapter, so that its statistics are those of the base.
-    assert_equal(state.buffers["blocks.0.norm.running_mean"], base.buffers["blocks.0.norm.running_mean"])
+    assert_same_bits(state.buffers["blocks.0.norm.running_mean"], base.buffers["blocks.0.norm.running_mean"])
 
 
 @pytest.mark.filterwarnings("ignore:lora. .* is tied to:UserWarning")

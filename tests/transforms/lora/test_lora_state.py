@@ -7,8 +7,8 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import StructureError
+from tests.bits import assert_same_bits
 from tests.laws.models import WIDTH, make_batch
-from tests.laws.pipelines import assert_equal
 from tests.transforms.lora.models import TARGETS, adapters_in, loss, make_model, make_step, train, without_none
 
 VARIANTS = {"lora": {}, "rslora": {"rslora": True, "alpha": 5.0}, "dora": {"dora": True}}
@@ -22,7 +22,7 @@ def test_the_first_loss_is_that_of_the_base_to_the_bit(variant, dtype):
     model = make_model(dtype=dtype)
     adapted, base = make_step(model, ft.lora(3, targets=TARGETS, **VARIANTS[variant])), make_step(model)
     for batch in (make_batch(0), make_batch(1)):
-        assert_equal(adapted(adapted.init(), batch)[1]["loss"], base(base.init(), batch)[1]["loss"])
+        assert_same_bits(adapted(adapted.init(), batch)[1]["loss"], base(base.init(), batch)[1]["loss"])
 
 
 @variants
@@ -40,7 +40,7 @@ def test_only_adapters_train_and_the_base_keeps_its_dtype(variant, dtype):
         assert {leaf.dtype for leaf in leaves.values()} == {adapter_dtype}
     assert without_none(state.frozen).keys() == dict(model.named_parameters()).keys()
     for name, param in model.named_parameters():
-        assert_equal(state.frozen[name], param.detach())
+        assert_same_bits(state.frozen[name], param.detach())
 
 
 def test_initial_values_of_a_linear_map():
@@ -53,7 +53,7 @@ def test_initial_values_of_a_linear_map():
     assert float(a.mean()) == pytest.approx(0, abs=0.05 * bound)
     assert float(a.std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
     assert not params["head.lora_B.weight"].any()
-    assert_equal(params["head.lora_magnitude_vector"], make_model().head.weight.detach().norm(dim=1))
+    assert_same_bits(params["head.lora_magnitude_vector"], make_model().head.weight.detach().norm(dim=1))
 
 
 def test_initial_values_of_an_embedding():
@@ -68,7 +68,7 @@ def test_initial_values_of_an_embedding():
 def test_initial_values_depend_on_the_seed_and_the_module():
     step = make_step(make_model(), ft.lora(2, targets=["*.up"]))
     params = step.init(seed=3).params
-    assert_equal(step.init(seed=3).params, params)
+    assert_same_bits(step.init(seed=3).params, params)
     assert not torch.equal(step.init(seed=4).params["blocks.0.up.lora_A.weight"], params["blocks.0.up.lora_A.weight"])
     assert not torch.equal(params["blocks.0.up.lora_A.weight"], params["blocks.1.up.lora_A.weight"])
 
@@ -77,8 +77,8 @@ def test_adapters_begin_from_the_parameters_that_init_is_given():
     step = make_step(make_model(), ft.lora(2, targets=["head"], dora=True))
     params = {name: 2 * param.detach() for name, param in make_model().named_parameters()}
     state = step.init(params)
-    assert_equal(state.params["head.lora_magnitude_vector"], params["head.weight"].norm(dim=1))
-    assert_equal(state.frozen["head.weight"], params["head.weight"])
+    assert_same_bits(state.params["head.lora_magnitude_vector"], params["head.weight"].norm(dim=1))
+    assert_same_bits(state.frozen["head.weight"], params["head.weight"])
 
 
 @pytest.mark.parametrize("trainable", [["head.*"], lambda name, leaf: name.startswith("head")])
@@ -87,7 +87,7 @@ def test_trainable_names_what_trains_beside_the_adapters(trainable):
     state, _ = train(step)
     assert without_none(state.params).keys() - adapters_in(state.params).keys() == {"head.weight", "head.bias"}
     assert not torch.equal(state.params["head.weight"], make_model().head.weight)
-    assert_equal(state.frozen["embed.weight"], make_model().embed.weight.detach())
+    assert_same_bits(state.frozen["embed.weight"], make_model().embed.weight.detach())
 
 
 def test_adapters_of_a_base_without_gradients_train():
@@ -108,7 +108,7 @@ def test_a_bad_step_changes_only_the_counters():
     state, _ = train(make_step(make_model(), *wrappers))
     after, metrics = make_step(make_model(), *wrappers, criterion=nan_loss)(state, make_batch(0))
     assert float(metrics["skipped"]) == 1
-    assert_equal((after.params, after.frozen, after.opt_state), (state.params, state.frozen, state.opt_state))
+    assert_same_bits((after.params, after.frozen, after.opt_state), (state.params, state.frozen, state.opt_state))
 
 
 def test_it_prints_its_options_and_the_number_of_targets():

@@ -9,7 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import StructureError
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.transforms.lora.adapter_files import (
     DIGESTS,
     WEIGHTS,
@@ -102,7 +102,7 @@ def save_trained_classifier(directory, trainable, task_type=None):
 def test_the_outermost_modules_are_saved(trainable, modules, tmp_path):
     step, state = save_trained_classifier(tmp_path / "adapter", trainable)
     assert read_config(tmp_path / "adapter")["modules_to_save"] == modules
-    assert_equal(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
+    assert_same_bits(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_buffers_of_whole_modules_are_in_the_files(tmp_path):
         step, state = save_trained_classifier(tmp_path / "adapter", ["pre_classifier.*", "classifier.*"])
     assert "base_model.model.classifier.norm.running_mean" in load_file(tmp_path / "adapter" / WEIGHTS)
     loaded = ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1))
-    assert_equal((loaded.params, loaded.buffers), (state.params, state.buffers))
+    assert_same_bits((loaded.params, loaded.buffers), (state.params, state.buffers))
     assert loaded.buffers["classifier.norm.running_mean"].any()
 
 
@@ -165,7 +165,7 @@ def test_modules_to_save_may_be_the_ends_of_names(tmp_path):
     step, state = save_trained_classifier(tmp_path / "adapter", ["classifier.*", "pre_classifier.*"])
     update_config(tmp_path / "adapter", modules_to_save=["classifier"])
     (tmp_path / "adapter" / DIGESTS).unlink()
-    assert_equal(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
+    assert_same_bits(ft.adapters.load(tmp_path / "adapter", step, step.init(seed=1)).params, state.params)
 
 
 # Weights that are tied in a model and not in the file

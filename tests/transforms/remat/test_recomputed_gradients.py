@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import ftrain as ft
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.transforms.remat.recomputing import SIZE, catching, random_leaf, recomputing
 
 
@@ -50,7 +50,7 @@ def gradients_of_order(order, function, inputs):
 def test_gradients_of_every_order_are_the_same(function, order):
     inputs = random_leaf(), random_leaf()
     actual = gradients_of_order(order, recomputing(function), inputs)
-    assert_equal(actual, gradients_of_order(order, function, inputs))
+    assert_same_bits(actual, gradients_of_order(order, function, inputs))
 
 
 @functions
@@ -58,10 +58,10 @@ def test_every_further_backward_pass_gives_the_same_gradients(function):
     inputs = random_leaf(), random_leaf()
     total, expected = recomputing(function)(*inputs).sum(), torch.autograd.grad(function(*inputs).sum(), inputs)
     for _ in range(3):
-        assert_equal(torch.autograd.grad(total, inputs, retain_graph=True), expected)
+        assert_same_bits(torch.autograd.grad(total, inputs, retain_graph=True), expected)
     # The gradient of one argument alone needs fewer of the saved tensors.
     for argument, gradient in zip(inputs, expected, strict=True):
-        assert_equal(torch.autograd.grad(total, argument, retain_graph=True), [gradient])
+        assert_same_bits(torch.autograd.grad(total, argument, retain_graph=True), [gradient])
 
 
 class ReadsSavedTwice(torch.autograd.Function):
@@ -80,7 +80,7 @@ class ReadsSavedTwice(torch.autograd.Function):
 def test_saved_tensors_may_be_read_twice_in_a_backward_pass():
     x = random_leaf()
     actual = torch.autograd.grad(recomputing(ReadsSavedTwice.apply)(x).sum(), x)
-    assert_equal(actual, torch.autograd.grad(ReadsSavedTwice.apply(x).sum(), x))
+    assert_same_bits(actual, torch.autograd.grad(ReadsSavedTwice.apply(x).sum(), x))
 
 
 def test_the_second_run_has_the_arguments_of_the_first():
@@ -94,7 +94,7 @@ def test_the_second_run_has_the_arguments_of_the_first():
     x, w, collected = random_leaf(), random_leaf(), ["first"]
     scale = torch.full((SIZE, SIZE), 2.0, dtype=torch.float64)
     value = recomputing(function)(None, x, "text", {"z": 1, "w": w}, scale=scale, collected=collected)
-    assert_equal(torch.autograd.grad(value.sum(), (x, w)), (2 * w, 2 * x))
+    assert_same_bits(torch.autograd.grad(value.sum(), (x, w)), (2 * w, 2 * x))
     first, second = runs
     for first_argument, second_argument in zip(first, second, strict=True):
         assert ft.tree.signature(second_argument) == ft.tree.signature(first_argument)
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_filled_after_autograd_has_saved_it_is_filled_in_the_se
     x = random_leaf()
     expected = torch.autograd.grad(function(x).sum(), x)
     assert not expected[0].isnan().any()
-    assert_equal(torch.autograd.grad(recomputing(function)(x).sum(), x), expected)
+    assert_same_bits(torch.autograd.grad(recomputing(function)(x).sum(), x), expected)
 
 
 def test_the_second_run_has_the_autocast_and_the_default_device_of_the_first():
@@ -184,7 +184,7 @@ def test_hooks_on_arguments_are_called_once():
 
     x = random_leaf()
     actual = torch.autograd.grad(recomputing(function)(x * 1).sum(), x)
-    assert_equal(actual, torch.autograd.grad(function(x * 1).sum(), x))
+    assert_same_bits(actual, torch.autograd.grad(function(x * 1).sum(), x))
 
 
 def test_hooks_around_a_block_may_be_any_callable():
@@ -195,7 +195,7 @@ def test_hooks_around_a_block_may_be_any_callable():
     x = random_leaf()
     with torch.autograd.graph.saved_tensors_hooks(functools.partial(Keep()), Keep()):
         value = recomputing(torch.sin)(x)
-    assert_equal(torch.autograd.grad(value.sum(), x), [x.detach().cos()])
+    assert_same_bits(torch.autograd.grad(value.sum(), x), [x.detach().cos()])
 
 
 # At the first use of forward mode, torch compiles its own formulas with a deprecated function.
@@ -203,4 +203,4 @@ def test_hooks_around_a_block_may_be_any_callable():
 def test_forward_mode_without_a_backward_pass():
     x, tangent = random_leaf().detach(), random_leaf().detach()
     expected = torch.func.jvp(torch.sin, (x,), (tangent,))
-    assert_equal(torch.func.jvp(recomputing(torch.sin), (x,), (tangent,)), expected)
+    assert_same_bits(torch.func.jvp(recomputing(torch.sin), (x,), (tangent,)), expected)

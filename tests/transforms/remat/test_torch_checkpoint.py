@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from ftrain.errors import TraceError
-from tests.laws.pipelines import assert_equal
+from tests.bits import assert_same_bits
 from tests.transforms.modes import CAPTURED
 from tests.transforms.remat.recomputing import SIZE
 
@@ -54,7 +54,7 @@ def test_blocks_within_and_around_torchs_checkpoint_draw_the_same_bits(blocks, r
     actual = params_after_a_step(
         ft.remat(blocks=blocks), recomputes_each=recomputes_each, recomputes_all=recomputes_all
     )
-    assert_equal(actual, params_after_a_step())
+    assert_same_bits(actual, params_after_a_step())
 
 
 @pytest.mark.parametrize(
