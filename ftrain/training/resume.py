@@ -16,6 +16,7 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path, require_loadable
+from ftrain.data.stateful import start_position
 from ftrain.errors import CheckpointError, DeviceError, OptionError, StructureError, require_choice, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
@@ -92,7 +93,7 @@ class RunCheckpoints:
         """
         step = int(getattr(state, "step", 0))
         start = ResumePoint(state, step, LastSteps(step), History())
-        self._began = Position(step, data=sources.position(self._data))._asdict()
+        self._began = Position(step, data=start_position(self._data))._asdict()
         if self._checkpoints is None:
             self._warn_if_data_has_begun(step)
             return start
