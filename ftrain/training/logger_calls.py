@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from ftrain.errors import add_note
@@ -21,7 +22,8 @@ def call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
         record: Record = {}
         try:
             for record in records:
-                loggers[0](dict(record))  # A copy, so that a logger that changes it does not change the history.
+                # A copy, so that a logger that changes it, or a list in it, does not change the history.
+                loggers[0](copy.deepcopy(record))
         except Exception as error:
             steps = f"{record['step']} to {records[-1]['step']}"
             add_note(
