@@ -16,7 +16,6 @@ from torch import Tensor
 from ftrain import backends
 from ftrain.checkpoint import files
 from ftrain.checkpoint.directory_lock import (
-    LOCK,
     lock_directory,
     published,
     require_held,
@@ -109,8 +108,6 @@ class Checkpoints:
         warn_of_mode("Checkpoints(best=)", best or "", mode)
         self.directory, self.every, self.keep = as_path("Checkpoints", "directory", directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, texts_by_name("Checkpoints", texts)
-        self.was_used = False
-        """Whether a run used the directory before this context, even if it saved nothing."""
         self._lock: files.Lock | None = None
         self._ranks: Ranks | None = None
         self._saving: Ranks | None = None
@@ -137,7 +134,7 @@ class Checkpoints:
             )
         self._ranks, self._saving, self._frozen_files = Ranks("Checkpoints"), Ranks("Checkpoints.save"), FrozenFiles()
         try:
-            self.was_used = self._ranks.on_first(self._open)
+            self._ranks.on_first(self._open)
             if self._ranks.size > 1:
                 with system_errors(self.directory):
                     expected = self._ranks.on_first(lambda: published(self._lock) if self._lock is not None else "")
@@ -147,18 +144,16 @@ class Checkpoints:
             raise
         return self
 
-    def _open(self) -> bool:
-        """Lock the directory, remove what interrupted saves left, and return whether a run has used it before."""
+    def _open(self) -> None:
+        """Lock the directory, and remove what interrupted saves left."""
         with system_errors(self.directory):
             files.make_directories(self.directory)
-            was_used = files.exists(self.directory / LOCK)
             self._lock = lock_directory(self.directory)
             # A killed process may have renamed checkpoints without syncing the directory.
             files.sync_directory(self.directory)
             remove_abandoned(self.directory)
             for step in self.steps():
                 finish_replacement(self._step_path(step), step)
-        return was_used
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Wait for the save in the background, and release the lock; a note of `error` says if the save failed."""

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
+from ftrain.checkpoint.directory_lock import system_errors
 from ftrain.checkpoint.manifest import DIGEST, Manifest
 from ftrain.checkpoint.reading import error_names
-from ftrain.checkpoint.treedef import MALFORMED, flatten, items_by_path, unflatten
+from ftrain.checkpoint.treedef import MALFORMED, flatten, items_by_path, require_loadable, unflatten
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"
@@ -62,6 +63,16 @@ class Journal:
         """Append after a mark from now on, or at the start for None; the next append removes the later records."""
         self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
         self._mark = mark or Mark(0, 0, "")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run has called `begin` or appended records in this directory."""
+        return files.exists(self._path)
+
+    def begin(self) -> None:
+        """Make the file, if it is missing. Raises a CheckpointError if that fails."""
+        with system_errors(self._path.parent):
+            files.touch(self._path)
 
     def prepare_append(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
         """Return the mark after all `records` of the run, and a function that writes those that are new to the disk.
@@ -140,6 +151,7 @@ def _encode(name: str, value: Any) -> Any:
     flat = flatten({name: value})
     if flat.leaves:
         raise CheckpointError(f"save: the history has a tensor in {name}; needs numbers, texts and lists of them")
+    require_loadable("save", f"{name} of the history", value)
     return flat.treedef["nodes"][0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -194,6 +194,28 @@ def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
         return restore(dict(zip(keys, children, strict=True)), static)
     except (StructureError, TypeError) as error:
         raise CheckpointError(f"load: the tree in the manifest has a malformed {kind}: {error}") from None
+
+
+def require_loadable(function: str, name: str, tree: PyTree) -> None:
+    """Check that `unflatten` can make a tree of this name again, which has no ``like=``.
+
+    Raises a CheckpointError in the name of `function` if it cannot.
+    """
+    for kind in _kinds(flatten({name: tree}).treedef):
+        if kind not in CONTAINERS and kind not in TREE_CLASSES:
+            raise CheckpointError(
+                f"{function}: {name} holds a {kind}, which can be saved, but not loaded again; use dicts, lists and "
+                "tuples, such as list(deque)"
+            )
+
+
+def _kinds(treedef: Json) -> Iterator[str]:
+    """Yield the tags of all containers of a tree."""
+    if _is_container(treedef):
+        kind, _, nodes, _ = _parse_container(treedef)
+        yield kind
+        for node in nodes:
+            yield from _kinds(node)
 
 
 def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ftrain import backends, tree
-from ftrain.data.stateful import position, seek
+from ftrain.data.stateful import position, seek, start_position
 from ftrain.errors import DataError, require_positive
 from ftrain.types import PyTree
 
@@ -69,7 +69,7 @@ class DevicePrefetcher:
         if self._epoch_start is not None:
             # This epoch is unfinished, but reading ahead may have finished it in `data`.
             seek(self._data, self._epoch_start)
-        self._epoch_start = self._position = position(self._data)
+        self._epoch_start = self._position = start_position(self._data)
         return self._batches()
 
     def _batches(self) -> Iterator[PyTree]:
@@ -103,6 +103,10 @@ class DevicePrefetcher:
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position of `data` after the batches that were yielded; None if it has no position."""
         return position(self._data) if self._position is None else self._position
+
+    def start_dict(self) -> dict[str, Any] | None:
+        """Return the position at which the next ``iter()`` starts; None if `data` has no position."""
+        return start_position(self._data) if self._epoch_start is None else self._epoch_start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the position of `data`; raises the errors of `seek`."""

@@ -16,11 +16,14 @@ from ftrain.data.batch_dataset import Collate
 from ftrain.data.fetched_batch import FetchedBatch, Position, collate_remedy, read_error
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
-from ftrain.errors import warn
+from ftrain.errors import DataError, warn
 
 START: Position = {"batch": 0, "ended": 0}
 """The start of an epoch. ``ended`` is 1 after the dataset has raised StopIteration: its own position, in ``source``,
 may then be the start of the next epoch, and not a position in this one."""
+
+END = object()
+"""Stands for the sample after the last one."""
 
 
 @dataclass(eq=False)
@@ -51,7 +54,8 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
                     samples, stateful = self._open({**START, "source": self.first_source})
                     batch = self._fetch(samples, stateful, 0)
         except Exception as error:
-            yield _failed(f"the stream of epoch {self.epoch} cannot be opened", error)
+            remedy = "repair it, or pass the dataset of the run that is resumed"
+            yield _failed(f"the stream of epoch {self.epoch} cannot be opened", error, remedy)
             return
         for number in count(start["batch"] + 1):
             if batch is None:
@@ -74,9 +78,11 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
         samples = iter(self.dataset)
         if saved is None:
             # Without a saved position, the earlier samples are read again.
-            for ordinal in range(start["batch"] * self.batch_size):
+            num_read = start["batch"] * self.batch_size
+            for ordinal in range(num_read):
                 self._seed(ordinal)
-                next(samples, None)
+                if next(samples, END) is END:
+                    raise DataError(f"it ended after {ordinal} samples, and {num_read} were read before")
         elif not dataset_has_position:
             seek(samples, saved)
         if dataset_has_position:

@@ -54,8 +54,7 @@ class Loader:
     """
 
     def __init__(self, source: Source, num_ranks: int = 1) -> None:
-        self.skipped = 0
-        self._source, self._num_ranks = source, num_ranks
+        self.skipped, self._source, self._num_ranks = 0, source, num_ranks
         self._epoch, self._start, self._position = 0, source.start, source.start
         self._skipped_at_start, self._warned = 0, False
         # The number of calls of `iter()`, by which an iterator learns that it is no longer the latest.
@@ -112,6 +111,10 @@ class Loader:
         It is the same on every rank, except for `skipped`.
         """
         return {"epoch": self._epoch, **self._position, "skipped": self.skipped, **self._source.fingerprint}
+
+    def start_dict(self) -> dict[str, Any]:
+        """Return the position at which the next ``iter()`` starts; `state_dict` differs from it in an epoch."""
+        return {"epoch": self._epoch, **self._start, "skipped": self._skipped_at_start, **self._source.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned: the next ``iter()`` yields the remaining batches.

@@ -26,6 +26,16 @@ def position(data: Any) -> dict[str, Any] | None:
     return None if methods is None else copy.deepcopy(getattr(data, methods[0])())
 
 
+def start_position(data: Any) -> dict[str, Any] | None:
+    """Return the position at which the next pass over a source starts.
+
+    For a `Loader` that is where an unfinished epoch was started, such as one of which only a batch was looked at; for
+    other sources the `position`.
+    """
+    start = getattr(data, "start_dict", None)
+    return copy.deepcopy(start()) if callable(start) else position(data)
+
+
 def seek(data: Any, position: Mapping[str, Any]) -> None:
     """Set a source to a position that `position` returned, from which its next pass continues.
 

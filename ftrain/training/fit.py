@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
@@ -178,9 +178,9 @@ def _require_valid(options: Options, agreement: Agreement, step: Any, state: Any
 
 def _train(run: Run) -> None:
     """Make the steps of a run, with the work before, between and after them."""
+    records = run.steps()
     try:
         run.start()
-        records = run.steps()
         for record in records:
             run.after_step(record, records)
             if run.is_ending:
@@ -189,7 +189,12 @@ def _train(run: Run) -> None:
         # Data that reports its position continues from there in the next run.
         records.close()
     except BaseException as error:
-        run.rescue(error)
+        try:
+            run.rescue(error)
+        finally:
+            # Otherwise this happens when the error is freed, and moves the data of a later run.
+            with suppress(Exception):
+                records.close()
         raise
 
 

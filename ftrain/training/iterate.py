@@ -149,9 +149,17 @@ def _replace_state(old: Any, new: Any) -> Any:
     """Return the state `new`. If `old` may be donated, it is consumed, and the result may be donated too."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_donatable(old)) or new is old:
         return new
-    shared = {id(leaf) for leaf in tree.leaves(old)}
-    # Leaves that `old` does not have are copied: the caller may still use them.
-    replaced = mark_donatable(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
+    unused = {id(leaf) for leaf in tree.leaves(old)}
+
+    def owned(leaf: Any) -> Any:
+        # Leaves that `old` does not have are copied: the caller may still use them. So is a leaf that `new` has twice,
+        # such as an average that became the parameters: the next step would overwrite both.
+        if id(leaf) not in unused:
+            return leaf.clone()
+        unused.discard(id(leaf))
+        return leaf
+
+    replaced = mark_donatable(tree.map(owned, new))
     consume(old)
     return replaced
 

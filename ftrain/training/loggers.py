@@ -14,8 +14,8 @@ from ftrain.training.metrics import read_metrics
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-"""``record -> None``. If it has a method ``rewind(step, count)``, this is called when a run resumes. It must remove the
-records of later steps, and of this step all but the first ``count``."""
+"""``record -> None``. If it has a method ``rewind(step, count)``, this is called before the first record of a run that
+resumes. It must remove the records of later steps, and of this step all but the first ``count``."""
 
 
 def jsonl(path: str | Path) -> Logger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -85,8 +86,8 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
 def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the metrics of several steps as numbers; waits for the device once for each dtype and shape.
 
-    A tensor, a `Mean` or a numpy value becomes a number, or a nested list of numbers. Dicts, lists and tuples may
-    contain them, and become dicts and lists.
+    A tensor, a `Mean` or a numpy value becomes a number, or a nested list of numbers. Mappings, lists, tuples and
+    deques may contain them, and become dicts and lists.
     """
     results = [dict(row) for row in rows]
     groups: dict[tuple[Any, ...], list[tuple[Any, Any, Tensor]]] = {}
@@ -110,10 +111,10 @@ def _collect(
         value = metric.value if isinstance(metric, Mean) else metric
         if isinstance(value, Tensor):
             groups.setdefault((value.dtype, value.device, value.shape), []).append((container, key, value))
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             container[key] = copied = dict(value)
             _collect(copied, copied.items(), groups)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             container[key] = numbers = list(value)
             _collect(numbers, enumerate(numbers), groups)
         else:

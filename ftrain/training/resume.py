@@ -15,7 +15,8 @@ from ftrain.checkpoint.journal import Journal, check, mark_of, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import LoadedCheckpoint, read_manifest
 from ftrain.checkpoint.saving import require_savable
-from ftrain.checkpoint.treedef import flatten, items_by_path
+from ftrain.checkpoint.treedef import flatten, items_by_path, require_loadable
+from ftrain.data.stateful import start_position
 from ftrain.errors import CheckpointError, DeviceError, OptionError, StructureError, require_choice, warn
 from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
@@ -26,6 +27,8 @@ from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatab
 
 POSITION_KEYS = "epoch", "window", "batch"
 """The entries of a position of `ftrain.data.Loader` that are 0 at the beginning of the data."""
+
+POSITION = "the position of the data (state_dict or get_state)"
 
 
 class LastSteps(NamedTuple):
@@ -71,6 +74,7 @@ class RunCheckpoints:
         self._num_batches = num_batches_of(data)
         self._began: dict[str, Any] = {}
         self._saved: tuple[int, int, int] | None = None
+        self._has_begun = False
 
     def is_due(self, step: int) -> bool:
         """Whether to save after this step."""
@@ -89,13 +93,14 @@ class RunCheckpoints:
         """
         step = int(getattr(state, "step", 0))
         start = ResumePoint(state, step, LastSteps(step), History())
-        self._began = Position(step, data=sources.position(self._data))._asdict()
+        self._began = Position(step, data=start_position(self._data))._asdict()
         if self._checkpoints is None:
             self._warn_if_data_has_begun(step)
             return start
         # What cannot be saved is an error now, and not at the first save, after many steps.
         run = {"record": start.last._asdict(), "position": self._began, "began": self._began}
         require_savable({"state": state, "run": run}, self._checkpoints.texts)
+        require_loadable("fit", POSITION, self._began["data"])
         directory = self._checkpoints.directory
         if self._resume == "never" and (steps := self._checkpoints.steps()):
             raise CheckpointError(
@@ -122,8 +127,19 @@ class RunCheckpoints:
                 warn_of_changes(self._step, checkpoint, point.history)
             return point
         self._warn_if_data_has_begun(step)
-        # A run that was killed before its first save may have logged steps, which are made again.
-        return start._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else start
+        # A run that was killed before its first save may have logged steps, which are made again. If it logged none,
+        # the last lines of a log are those of another run.
+        has_logged = self._journal is not None and self._journal.exists
+        return start._replace(logged=(step + 1, 0)) if has_logged else start
+
+    def begin_history(self) -> None:
+        """Record in the directory that the run has called loggers, before it does so for the first time.
+
+        Raises a CheckpointError if that fails.
+        """
+        if self._journal is not None and not self._has_begun:
+            self._journal.begin()
+            self._has_begun = True
 
     def _warn_if_data_has_begun(self, step: int) -> None:
         """Warn if a run begins with data that is not at its beginning."""
@@ -216,6 +232,7 @@ class RunCheckpoints:
         """Save a point; with `wait`, return only when it is on the disk."""
         if self._checkpoints is None or point.position is None:
             return
+        require_loadable("fit", POSITION, point.position.data)
         # An earlier save, if it is still being written, must append to the journal first.
         self._checkpoints.wait()
         history, append = None, None

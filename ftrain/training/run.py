@@ -17,7 +17,7 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt
 from ftrain.training.history import History, column, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
-from ftrain.training.loggers import Logger, Record
+from ftrain.training.logger_calls import call_loggers, rewind_loggers
 from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps, require_same_rates
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
@@ -107,6 +107,8 @@ class Run:
         may_stop = evaluated if self._options.evaluate else reads
         if (reads or evaluated) and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
+            # The checkpoint of this step gets the metrics by which it may be the best.
+            self._save(wait=False)
         elif may_stop:
             self.stopped = self._stop_reason() if self.history else ""
         self._between_steps = False
@@ -151,6 +153,7 @@ class Run:
         The state that `adapt` returns is sent to `records`, the generator that `steps` returned.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
+        self._rewind_loggers()
         self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
         self._throughput.add(record.batch)
         if self._reads_after(record.step):
@@ -209,7 +212,10 @@ class Run:
         except ConsumedError:
             return
         except Exception as other:
-            add_note(error, f"fit: not all metrics could be recorded: {other!r}")
+            if repr(other) != repr(error):
+                add_note(error, f"fit: not all metrics could be recorded: {other!r}")
+            if self._unread:  # A run that continues from this state would lack these records.
+                return
         # After an error of a step its state may be partly overwritten, and after one of the data its position is lost.
         if not isinstance(error, Exception) or not self._between_steps or not shared:
             return
@@ -234,10 +240,7 @@ class Run:
         self._total = total_steps(options.steps, options.epochs, self._data, point.step, epoch, batches)
         # Seconds continue from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
-        if point.logged is not None:
-            for logger in self._loggers:
-                if callable(rewind := getattr(logger, "rewind", None)):
-                    rewind(*point.logged)
+        self._logged = point.logged
 
     def _reads_after(self, step: int) -> bool:
         options = self._options
@@ -245,9 +248,10 @@ class Run:
 
     def _read_metrics(self, *, check: bool = True) -> None:
         """Wait for the device once; record, log and show all steps since the last reading, and check them."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
         self._throughput.total(self._agreement.sums if self._has_rows else list)
         records = self._agreement.decide("reading metrics", lambda: read_steps(unread))
+        self._unread = []
 
         def log_and_check() -> None:
             if not self._agreement.is_alone:
@@ -279,7 +283,19 @@ class Run:
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
-        _call_loggers(self._loggers, records)
+        if self._loggers and records:
+            self._rewind_loggers()
+            self._checkpoints.begin_history()
+            call_loggers(self._loggers, records)
+
+    def _rewind_loggers(self) -> None:
+        """Call the `rewind` of loggers before the first record since the run was loaded.
+
+        Not earlier: a finished run makes no records, and later lines of a log are those of a run that continues it.
+        """
+        logged, self._logged = self._logged, None
+        if logged is not None:
+            rewind_loggers(self._loggers, *logged)
 
     def _describe_progress(self, metrics: Mapping[str, Any]) -> str:
         rates, seconds_per_step = self._throughput.rates(time.perf_counter())
@@ -301,9 +317,9 @@ class Run:
         if evaluates and not evaluated:
             self._evaluate()
         if evaluates or evaluated or not options.evaluate:
+            self._require_best()
             self.stopped = self._stop_reason()
             self._adapt(records)
-            self._require_best()
         self._last = self._last._replace(settled=step)
 
     def _evaluate(self) -> None:
@@ -333,10 +349,11 @@ class Run:
     def _require_best(self) -> None:
         """On the first call, raises an OptionError if the metric of the best checkpoint is not recorded as a number."""
         best, self._best = self._best, None
-        if best is None or type(record_of(self.history, self.step).get(best)) in (bool, int, float):
+        value = record_of(self.history, self.step).get(best or "")
+        if best is None or type(value) in (bool, int, float):
             return
-        values = column("Checkpoints(best=)", best, self.history)
-        raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {values[-1]!r}")
+        column("Checkpoints(best=)", best, self.history)  # Raises an OptionError if no record has it.
+        raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {value!r}")
 
     def _save(self, *, wait: bool = True) -> None:
         """Save the newest state, unless it is saved already."""
@@ -372,23 +389,6 @@ def _adapt_state(adapt: Adapt, state: Any, history: History) -> Any:
             "be its argument"
         )
     return adapted
-
-
-def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
-    """Pass records to every logger, even if one of them raises."""
-    if loggers:
-        record: Record = {}
-        try:
-            for record in records:
-                loggers[0](dict(record))  # A copy, so that a logger that changes it does not change the history.
-        except Exception as error:
-            steps = f"{record['step']} to {records[-1]['step']}"
-            add_note(
-                error, f"fit: the records of steps {steps} are not logged again by {loggers[0]!r}; history has them"
-            )
-            raise
-        finally:
-            _call_loggers(loggers[1:], records)
 
 
 def attach_result(error: BaseException, result: FitResult[Any]) -> None:

@@ -215,6 +215,14 @@ def test_num_dropped_is_that_of_the_loader():
     assert data.prefetch([], "cpu").num_dropped == 0
 
 
+def test_an_unfinished_epoch_starts_again_where_it_began():
+    """Also if a batch of the loader was looked at before, after which its next pass starts at the first batch."""
+    loader = make_loader(shuffle=False)
+    next(iter(loader))
+    prefetched = data.prefetch(loader, "cpu")
+    assert [values_of([next(iter(prefetched))]) for _ in range(2)] == [[[0, 1, 2, 3]]] * 2
+
+
 def test_a_prefetched_iterator_has_one_epoch():
     step = ft.train_step(lambda params, batch: (params["w"] * batch["x"]).mean(), ft.optim.sgd(0.1))
     state = step.init({"w": torch.ones(())})

@@ -262,6 +262,19 @@ def test_without_a_position_samples_are_read_again_with_one_warning(num_workers)
     assert rows(second) == passes[1]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_ends_before_the_position_is_an_error(num_workers):
+    first, second = make_loader(Plain()), make_loader(Plain(5), num_workers=num_workers)
+    batches = iter(first)
+    next(batches), next(batches)
+    second.load_state_dict(first.state_dict())
+    with (
+        pytest.warns(UserWarning, match="6 samples are read again"),
+        pytest.raises(DataError, match=r"it ended after 5 samples, and 6 were read before; .* the dataset of the"),
+    ):
+        rows(second)
+
+
 def test_a_position_from_a_dataset_that_had_none_is_warned_of():
     first, second = make_loader(Plain()), make_loader(KeepsPosition())
     next(iter(first))

@@ -117,6 +117,26 @@ def test_a_best_metric_that_is_not_recorded_is_an_error_at_the_end_if_that_is_th
     assert int(caught.value.result.state.step) == 10
 
 
+def test_a_best_metric_that_a_resumed_run_no_longer_records_is_an_error_before_the_state_is_adapted(tmp_path):
+    calls = []
+
+    def adapt(state, history):
+        calls.append(int(state.step))
+        return state
+
+    def checkpoints(best):
+        return ft.Checkpoints(tmp_path, every=2, best=best)
+
+    options = {"adapt": adapt, "evaluate_every": 2}
+    fit(steps=2, evaluate=lambda state: {"f": 1.0}, checkpoints=checkpoints("eval_f"), **options)
+    for _ in range(2):
+        with pytest.raises(OptionError, match="'eval_f' must be a number of each evaluation; found None"):
+            fit(steps=4, evaluate=lambda state: {"g": 1.0}, checkpoints=checkpoints("eval_f"), **options)
+    assert calls == [2]
+    fit(steps=4, evaluate=lambda state: {"g": 1.0}, checkpoints=checkpoints("eval_g"), **options)
+    assert calls == [2, 4]
+
+
 @pytest.mark.parametrize("value", [None, "0.5", [0.5, 0.25], {"a": 0.5}, 1j])
 def test_a_metric_that_is_no_number_is_refused(value):
     history = History([{"step": 1, "eval_f1": value}])

@@ -4,8 +4,11 @@ import dataclasses
 import errno
 
 import pytest
+import torch
 
-from tests.training.problem import batches, fit, make_step
+import ftrain as ft
+from ftrain.errors import ComposeError
+from tests.training.problem import batches, fit, make_step, train_by_hand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +79,38 @@ def test_an_error_of_a_logger_names_the_records_that_are_lost():
     with pytest.raises(OSError, match="No space") as caught:
         fit(make_step(), batches(), loggers=[full_disk], log_every=3)
     assert any("the records of steps 2 to 3 are not logged again" in note for note in caught.value.__notes__)
+
+
+def test_data_continues_after_the_last_step_of_a_run_that_an_error_has_ended():
+    """Also when the error, which holds the frames of that run, is freed in the middle of the next one."""
+    losses, held = [], []
+
+    def failing_at_3(record):
+        if record["step"] == 3:
+            raise ZeroDivisionError
+
+    def free(record):
+        losses.append(record["loss"])
+        held.clear()
+
+    step, x, y = make_step(), *(torch.cat(column) for column in zip(*batches(6), strict=True))
+    loader = ft.data.loader(ft.data.arrays((x, y)), 4, shuffle=False)
+    try:
+        fit(step, loader, loggers=[failing_at_3], log_every=1)
+    except ZeroDivisionError as error:
+        held.append(error)
+    state = ft.tree.clone(held[0].result.state)
+    fit(step, loader, state, steps=6, loggers=[free], log_every=1)
+    assert losses == train_by_hand(step, batches(6))[1][3:]
+
+
+def test_a_state_whose_metrics_cannot_be_read_is_not_saved(tmp_path):
+    """A run that continued from it would lack their records."""
+
+    def wrong(state, batch):
+        return state + 1, torch.tensor(1.0)
+
+    with pytest.raises(ComposeError, match="the step returned Tensor as the metrics of step 1") as caught:
+        fit(wrong, batches(), torch.zeros(()), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=2))
+    assert not hasattr(caught.value, "__notes__")
+    assert not ft.Checkpoints(tmp_path, every=2).steps()

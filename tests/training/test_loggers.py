@@ -23,17 +23,23 @@ def test_loggers_get_every_record_in_order():
 def test_a_logger_may_change_its_record(tmp_path):
     """The history, from which `stop` and the checkpoints read, has a record of its own."""
     logged_steps = []
+
+    def change(record):
+        logged_steps.append(record.pop("step"))
+        record.get("eval_by_class", []).clear()
+
     _, history = fit(
         make_step(),
         batches(4),
-        loggers=[lambda record: logged_steps.append(record.pop("step"))],
+        loggers=[change],
         checkpoints=ft.Checkpoints(tmp_path, every=2),
-        evaluate=lambda state: {"score": 1.0},
+        evaluate=lambda state: {"score": 1.0, "by_class": [1, 2]},
         evaluate_every=2,
         stop=ft.patience("eval_score", 9),
     )
     assert logged_steps == [1, 2, 2, 3, 4, 4]
     assert history["step"] == logged_steps
+    assert history["eval_by_class"] == [[1, 2]] * 2
 
 
 def read_records(path):

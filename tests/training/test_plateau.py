@@ -187,6 +187,20 @@ def test_a_state_that_adapt_returns_replaces_the_old_one():
         _ = states[1].params
 
 
+def test_an_average_that_becomes_the_parameters_goes_on_as_an_average():
+    """The state that `adapt` returns has the same tensors twice, of which a donated step may overwrite only one."""
+
+    def adapt(state, history):
+        return ft.types.replace(state, params=ft.averaged(state).params) if state.step == 2 else state
+
+    donated, copied = (
+        fit(ft.ema(0.5)(make_step()), steps=4, adapt=adapt, log_every=1, donate=donate).state
+        for donate in (True, False)
+    )
+    assert torch.equal(donated.params["w"], copied.params["w"])
+    assert torch.equal(donated.slots["ema"]["w"], copied.slots["ema"]["w"])
+
+
 def test_a_state_sent_to_iterate_is_the_state_of_the_next_step():
     step = make_step()
     records, rates = ft.iterate(step, step.init({"w": torch.ones(2)}), [BATCH] * 10), []

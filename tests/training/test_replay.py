@@ -59,3 +59,19 @@ def test_replay_needs_a_checkpoint_or_a_first_state_before_the_step(tmp_path):
         ft.replay(step, actual.state, batches(), checkpoints, at=3)
     with pytest.raises(OptionError, match="at is 0"):
         ft.replay(step, step.init(seed=3), batches(), checkpoints, at=0)
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: ft.data.prefetch(loader, "cpu")])
+def test_a_run_begins_where_the_data_begins_if_a_batch_was_looked_at_before(wrap, tmp_path, recwarn):
+    """As by ``next(iter(data))``, after which the next pass starts at the first batch again."""
+
+    def data():
+        return wrap(ft.data.loader(ft.data.arrays(torch.arange(24.0).view(6, 4)), 2, shuffle=False))
+
+    looked_at, checkpoints = data(), ft.Checkpoints(tmp_path, every=9)
+    first = next(iter(looked_at))
+    step = make()
+    ft.fit(step, step.init(), looked_at, steps=2, checkpoints=checkpoints, progress=False)
+    _, batch = ft.replay(step, step.init(), data(), checkpoints, at=1)
+    assert torch.equal(batch, first)
+    assert not recwarn

@@ -1,12 +1,21 @@
 """Resuming: runs of another step, and what cannot be saved, are refused before a step."""
 
+from collections import defaultdict, deque
+from types import MappingProxyType
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError, StructureError
-from tests.training.interrupted_runs import EVERY, STEPS, assert_results_equal, batches, fit, make
+from tests.training.interrupted_runs import EVERY, STEPS, Positioned, assert_results_equal, batches, fit, make
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
 
 
 def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path, capsys):
@@ -72,3 +81,31 @@ def test_a_state_or_text_that_cannot_be_saved_is_refused_before_a_step(tmp_path)
     with pytest.raises(OptionError, match=r"texts has the name '\.\./config\.json'"):
         ft.fit(count, {}, batches(), checkpoints=ft.Checkpoints(tmp_path, every=9, texts=texts), progress=False)
     assert not batches_seen
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "value", [deque([1]), defaultdict(list), Pair(1, 2)], ids=["deque", "defaultdict", "namedtuple"]
+)
+def test_a_position_that_could_not_be_loaded_again_is_refused(value, later, tmp_path):
+    class Buffered(Positioned):
+        def state_dict(self):
+            return {**super().state_dict(), "buffer": [] if later and not self.at else [value]}
+
+    with pytest.raises(
+        CheckpointError, match=r"fit: the position of the data .* holds a .*; use dicts, lists and"
+    ) as error:
+        fit(make(), Buffered(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert (error.value.result is not None) == later
+    assert not ft.Checkpoints(tmp_path, every=EVERY).steps()
+
+
+def test_metrics_in_a_deque_or_another_mapping_are_saved_and_loaded(tmp_path):
+    def evaluate(state):
+        return {"last": deque([torch.tensor(1.0), 2], maxlen=3), "by_class": MappingProxyType({"a": torch.tensor(3)})}
+
+    options = {"evaluate": evaluate, "evaluate_every": EVERY}
+    fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), steps=EVERY, **options)
+    history = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), **options).history
+    assert history["eval_last"] == [[1.0, 2]] * (STEPS // EVERY)
+    assert history["eval_by_class"] == [{"a": 3}] * (STEPS // EVERY)

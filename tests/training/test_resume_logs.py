@@ -64,6 +64,55 @@ def test_a_run_that_resumes_keeps_the_lines_of_earlier_runs_in_one_log(at, tmp_p
     assert steps[: len(earlier)] == steps[len(earlier) :]
 
 
+def steps_of(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_was_killed_before_its_first_record_keeps_the_log_of_an_earlier_run(tmp_path):
+    log = tmp_path / "log.jsonl"
+    fit(make(), batches(), loggers=[ft.loggers.jsonl(log)])
+
+    def killed():
+        raise KilledError
+
+    options = {"loggers": [ft.loggers.jsonl(log)], "checkpoints": ft.Checkpoints(tmp_path / "run", every=EVERY)}
+    with pytest.raises(KilledError):
+        fit(make(), (killed() for _ in range(3)), **options)
+    fit(make(), batches(), **options)
+    assert steps_of(log) == [*range(1, STEPS + 1)] * 2
+
+
+def test_a_run_that_was_killed_before_its_first_save_logs_its_steps_once(tmp_path):
+    log = tmp_path / "log.jsonl"
+    options = {"loggers": [ft.loggers.jsonl(log)], "checkpoints": ft.Checkpoints(tmp_path / "run", every=STEPS)}
+    fit_until_killed(make(), batches(), 4, **options)
+    assert steps_of(log) == [1, 2, 3, 4]
+    fit(make(), batches(), **options)
+    assert steps_of(log) == [*range(1, STEPS + 1)]
+
+
+def test_a_finished_run_keeps_the_lines_of_the_run_that_continues_it_in_one_log(tmp_path):
+    """A program with two runs, one after the other, is killed in the second one and started again."""
+    log = tmp_path / "log.jsonl"
+
+    def program(train):
+        options = {"loggers": [ft.loggers.jsonl(log)]}
+        first = {"checkpoints": ft.Checkpoints(tmp_path / "first", every=EVERY), "steps": 5}
+        state, _ = fit(make(), batches(), **first, **options)
+        second = ft.Checkpoints(tmp_path / "second", every=EVERY, async_=False)
+        train(make(), batches(), state=state, checkpoints=second, **options)
+
+    with pytest.raises(KilledError):
+        program(lambda *arguments, **options: fit(*arguments, evaluate=kill, evaluate_every=8, **options))
+    assert steps_of(log) == [*range(1, 9)]
+    program(fit)
+    assert steps_of(log) == [*range(1, STEPS + 1)]
+
+
+def kill(state):
+    raise KilledError
+
+
 def test_the_last_evaluation_is_made_and_logged_once(tmp_path):
     path, evaluations = tmp_path / "steps.jsonl", []
 
@@ -115,6 +164,24 @@ def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(limits, data_cla
     # A finished run is not evaluated again.
     assert_results_equal(run(), expected)
     assert evaluations == [6]
+
+
+def test_an_evaluation_that_failed_reaches_the_checkpoint_of_its_step_when_the_run_resumes(tmp_path):
+    """Step 6, the best one, is saved without its metrics when its evaluation fails."""
+
+    def run(fails):
+        def evaluate(state):
+            if fails and state.step == 6:
+                raise ZeroDivisionError
+            return {"score": -abs(float(state.step) - 6)}
+
+        checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=1, best="eval_score", mode="max")
+        return fit(make(), batches(), evaluate=evaluate, evaluate_every=EVERY, checkpoints=checkpoints)
+
+    with pytest.raises(ZeroDivisionError):
+        run(fails=True)
+    run(fails=False)
+    assert best_step(tmp_path) == 6
 
 
 def test_a_run_that_was_killed_in_its_last_evaluation_makes_and_saves_it(tmp_path):
