@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,8 +28,23 @@ def make_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Gra
 
     What `torch.compile` has compiled runs uncompiled meanwhile, and becomes a part of the graph.
     """
-    with _uncompiled():
+    with _uncompiled(), _one_thread():
         return make_fx(function, tracing_mode="real")(*inputs)
+
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context that only one thread is in: the others wait, also those that `torch.compile` compiles for.
+
+    To trace a function, torch replaces methods of `nn.Module`, for all threads. If two threads did so at once, the
+    methods of one of them could stay for ever.
+    """
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    with _LOCK, getattr(dynamo, "compile_lock", nullcontext()):
+        yield
 
 
 def _uncompiled() -> AbstractContextManager[object]:
@@ -69,7 +85,7 @@ def compile_with_inductor(
     # With symbolic shapes, which it needs to cache code for the next process.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]
-    with torch.no_grad(), tracing(TracingContext(mode)):
+    with _one_thread(), torch.no_grad(), tracing(TracingContext(mode)):
         return compile_fx(graph, fakes, config_patches=dict(options))  # type: ignore[return-value]
 
 
@@ -77,7 +93,7 @@ def compile_with_backend(graph: fx.GraphModule, inputs: Sequence[Tensor], backen
     """Compile a graph with a backend of `torch.compile`, by its name."""
     with private_names():
         from torch._dynamo.backends.registry import lookup_backend
-    with torch.no_grad():
+    with _one_thread(), torch.no_grad():
         compiled: Callable[..., Any] = lookup_backend(backend)(graph, list(inputs))
     return compiled
 
