@@ -191,9 +191,13 @@ def to(tree: PyTree, device: torch.device | str) -> PyTree:
 
 
 def add(tree: PyTree, other: PyTree) -> PyTree:
-    """Return ``tree + other``, leaf by leaf."""
-    values, spec = flatten(tree)
-    return unflatten(spec, torch._foreach_add(values, leaves(other)) if values else [])
+    """Return ``tree + other``, leaf by leaf. Raises a StructureError if they differ in structure."""
+    (values, spec), (others, other_spec) = flatten(tree), flatten(other)
+    if spec != other_spec:
+        raise StructureError(
+            f"add: the trees have the structures {spec} and {other_spec}; needs trees of one structure"
+        )
+    return unflatten(spec, torch._foreach_add(values, others) if values else [])
 
 
 def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
@@ -207,27 +211,25 @@ def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
 
 def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale` for a list of tensors."""
-    if not tensors:
-        return []
-    # `_foreach_mul` would return 0-d tensors in the dtype of the factor if that is wider.
-    if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
+    if _must_scale_one_by_one(tensors, factor):
         return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
-    if not isinstance(factor, Tensor) and any(_torch.foreach_rounds(tensor) for tensor in tensors):
-        return [tensor * factor for tensor in tensors]
-    return list(torch._foreach_mul(tensors, factor))
+    return list(torch._foreach_mul(tensors, factor)) if tensors else []
 
 
 def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale_leaves` in place."""
-    if isinstance(factor, Tensor):
-        one_by_one = any(tensor.dtype != factor.dtype for tensor in tensors)
-    else:
-        one_by_one = any(_torch.foreach_rounds(tensor) for tensor in tensors)
-    if one_by_one:
+    if _must_scale_one_by_one(tensors, factor):
         return [tensor.mul_(factor) for tensor in tensors]
     if tensors:
         torch._foreach_mul_(tensors, factor)
     return tensors
+
+
+def _must_scale_one_by_one(tensors: list[Tensor], factor: Tensor | float) -> bool:
+    # `_foreach_mul` returns 0-d tensors in the dtype of the factor if that is wider, and integers as float32.
+    if isinstance(factor, Tensor):
+        return any(tensor.dtype != factor.dtype for tensor in tensors)
+    return any(_torch.foreach_rounds(tensor) or not tensor.is_floating_point() for tensor in tensors)
 
 
 def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
@@ -306,6 +308,10 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of the tensors that have elements, all in float64 if a tensor has it, else in float32."""
     tensors = [*filter(Tensor.numel, tensors)]
     dtypes = {tensor.dtype for tensor in tensors}
+    if any(dtype.is_complex for dtype in dtypes):
+        return _norms(
+            [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors], order
+        )
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:
         tensors = [tensor.to(wide) for tensor in tensors]
@@ -326,10 +332,7 @@ def path(root: str, name: str) -> str:
 
 def batch_length(batch: PyTree) -> int | None:
     """Return the length of the first axis of the first tensor or NumPy array that has one; None if there is none."""
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim:
-            return leaf.shape[0]
-    return None
+    return next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
 
 
 def describe(leaf: Any) -> str:

@@ -101,3 +101,12 @@ def test_all_finite_is_false_for_nan_and_infinity_in_any_order():
     # A maximum of NaN and infinity depends on their order.
     assert not tree.all_finite([torch.tensor([math.nan, 1.0]), torch.tensor([math.inf, -math.inf])])
     assert not tree.all_finite([torch.tensor([1.0, math.nan, 2.0])])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_norms_of_complex_leaves_take_in_the_imaginary_part(dtype):
+    leaves = [torch.tensor([0.0 + 3.0j], dtype=dtype).conj(), torch.tensor([4.0])]
+    assert float(tree.global_norm(leaves)) == pytest.approx(5.0)
+    assert tree.global_norm(leaves).dtype == (F64 if dtype == torch.complex128 else torch.float32)
+    assert tree.all_finite(leaves)
+    assert not tree.all_finite([torch.tensor([complex(1.0, math.nan)], dtype=dtype)])
