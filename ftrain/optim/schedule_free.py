@@ -117,7 +117,13 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
     b1, z = opt_state["b1"], opt_state["z"]
 
     def average(y: Tensor, z: Tensor) -> Tensor:
-        return z + (y - z) / b1.to(y.device, y.dtype)
+        if y.shape != z.shape:
+            raise StructureError(
+                f"schedule_free_params: a parameter is {tree.describe(y)}, and its state is {tree.describe(z)}, of "
+                "another parameter; pass the parameters and the optimizer state of one state"
+            )
+        share: Tensor = b1.to(y.device, y.dtype)
+        return z + (y - z) / share
 
     if tree.flatten(params)[1] == tree.flatten(z)[1]:
         return tree.map(average, params, z)

@@ -39,7 +39,7 @@ def key(seed: int) -> Tensor:
     return wrap_key_data(halves("key", "seed", seed))
 
 
-def split(key: Tensor, num: int = 2) -> Tensor:
+def split(key: Tensor, num: int | torch.SymInt = 2) -> Tensor:
     """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
 
     Raises `OptionError` if `num` is not a whole number of at least 0.
@@ -47,7 +47,8 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     >>> first, second = split(key(0))
     """
     key, examples = parts_of("split", key)
-    num = num if isinstance(num, torch.SymInt) else whole_number("split", "num", num)
+    if not isinstance(num, torch.SymInt):
+        num = whole_number("split", "num", num)
     keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
     return _join_key(keys, examples)
 
