@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftrain import _torch
 from ftrain.backends import widest
-from ftrain.errors import OptionError, whole_number
+from ftrain.errors import OptionError
 from ftrain.random.host_keys import FOLD, halves, parts_of, wrap_key_data
 from ftrain.random.philox import MASK, Words, full, philox
 
@@ -39,7 +39,7 @@ def key(seed: int) -> Tensor:
     return wrap_key_data(halves("key", "seed", seed))
 
 
-def split(key: Tensor, num: int | torch.SymInt = 2) -> Tensor:
+def split(key: Tensor, num: int = 2) -> Tensor:
     """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
 
     Raises `OptionError` if `num` is not a whole number of at least 0.
@@ -47,8 +47,10 @@ def split(key: Tensor, num: int | torch.SymInt = 2) -> Tensor:
     >>> first, second = split(key(0))
     """
     key, examples = parts_of("split", key)
-    if not isinstance(num, torch.SymInt):
-        num = whole_number("split", "num", num)
+    # Not `whole_number`, which makes a constant of the size of a graph.
+    is_whole = isinstance(num, SupportsIndex) and not isinstance(num, bool)
+    if not is_whole or num < 0:
+        raise OptionError(f"split: num is {num!r}, needs a whole number of at least 0")
     keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
     return _join_key(keys, examples)
 
