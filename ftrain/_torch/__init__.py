@@ -116,8 +116,12 @@ def storage_id(tensor: Tensor) -> int:
     """Return a number that two tensors share when they are views of one memory; also for tensors without values.
 
     It may be used again for other memory after this one is freed: hold the tensor as long as you compare the number.
+    A sparse tensor, which has several storages, has a number of its own.
     """
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except NotImplementedError:
+        return id(tensor)
 
 
 def is_fake(value: Any) -> TypeGuard[FakeTensor]:

@@ -6,7 +6,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import require_range
-from ftrain.losses.inputs import at_least_float32, require_classes, require_real, weight_of_labels
+from ftrain.losses.inputs import (
+    at_least_float32,
+    require_classes,
+    require_ignore_index,
+    require_real,
+    weight_of_labels,
+)
 from ftrain.types import Mean
 
 
@@ -39,7 +45,7 @@ def cross_entropy(
 
     Raises:
         LossError: a shape or dtype of logits or labels is not as above. Torch checks the shape of the weight.
-        OptionError: the smoothing is not in [0, 1].
+        OptionError: the smoothing is not in [0, 1], or `ignore_index` no integer.
 
     Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing).
 
@@ -50,6 +56,7 @@ def cross_entropy(
     """
     require_classes("cross_entropy", logits, labels)
     require_real("cross_entropy", weight)
+    require_ignore_index("cross_entropy", ignore_index)
     require_range("cross_entropy", "label_smoothing", label_smoothing, 0.0, 1.0, closed=True)
     dtype = at_least_float32(logits.dtype)
     if weight is not None:
@@ -76,12 +83,14 @@ def accuracy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Mea
 
     Raises:
         LossError: a shape or dtype is not as above.
+        OptionError: `ignore_index` is no integer.
 
     >>> import torch
     >>> float(accuracy(torch.eye(4), torch.tensor([0, 1, 0, -100])).total)
     2.0
     """
     require_classes("accuracy", logits, labels)
+    require_ignore_index("accuracy", ignore_index)
     labels = labels.long()
     counts = labels != ignore_index
     correct = (logits.argmax(-1) == labels) & counts

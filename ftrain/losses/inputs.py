@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain.errors import LossError
+from ftrain.errors import LossError, OptionError
 from ftrain.tree import describe
 
 
@@ -59,6 +59,14 @@ def require_indices(function: str, labels: Tensor) -> None:
             f"{function}: labels are {describe(labels)}; they must be integer class indices. "
             "Take argmax(-1) of one-hot labels; for probabilities of classes (as of mixup) use "
             "torch.nn.functional.cross_entropy, which is a mean over examples."
+        )
+
+
+def require_ignore_index(function: str, ignore_index: Any) -> None:
+    """Check that `ignore_index` is an integer. Raises an OptionError if not."""
+    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
+        raise OptionError(
+            f"{function}: ignore_index is {ignore_index!r}, needs an integer; -100, the default, ignores no class"
         )
 
 

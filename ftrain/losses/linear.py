@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError, require_positive, require_range
-from ftrain.losses.inputs import at_least_float32, require_floating, require_indices, require_real, weight_of_labels
+from ftrain.losses.inputs import (
+    at_least_float32,
+    require_floating,
+    require_ignore_index,
+    require_indices,
+    require_real,
+    require_tensor,
+    weight_of_labels,
+)
 from ftrain.tree import describe
 from ftrain.types import Mean
 
@@ -54,7 +62,7 @@ def linear_cross_entropy(
 
     Raises:
         LossError: a shape or a dtype is not as above; for a derivative in forward mode.
-        OptionError: the smoothing or the chunk is not as above.
+        OptionError: the smoothing, the chunk or `ignore_index` is not as above.
 
     Source: Hsu et al. 2024, https://arxiv.org/abs/2410.10989 (gradients with the loss, by chunks);
     Wijmans et al. 2024, https://arxiv.org/abs/2411.09009.
@@ -66,6 +74,7 @@ def linear_cross_entropy(
     """
     dtype = _matmul_dtype(hidden, weight)
     _require_shapes(hidden, weight, labels, bias)
+    require_ignore_index(NAME, ignore_index)
     require_range(NAME, "label_smoothing", label_smoothing, 0.0, 1.0, closed=True)
     if chunk is not None:
         require_positive(NAME, "chunk", chunk)
@@ -160,12 +169,16 @@ def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
             f"{NAME}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
             "(..., width) and (classes, width)."
         )
+    if weight.numel() == 0:
+        raise LossError(f"{NAME}: weight has shape {tuple(weight.shape)}; it needs at least one class and a width.")
     require_indices(NAME, labels)
     if labels.shape != hidden.shape[:-1]:
         raise LossError(
             f"{NAME}: hidden has shape {tuple(hidden.shape)} and labels {tuple(labels.shape)}; "
             f"labels must have shape {tuple(hidden.shape[:-1])}, one for each row."
         )
+    if bias is not None:
+        require_tensor(NAME, "biases", bias)
     if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
         raise LossError(
             f"{NAME}: bias is {describe(bias)} and weight {describe(weight)}; bias must have the dtype of weight "

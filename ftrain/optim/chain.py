@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import optree
 import torch
@@ -125,9 +126,14 @@ def _inner_axes(leaf: Tensor) -> list[int]:
 
 
 def _merged_schedules(parts: Sequence[GradientTransform | Optimizer]) -> dict[str, Schedule]:
-    """Return the scheduled values of all parts by name. Raises a ComposeError if two have one name."""
+    """Return the scheduled values of all parts by name.
+
+    Raises a ComposeError if two have one name, or a transformation has two: it gets one value.
+    """
     schedules: dict[str, Schedule] = {}
     for part in parts:
+        if isinstance(part, GradientTransform) and len(part.schedules) > 1:
+            raise ComposeError(f"chain: {part.text} has the schedules {', '.join(part.schedules)}; needs at most one")
         repeated = sorted(schedules.keys() & part.schedules)
         if repeated:
             raise ComposeError(f"chain: two parts have a scheduled value called {repeated[0]}; merge them into one")
@@ -142,8 +148,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         parts: results of `centralize`, `sign`, `noise` and `project`, or other `GradientTransform`; last, an optimizer.
 
     Raises:
-        ComposeError: a part is neither, or two parts have a scheduled value of the same name; at an update, a
-            transformation writes to its gradient.
+        ComposeError: a part is neither, two parts have a scheduled value of the same name, or one has two; at an
+            update, a transformation returns None, or writes to its gradient or parameter.
         OptionError: at `init`, a pattern matches no parameter.
 
     >>> import ftrain as ft
@@ -220,13 +226,27 @@ def _make_apply(
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
             for i in indices:
                 leaf_key = random.fold_in(key, random_indices[i]) if key is not None else None
-                gradient, version = gradients[i], _torch.version_of(gradients[i])
-                gradients[i] = transform.apply(gradient, leaves[i], value, leaf_key)
-                if _torch.version_of(gradient) != version:
-                    raise ComposeError(
-                        f"chain: {transform.text} writes to its gradient, which may be that of another parameter too; "
-                        "return another tensor, as gradient * 2 in place of gradient.mul_(2)"
-                    )
+                gradients[i] = _transformed(transform, gradients[i], leaves[i], value, leaf_key)
         return tree.unflatten(spec, gradients)
 
     return apply
+
+
+def _transformed(
+    transform: GradientTransform, gradient: Tensor, leaf: Tensor, value: Any, leaf_key: Tensor | None
+) -> Tensor:
+    """Return the result of a transformation of one leaf.
+
+    Raises a ComposeError if it is None, or if the transformation writes to its gradient, which may be that of another
+    parameter too, or to the parameter, which belongs to the old state.
+    """
+    versions = _torch.version_of(gradient), _torch.version_of(leaf)
+    result = transform.apply(gradient, leaf, value, leaf_key)
+    if result is None:
+        raise ComposeError(f"chain: {transform.text} returns None; needs the new gradient")
+    if (_torch.version_of(gradient), _torch.version_of(leaf)) != versions:
+        raise ComposeError(
+            f"chain: {transform.text} writes to its gradient or parameter, which another parameter or state may have "
+            "too; return another tensor, as gradient * 2 in place of gradient.mul_(2)"
+        )
+    return result

@@ -56,8 +56,8 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
             reset = hyper[NAME].to(tree.device_of(params)) > 0
             slow = tree.map(lambda s, p: torch.where(reset, s.lerp(p, alpha), s), slow, params)
             params = tree.where(reset, slow, params)
-        elif hyper[NAME]:
-            slow_leaves, leaves = tree.leaves(slow), tree.leaves(params)
+        elif hyper[NAME] and (leaves := tree.leaves(params)):
+            slow_leaves = tree.leaves(slow)
             torch._foreach_lerp_(slow_leaves, leaves, alpha)
             torch._foreach_copy_(leaves, slow_leaves)
         return params, {SLOW: slow, FAST: fast}

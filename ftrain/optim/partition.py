@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost; at `init`: two
             parameters have one name.
         OptionError: `optimizers` is no mapping, or a label has no optimizer; at `init`: a pattern matches nothing, a
-            parameter has two labels or none, or an optimizer has no parameters.
+            parameter has two labels or none, or an optimizer has no parameters. Two labels give values one name.
 
     >>> import ftrain as ft
     >>> parts = {"matrices": ft.optim.muon(0.02), "rest": ft.optim.adamw(3e-4)}
@@ -92,8 +93,13 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
 
 
 def _with_labels(values_of: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """Return the values of all labels in one dict, by ``label/name``."""
-    return {f"{label}{SEPARATOR}{name}": value for label, values in values_of.items() for name, value in values.items()}
+    """Return the values of all labels in one dict, by ``label/name``. Raises an OptionError if two have one name."""
+    named = [(f"{label}{SEPARATOR}{name}", value) for label, each in values_of.items() for name, value in each.items()]
+    by_name = dict(named)
+    if len(by_name) < len(named):
+        name = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+        raise OptionError(f"partition: two optimizers have a value called {name}; rename a label")
+    return by_name
 
 
 class _Part(NamedTuple):

@@ -115,13 +115,20 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
             "optimizer, give its part: opt_state[label] of a partition, opt_state['state'] of an adjustable one"
         )
     b1, z = opt_state["b1"], opt_state["z"]
+
+    def average(y: Tensor, z: Tensor) -> Tensor:
+        if y.shape != z.shape:
+            raise StructureError(
+                f"schedule_free_params: a parameter is {tree.describe(y)}, and its state is {tree.describe(z)}, of "
+                "another parameter; pass the parameters and the optimizer state of one state"
+            )
+        share: Tensor = b1.to(y.device, y.dtype)
+        return z + (y - z) / share
+
+    if tree.flatten(params)[1] == tree.flatten(z)[1]:
+        return tree.map(average, params, z)
     z_by_name = dict(zip(tree.leaf_names(z), tree.leaves(z), strict=True))
     known = {*tree.leaf_names(params)}
     if others := [name for name in z_by_name if name not in known]:
         raise StructureError(f"schedule_free_params: the state has {listed(others)}, which the parameters do not have")
-
-    def average(name: str, y: Tensor) -> Tensor:
-        z = z_by_name.get(name)
-        return y if z is None else z + (y - z) / b1.to(y.device, y.dtype)
-
-    return tree.map_named(average, params)
+    return tree.map_named(lambda name, y: average(y, z_by_name[name]) if name in z_by_name else y, params)

@@ -17,7 +17,8 @@ from ftrain.random.torch_ops import Keyed, float_dtype_of
 _aten = torch.ops.aten
 _NORMAL = {_aten.randn.default, _aten.randn_like.default}
 _BERNOULLI = {_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.float}
-_UNIFORM = {_aten.rand.default, _aten.rand_like.default, _aten.native_dropout.default, *_BERNOULLI}
+_CHOICES = {_aten.native_dropout.default, *_BERNOULLI}
+_UNIFORM = {_aten.rand.default, _aten.rand_like.default}
 
 
 class Fused(Keyed):  # type: ignore[no-untyped-call]
@@ -29,7 +30,9 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
     """
 
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
-        if func not in _NORMAL and func not in _UNIFORM:
+        draws_numbers = func in _NORMAL or func in _UNIFORM
+        # Other dtypes, such as complex ones, are refused there.
+        if func not in _CHOICES and not (draws_numbers and float_dtype_of(arguments).is_floating_point):
             return super()._drawn(func, arguments, device)
         like: Any = arguments.get("input", arguments.get("self"))
         numbers = self._numbers(arguments["size"] if like is None else like.shape, func in _NORMAL, device)
@@ -38,7 +41,11 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
             return torch.where(keep, like * random.keep_scale(arguments["p"]), 0.0), keep
         if func in _BERNOULLI:
             return (numbers < arguments.get("p", like)).to(like.dtype)
-        return numbers.to(float_dtype_of(arguments))
+        dtype = float_dtype_of(arguments)
+        if func in _UNIFORM and dtype.itemsize < 4:
+            # To the multiples that `random.uniform` draws: rounded to the nearest, one of 512 would be 1 in bfloat16.
+            numbers = (numbers * (2 / torch.finfo(dtype).eps)).floor() * (torch.finfo(dtype).eps / 2)
+        return numbers.to(dtype)
 
     def _numbers(self, shape: Sequence[Any], normal: bool, device: torch.device) -> Tensor:
         """Draw float32 numbers for the whole batch, or for some of its examples as in `random.for_examples`."""

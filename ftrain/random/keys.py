@@ -8,7 +8,7 @@ because the same key gives the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -42,9 +42,15 @@ def key(seed: int) -> Tensor:
 def split(key: Tensor, num: int = 2) -> Tensor:
     """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
 
+    Raises `OptionError` if `num` is not a whole number of at least 0.
+
     >>> first, second = split(key(0))
     """
     key, examples = parts_of("split", key)
+    # Not `whole_number`, which makes a constant of the size of a graph.
+    is_whole = isinstance(num, SupportsIndex) and not isinstance(num, bool)
+    if not is_whole or num < 0:
+        raise OptionError(f"split: num is {num!r}, needs a whole number of at least 0")
     keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
     return _join_key(keys, examples)
 
@@ -123,7 +129,7 @@ def uniform(
     float64 the last bit may then depend on whether a device fuses the multiplication and the addition. A device
     without float64 (`ftrain.backends.widest`) uses float32, with other last bits.
 
-    Raises `OptionError` for other dtypes, and if `dtype` has no value in [low, high).
+    Raises `OptionError` for other dtypes, for bounds beyond those of `dtype`, and if it has no value in [low, high).
     """
     digits = _digits("uniform", dtype)
     if (low, high) == (0.0, 1.0):
@@ -241,7 +247,7 @@ def _draw(
     `columns` returns `num` tensors of numbers from the words of the blocks.
     """
     key, examples = parts_of(function, key)
-    if isinstance(shape, int) or any(size < 0 for size in shape):
+    if not isinstance(shape, Iterable) or not all(isinstance(size, SupportsIndex) and size >= 0 for size in shape):
         raise OptionError(f"{function}: shape = {shape}; needs a sequence of sizes that are not negative.")
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
@@ -302,6 +308,9 @@ def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[
     """Return the smallest and the largest value of `dtype` in [low, high)."""
     if not (low < high and math.isfinite(high - low)):
         raise OptionError(f"{function}: low = {low}, high = {high}; needs finite numbers, low < high.")
+    largest = torch.finfo(dtype).max
+    if max(-low, high) > largest:
+        raise OptionError(f"{function}: low = {low}, high = {high}; {dtype} has no values above {largest:g}.")
     smallest = -_round_down(-low, dtype)
     largest = _round_down(math.nextafter(high, -math.inf), dtype)
     if smallest > largest:

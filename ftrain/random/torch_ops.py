@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ftrain import _torch, backends, random
 from ftrain.backends.transfers import is_abstract
-from ftrain.errors import TraceError
+from ftrain.errors import OptionError, TraceError
 from ftrain.random.unfused import Unfused, is_inert
 
 _Arguments: TypeAlias = dict[str, Any]
@@ -252,6 +252,8 @@ def _uniform(key: Tensor, a: _Arguments) -> Tensor:
 
 def _normal(key: Tensor, a: _Arguments) -> Tensor:
     mean, std = a.get("mean", 0.0), a.get("std", 1.0)
+    if std < 0:
+        raise OptionError(f"normal: std = {std}; needs a number of at least 0.")
     drawn = random.normal(key, shape_of(a), dtype=float_dtype_of(a))
     return drawn if (mean, std) == (0.0, 1.0) else drawn.mul(std).add(mean)
 
@@ -262,6 +264,8 @@ def _normal_of_tensors(key: Tensor, a: _Arguments) -> Tensor:
 
 
 def _exponential(key: Tensor, a: _Arguments) -> Tensor:
+    if not a["lambd"] > 0:
+        raise OptionError(f"exponential: lambd = {a['lambd']}; needs a number above 0.")
     return random.exponential(key, shape_of(a), dtype=float_dtype_of(a)).div(a["lambd"])
 
 
@@ -278,12 +282,30 @@ def _bernoulli(key: Tensor, a: _Arguments) -> Tensor:
 def _randint(key: Tensor, a: _Arguments) -> Tensor:
     low: Any = a.get("low", a.get("from", 0))
     high: Any = a.get("high", a.get("to"))
-    default = a["self"].dtype if "self" in a else torch.int64
-    return random.randint(key, shape_of(a), low, high).to(_dtype(a, default))
+    dtype = _dtype(a, a["self"].dtype if "self" in a else torch.int64)
+    smallest, largest = _bounds(dtype)
+    _require_bounds(f"randint: low = {low}, high = {high}", dtype, smallest <= low and high - 1 <= largest)
+    return random.randint(key, shape_of(a), low, high).to(dtype)
 
 
 def _randperm(key: Tensor, a: _Arguments) -> Tensor:
-    return random.permutation(key, a["n"]).to(_dtype(a, torch.int64))
+    dtype = _dtype(a, torch.int64)
+    # Larger integers are rounded, so that some would be drawn twice.
+    largest = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else _bounds(dtype)[1]
+    _require_bounds(f"randperm: n = {a['n']}", dtype, a["n"] - 1 <= largest)
+    return random.permutation(key, a["n"]).to(dtype)
+
+
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest and the largest value of a dtype."""
+    info = torch.finfo(dtype) if dtype.is_floating_point else None if dtype == torch.bool else torch.iinfo(dtype)
+    return (info.min, info.max) if info is not None else (0, 1)
+
+
+def _require_bounds(call: str, dtype: torch.dtype, are_within: bool) -> None:
+    """Check that a dtype has all integers that may be drawn. Raises an OptionError if not: they would wrap around."""
+    if not are_within:
+        raise OptionError(f"{call}; {dtype} does not have all these integers; draw in a wider dtype.")
 
 
 def _native_dropout(key: Tensor, a: _Arguments) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from ftrain import _torch
 from ftrain.errors import MAX_LISTED, StructureError, first_lines
 from ftrain.tree import sharding
+from ftrain.tree.scaling import scale_in_turn as scale_in_turn
+from ftrain.tree.scaling import scale_leaves, scale_leaves_
+from ftrain.tree.scaling import slices as slices
 from ftrain.types import NAMESPACE, PyTree
 
 __all__ = [
@@ -53,11 +55,8 @@ __all__ = [
 
 HOST = torch.device("cpu")
 
-LEAST_AT_ONCE = 1 << 20
-"""The smallest number of elements in a slice of `slices`: enough to occupy a device."""
-
-MOST_SLICES = 64
-"""About the largest number of slices of `slices`."""
+DENSE = torch.strided, torch.jagged
+"""The layouts of tensors that are not sparse."""
 
 
 def as_tree(batch: Any) -> PyTree:
@@ -148,15 +147,15 @@ def clone(tree: PyTree) -> PyTree:
 def take(tree: PyTree) -> PyTree:
     """Return a tree of detached tensors that share no memory with each other.
 
-    A tensor is copied only if it shares its storage with an earlier one, is a view of a part of its storage, or wraps
-    other tensors, as a quantised weight does.
+    A tensor is copied only if it shares its storage with an earlier one, is a view of a part of its storage, wraps
+    other tensors, as a quantised weight does, or is sparse.
     """
     seen: set[int] = set()
 
     def detach(leaf: Any) -> Any:
         if not is_tensor(leaf):
             return leaf
-        if _torch.is_wrapper_subclass(leaf):
+        if _torch.is_wrapper_subclass(leaf) or leaf.layout != torch.strided:
             return leaf.detach().clone()
         storage = leaf.untyped_storage()
         is_sole_user = storage.data_ptr() not in seen and storage.nbytes() == leaf.numel() * leaf.element_size()
@@ -191,9 +190,13 @@ def to(tree: PyTree, device: torch.device | str) -> PyTree:
 
 
 def add(tree: PyTree, other: PyTree) -> PyTree:
-    """Return ``tree + other``, leaf by leaf."""
-    values, spec = flatten(tree)
-    return unflatten(spec, torch._foreach_add(values, leaves(other)) if values else [])
+    """Return ``tree + other``, leaf by leaf. Raises a StructureError if they differ in structure."""
+    (values, spec), (others, other_spec) = flatten(tree), flatten(other)
+    if spec != other_spec:
+        raise StructureError(
+            f"add: the trees have the structures {spec} and {other_spec}; needs trees of one structure"
+        )
+    return unflatten(spec, torch._foreach_add(values, others) if values else [])
 
 
 def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
@@ -205,66 +208,20 @@ def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
     return unflatten(spec, scale_leaves(values, factor))
 
 
-def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
-    """`scale` for a list of tensors."""
-    if not tensors:
-        return []
-    # `_foreach_mul` would return 0-d tensors in the dtype of the factor if that is wider.
-    if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
-        return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
-    if not isinstance(factor, Tensor) and any(_torch.foreach_rounds(tensor) for tensor in tensors):
-        return [tensor * factor for tensor in tensors]
-    return list(torch._foreach_mul(tensors, factor))
-
-
-def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
-    """`scale_leaves` in place."""
-    if isinstance(factor, Tensor):
-        one_by_one = any(tensor.dtype != factor.dtype for tensor in tensors)
-    else:
-        one_by_one = any(_torch.foreach_rounds(tensor) for tensor in tensors)
-    if one_by_one:
-        return [tensor.mul_(factor) for tensor in tensors]
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
-    return tensors
-
-
-def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """Replace the tensors of a list by those of `scale_leaves`, one slice of the list after the other.
-
-    Old tensors to which nothing else refers are freed after each slice, so that there is never a second copy of all.
-    """
-    if sum(builtins.map(Tensor.numel, tensors)) <= LEAST_AT_ONCE:
-        tensors[:] = scale_leaves(tensors, factor)
-        return
-    for part in slices(tensors):
-        tensors[part] = scale_leaves(tensors[part], factor)
-
-
-def slices(tensors: list[Tensor]) -> Iterator[slice]:
-    """Yield slices of a list of tensors, to compute with a few tensors at a time.
-
-    A slice has at least one tensor, and no more elements than `LEAST_AT_ONCE` or 1 / `MOST_SLICES` of all, unless it
-    is a single tensor.
-    """
-    limit = max(LEAST_AT_ONCE, sum(builtins.map(Tensor.numel, tensors)) // MOST_SLICES)
-    start = size = 0
-    for index, tensor in enumerate(tensors):
-        if size and size + tensor.numel() > limit:
-            yield slice(start, index)
-            start, size = index, 0
-        size += tensor.numel()
-    if start < len(tensors):
-        yield slice(start, len(tensors))
-
-
 def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:
     """Return the leaves of `tree` if the 0-d bool tensor `condition` is true, else those of `other`.
 
-    A leaf that is the same object in both trees is returned as it is.
+    A leaf that is the same object in both trees is returned as it is. For sparse leaves it waits for the device.
     """
-    return map(lambda a, b: a if a is b else torch.where(condition, a, b), tree, other)
+
+    def choose(a: Any, b: Any) -> Any:
+        if a is b:
+            return a
+        if is_tensor(a) and a.layout not in DENSE:
+            return a if condition else b  # `torch.where` takes no sparse tensors.
+        return torch.where(condition, a, b)
+
+    return map(choose, tree, other)
 
 
 def global_norm(tree: PyTree) -> Tensor:
@@ -306,13 +263,29 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of the tensors that have elements, all in float64 if a tensor has it, else in float32."""
     tensors = [*filter(Tensor.numel, tensors)]
     dtypes = {tensor.dtype for tensor in tensors}
+    if any(dtype.is_complex for dtype in dtypes):
+        return _norms([_real_elements(tensor) for tensor in tensors], order)
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:
         tensors = [tensor.to(wide) for tensor in tensors]
     if tensors and isinstance(tensors[0], _torch.FakeTensor) and tensors[0].device == HOST:
         # Inductor fuses single norms, but not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-    return list(torch._foreach_norm(tensors, order)) if tensors else []
+    try:
+        return list(torch._foreach_norm(tensors, order)) if tensors else []
+    except NotImplementedError:
+        if all(tensor.layout in DENSE for tensor in tensors):
+            raise
+        return _norms([_real_elements(tensor) for tensor in tensors], order)
+
+
+def _real_elements(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that are not zero by its layout, as real numbers."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout not in DENSE:
+        tensor = tensor.values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def path(root: str, name: str) -> str:
@@ -326,10 +299,7 @@ def path(root: str, name: str) -> str:
 
 def batch_length(batch: PyTree) -> int | None:
     """Return the length of the first axis of the first tensor or NumPy array that has one; None if there is none."""
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim:
-            return leaf.shape[0]
-    return None
+    return next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
 
 
 def describe(leaf: Any) -> str:

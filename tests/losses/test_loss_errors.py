@@ -1,5 +1,6 @@
 """Losses refuse wrong arguments with errors that name the function, the argument and its value."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,15 @@ def test_logits_and_labels_that_do_not_fit_are_refused(function, logits, labels,
 def test_label_smoothing_outside_0_to_1_is_refused(smoothing):
     with pytest.raises(OptionError, match=rf"^cross_entropy: label_smoothing is {smoothing}, .*\[0, 1\]"):
         cross_entropy(LOGITS, LABELS, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("ignore_index", [None, "pad", 1.5, True])
+@pytest.mark.parametrize("loss", [cross_entropy, accuracy, linear_cross_entropy], ids=lambda loss: loss.__name__)
+def test_an_ignore_index_that_is_no_integer_is_refused(loss, ignore_index):
+    outputs = (HIDDEN, WEIGHT, LINEAR_LABELS) if loss is linear_cross_entropy else (LOGITS, LABELS)
+    with pytest.raises(OptionError, match=rf"^{loss.__name__}: ignore_index is {ignore_index!r}, needs an integer"):
+        loss(*outputs, ignore_index=ignore_index)
+    assert loss(*outputs, ignore_index=np.int64(0)).weight == 0
 
 
 @pytest.mark.parametrize("weight", [torch.ones(9), torch.ones(4, 10), torch.ones(())])
@@ -105,6 +115,9 @@ HIDDEN, WEIGHT, LINEAR_LABELS = torch.zeros(3, 4), torch.zeros(10, 4), torch.zer
         ({"labels": LINEAR_LABELS.bool()}, r"labels are bool"),
         ({"bias": torch.zeros(4)}, r"bias is float32\[4\] .*shape \(10,\)"),
         ({"bias": torch.zeros(10).double()}, r"bias is float64.* the dtype of weight"),
+        ({"bias": [0.0] * 10}, r"biases are list; they must be a tensor"),
+        ({"weight": torch.zeros(0, 4)}, r"weight has shape \(0, 4\); it needs at least one class and a width"),
+        ({"weight": torch.zeros(9, 0), "hidden": torch.zeros(3, 0)}, r"weight has shape \(9, 0\); it needs"),
         ({"class_weight": torch.zeros(4)}, r"class_weight is float32\[4\]; .*shape \(10,\)"),
         ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5, needs a number in \[0, 1\]"),
         ({"label_smoothing": float("nan")}, r"label_smoothing is nan"),

@@ -157,12 +157,31 @@ def test_a_transformation_that_writes_to_its_gradient_is_refused(wrappers):
 
     double = optim.GradientTransform(lambda grad, leaf, value, key: grad.mul_(2), ["a"], "double")
     step = ft.compose(ft.train_step(loss, optim.chain(double, optim.sgd(0.1))), *wrappers)
-    with pytest.raises(ComposeError, match=r"chain: double writes to its gradient, .* return another tensor"):
+    with pytest.raises(ComposeError, match=r"chain: double writes to its gradient or .* return another tensor"):
         step(step.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (lambda grad, leaf, value, key: leaf.mul_(2), "other writes to its gradient or parameter, .* another tensor"),
+        (lambda grad, leaf, value, key: None, "other returns None; needs the new gradient"),
+    ],
+    ids=["parameter", "none"],
+)
+def test_a_transformation_that_writes_to_its_parameter_or_returns_none_is_refused(apply, message):
+    optimizer = optim.chain(optim.GradientTransform(apply, ["a"], "other"), optim.sgd(0.1))
+    step = ft.train_step(lambda params, batch: (params["a"] * batch).sum(), optimizer)
+    with pytest.raises(ComposeError, match=f"chain: {message}"):
+        step(step.init({"a": torch.ones(2)}), torch.ones(2))
 
 
 def test_invalid_chains_and_transforms_are_refused():
     sgd = optim.sgd(0.1)
+    one = ft.schedules.constant(1.0)
+    several = optim.GradientTransform(lambda grad, leaf, value, key: grad, ["*"], "several", {"a": one, "b": one})
+    with pytest.raises(ComposeError, match=r"chain: several has the schedules a, b; needs at most one"):
+        optim.chain(several, sgd)
     with pytest.raises(ComposeError, match=r"chain: the last part is sign\(\); needs an optimizer"):
         optim.chain(sgd, optim.sign())
     with pytest.raises(ComposeError, match=r"chain: the last part is None"):

@@ -57,3 +57,8 @@ def test_invalid_lookaheads_are_refused():
         optim.lookahead(optim.sgd(0.1), 2, 1.5)
     with pytest.raises(ComposeError, match=r"lookahead: the optimizer is 0\.1"):
         optim.lookahead(0.1)
+
+
+def test_lookahead_of_a_tree_without_leaves():
+    optimizer = optim.lookahead(optim.sgd(0.1), 1)
+    assert optimizer.update({}, optimizer.init({}), {}, {"lr": 0.1, "lookahead": 1.0})[0] == {}

@@ -121,6 +121,19 @@ def test_patterns_that_do_not_give_each_parameter_one_label_are_refused(labels, 
         optimizer.init(make_params())
 
 
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        ({"a": partition({"b": sgd(0.1)}, lambda name, leaf: "b"), "a/b": sgd(0.5)}, "a/b/lr"),
+        ({1: sgd(0.1), "1": sgd(0.5)}, "1/lr"),
+    ],
+    ids=["nested", "number"],
+)
+def test_partition_refuses_labels_that_give_two_rates_one_name(parts, name):
+    with pytest.raises(OptionError, match=rf"partition: two optimizers have a value called {name}; rename a label"):
+        partition(parts, first_key)
+
+
 def test_partition_refuses_labels_and_optimizers_that_do_not_belong_together():
     parts = {"a": sgd(0.1), "b": sgd(0.1)}
     with pytest.raises(OptionError, match=r"partition: there is no optimizer for c; there are \['a', 'b'\]"):

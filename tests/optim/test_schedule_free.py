@@ -31,3 +31,13 @@ def test_schedule_free_params_refuses_the_state_of_another_optimizer_or_model():
         schedule_free_params({"w": torch.ones(2)}, adamw(0.1).init({"w": torch.ones(2)}))
     with pytest.raises(StructureError, match="the state has w, which the parameters do not have"):
         schedule_free_params({"v": torch.ones(2)}, schedule_free_adamw(0.1).init({"w": torch.ones(2)}))
+    with pytest.raises(StructureError, match=r"a parameter is float32\[8\], and its state is float32\[1\], of another"):
+        schedule_free_params({"w": torch.ones(8)}, schedule_free_adamw(0.1).init({"w": torch.ones(1)}))
+
+
+def test_schedule_free_params_of_two_parameters_of_one_name():
+    params = {"a.b": torch.ones(1, dtype=F64), "a": {"b": torch.full((1,), 2.0, dtype=F64)}}
+    optimizer = schedule_free_adamw(0.1)
+    trained, state = optimizer.update(params, optimizer.init(params), params, rates(optimizer))
+    # After one step the average is z, and so are the parameters.
+    assert elements(schedule_free_params(trained, state)) == elements(trained)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftrain import random
-from ftrain.errors import TraceError
+from ftrain.errors import OptionError, TraceError
 from ftrain.random import torch_ops
 from ftrain.random.torch_ops import Keyed
 from ftrain.transforms.remat.checkpoint import recomputed
@@ -164,6 +164,37 @@ def test_a_traced_gradient_has_no_random_operation_and_the_same_bits():
     assert_same_bits(second, step(random.key(1), x, params))
     assert first[0] != second[0]
     assert_same_bits(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (
+            lambda: torch.randint(257, (2,), dtype=torch.uint8),
+            "randint: low = 0, high = 257; torch.uint8 does not have",
+        ),
+        (lambda: torch.empty(2, dtype=torch.int8).random_(-129, 0), "randint: low = -129, high = 0; torch.int8 does"),
+        (lambda: torch.randint(3, (2,), dtype=torch.bool), "randint: low = 0, high = 3; torch.bool does not have"),
+        (lambda: torch.randint(65506, (2,), dtype=torch.float16), "randint: .* torch.float16 does not have all"),
+        (lambda: torch.randperm(129, dtype=torch.int8), "randperm: n = 129; torch.int8 does not have all"),
+        (lambda: torch.randperm(2050, dtype=torch.float16), "randperm: n = 2050; torch.float16 does not have all"),
+        (lambda: torch.empty(2).normal_(0, -1), "normal: std = -1.0; needs a number of at least 0"),
+        (lambda: torch.empty(2).exponential_(0), "exponential: lambd = 0.0; needs a number above 0"),
+    ],
+)
+def test_what_torch_refuses_to_draw_is_refused(draw, message):
+    with pytest.raises(RuntimeError):
+        draw()
+    with Keyed(random.key(0)), pytest.raises(OptionError, match=message):
+        draw()
+
+
+def test_draws_take_the_whole_range_of_a_narrow_dtype():
+    with Keyed(random.key(0)):
+        assert torch.randint(256, (9000,), dtype=torch.uint8).unique().numel() == 256
+        assert torch.randperm(128, dtype=torch.int8).unique().numel() == 128
+        assert torch.randperm(2049, dtype=torch.float16).unique().numel() == 2049
+        assert torch.randint(2, (99,), dtype=torch.bool).unique().numel() == 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrain import tree
+from ftrain.errors import StructureError
 from tests.tree.strategies import F64, FLOATS, assert_same_objects, assert_trees_equal, tensors, trees
 
 
@@ -58,6 +59,20 @@ def test_scale_by_a_wide_tensor_does_not_widen():
 def test_add_adds_the_leaves_of_two_trees(values):
     larger = tree.map(lambda leaf: leaf + 1, values)
     assert_trees_equal(tree.add(values, larger), tree.map(lambda leaf: 2 * leaf + 1, values))
+
+
+@pytest.mark.parametrize("other", [{"a": torch.ones(1), "c": torch.ones(1)}, {"a": torch.ones(1)}, [torch.ones(1)] * 2])
+def test_add_refuses_trees_of_different_structures(other):
+    with pytest.raises(StructureError, match=r"^add: the trees have the structures .*'b'.* and .* of one structure"):
+        tree.add({"a": torch.ones(1), "b": torch.ones(1)}, other)
+
+
+@pytest.mark.parametrize("factor", [2.5, torch.tensor(2.5)])
+def test_scale_keeps_the_dtypes_of_integers_bools_and_complex_numbers(factor):
+    values = {"n": torch.tensor([3]), "b": torch.tensor([True]), "z": torch.tensor([2.0 + 4.0j]), "x": torch.ones(1)}
+    scaled = tree.scale(values, factor)
+    expected = {"n": torch.tensor([7]), "b": torch.tensor([True]), "z": torch.tensor([5.0 + 10.0j])}
+    assert_trees_equal(scaled, {**expected, "x": torch.tensor([2.5])})
 
 
 def test_add_and_scale_of_trees_without_leaves():

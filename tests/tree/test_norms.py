@@ -101,3 +101,26 @@ def test_all_finite_is_false_for_nan_and_infinity_in_any_order():
     # A maximum of NaN and infinity depends on their order.
     assert not tree.all_finite([torch.tensor([math.nan, 1.0]), torch.tensor([math.inf, -math.inf])])
     assert not tree.all_finite([torch.tensor([1.0, math.nan, 2.0])])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_norms_of_complex_leaves_take_in_the_imaginary_part(dtype):
+    leaves = [torch.tensor([0.0 + 3.0j], dtype=dtype).conj(), torch.tensor([4.0])]
+    assert float(tree.global_norm(leaves)) == pytest.approx(5.0)
+    assert tree.global_norm(leaves).dtype == (F64 if dtype == torch.complex128 else torch.float32)
+    assert tree.all_finite(leaves)
+    assert not tree.all_finite([torch.tensor([complex(1.0, math.nan)], dtype=dtype)])
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_norms_of_sparse_leaves(layout):
+    leaves = [torch.tensor([[0.0, 3.0], [0.0, 0.0]]).to_sparse(layout=layout), torch.tensor([4.0])]
+    assert float(tree.global_norm(leaves)) == 5.0
+    assert tree.all_finite(leaves)
+    assert not tree.all_finite([torch.tensor([[0.0, math.inf]]).to_sparse(layout=layout)])
+
+
+def test_the_norm_of_a_sparse_leaf_with_repeated_indices():
+    repeated = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,), check_invariants=True)
+    assert float(tree.global_norm([repeated])) == 3.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, ParamSpec, TypeAlias
 
-from ftrain.errors import OptionError, require_range
+from ftrain.errors import ComposeError, OptionError, require_range
 from ftrain.types import Schedule
 
 P = ParamSpec("P")
@@ -25,6 +25,7 @@ def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, S
     """Return a decorator for a function that returns schedules: its arguments are checked, and it returns a `Call`.
 
     `checks` has the check of each argument (`ftrain.optim.schedules.checks`). None is accepted where it is the default.
+    Raises a ComposeError, from the function, if arguments are missing or unknown.
     """
 
     def decorate(function: Callable[P, Schedule]) -> Callable[P, Schedule]:
@@ -32,7 +33,11 @@ def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, S
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:  # of the signature, which does not name the function
+                name, parameters = function.__name__, ", ".join(signature.parameters)
+                raise ComposeError(f"{name}: {error}; its arguments are {parameters}") from None
             bound.apply_defaults()
             arguments: dict[str, Any] = bound.arguments
             for name, value in arguments.items():

@@ -93,13 +93,14 @@ def _cosine_warmup_with_min_lr(
     warmup_lr_rate: float | None = None,
 ) -> Schedule:
     end = _end_over_peak(peak, min_lr, min_lr_rate)
+    whole = ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles))
     if warmup_lr_rate is not None and warmup:
         rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
     elif warmup == total:
         # The last step must have the peak, and warmup_cosine has `end` there.
         rise = ahead(warmup_constant(1.0, warmup))
     else:
-        return scale(ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles)), peak)
+        return scale(whole, peak)
     fall = ahead(warmup_cosine(1.0, 0, total - warmup, end=end, waves=num_cycles))
     return scale(chain([rise, fall], [warmup]), peak)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import OptionError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.optim import schedules
 from ftrain.optim.schedules import as_schedule, chain
 from tests.optim.schedules.cases import FUNCTIONS
@@ -169,6 +169,22 @@ class TestErrors:
     def test_named_needs_a_total(self, name: str) -> None:
         with pytest.raises(OptionError, match=r": total is None, needs a whole number of at least 0$"):
             schedules.named(name, 1.0, 10)
+
+    def test_named_refuses_a_warmup_longer_than_the_total_that_does_not_start_at_0(self) -> None:
+        message = r"^warmup_cosine: warmup is 20 and total is 10; warmup must not exceed total"
+        with pytest.raises(OptionError, match=message):
+            schedules.named("cosine_warmup_with_min_lr", 1.0, 20, 10, min_lr_rate=0.1, warmup_lr_rate=0.1)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "missing a required argument: 'total'"),
+            ({"total": 10, "warmup": 3}, "got an unexpected keyword argument 'warmup'"),
+        ],
+    )
+    def test_missing_and_unknown_arguments_name_the_function(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(ComposeError, match=f"^cosine: {message}; its arguments are peak, total, end, waves$"):
+            schedules.cosine(1.0, **arguments)
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),
