@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ftrain import _torch
 from ftrain.errors import MAX_LISTED, StructureError, first_lines
-from ftrain.tree import sharding
-from ftrain.tree.scaling import scale_in_turn as scale_in_turn
-from ftrain.tree.scaling import scale_leaves, scale_leaves_
-from ftrain.tree.scaling import slices as slices
+from ftrain.tree import element_slices, sharding
+from ftrain.tree.element_slices import slices as slices
+from ftrain.tree.real_elements import COMPLEX, DENSE, real_elements
 from ftrain.types import NAMESPACE, PyTree
 
 __all__ = [
@@ -54,9 +54,6 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
-
-DENSE = torch.strided, torch.jagged
-"""The layouts of tensors that are not sparse."""
 
 
 def as_tree(batch: Any) -> PyTree:
@@ -232,6 +229,43 @@ def global_norm(tree: PyTree) -> Tensor:
     return norm_of(leaves(tree))
 
 
+def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
+    """`scale` for a list of tensors."""
+    # `_foreach_mul` returns 0-d tensors in the dtype of the factor if that is wider, and integers as float32.
+    if isinstance(factor, Tensor):
+        one_by_one = {tensor.dtype for tensor in tensors} != {factor.dtype}
+    else:
+        one_by_one = any(_torch.foreach_rounds(tensor) or not tensor.is_floating_point() for tensor in tensors)
+    if one_by_one:
+        return [(tensor * factor).to(tensor.dtype) for tensor in tensors]
+    return list(torch._foreach_mul(tensors, factor)) if tensors else []
+
+
+def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
+    """`scale_leaves` in place."""
+    if isinstance(factor, Tensor):
+        one_by_one = {tensor.dtype for tensor in tensors} != {factor.dtype}
+    else:
+        one_by_one = any(_torch.foreach_rounds(tensor) or not tensor.is_floating_point() for tensor in tensors)
+    if one_by_one:
+        return [tensor.mul_(factor) for tensor in tensors]
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+    return tensors
+
+
+def scale_in_turn(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Replace the tensors of a list by those of `scale_leaves`, one slice of the list after the other.
+
+    Old tensors to which nothing else refers are freed after each slice, so that there is never a second copy of all.
+    """
+    if sum(builtins.map(Tensor.numel, tensors)) <= element_slices.LEAST_AT_ONCE:
+        tensors[:] = scale_leaves(tensors, factor)
+        return
+    for part in slices(tensors):
+        tensors[part] = scale_leaves(tensors[part], factor)
+
+
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """`global_norm` for a list of tensors."""
     shards = sharding.current()
@@ -263,8 +297,8 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norms of the tensors that have elements, all in float64 if a tensor has it, else in float32."""
     tensors = [*filter(Tensor.numel, tensors)]
     dtypes = {tensor.dtype for tensor in tensors}
-    if any(dtype.is_complex for dtype in dtypes):
-        return _norms([_real_elements(tensor) for tensor in tensors], order)
+    if dtypes & COMPLEX:
+        return _norms([real_elements(tensor) for tensor in tensors], order)
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:
         tensors = [tensor.to(wide) for tensor in tensors]
@@ -273,19 +307,10 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
     try:
         return list(torch._foreach_norm(tensors, order)) if tensors else []
-    except NotImplementedError:
+    except RuntimeError:
         if all(tensor.layout in DENSE for tensor in tensors):
             raise
-        return _norms([_real_elements(tensor) for tensor in tensors], order)
-
-
-def _real_elements(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that are not zero by its layout, as real numbers."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce().values()
-    elif tensor.layout not in DENSE:
-        tensor = tensor.values()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        return _norms([real_elements(tensor) for tensor in tensors], order)
 
 
 def path(root: str, name: str) -> str:

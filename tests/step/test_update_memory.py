@@ -6,6 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import optim, tree
+from ftrain.tree import element_slices
 from tests.profiling.live_memory import LivePeak
 from tests.step.modules import mean_square
 from tests.step.states import assert_same_bits
@@ -34,7 +35,7 @@ def make_step(optimizer, *wrappers):
     ids=lambda wrappers: " ".join(wrapper.text for wrapper in wrappers),
 )
 def test_a_donated_step_needs_the_memory_of_one_gradient(wrappers, monkeypatch):
-    monkeypatch.setattr(tree, "LEAST_AT_ONCE", WIDTH * WIDTH)
+    monkeypatch.setattr(element_slices, "LEAST_AT_ONCE", WIDTH * WIDTH)
     step, batch = make_step(optim.adamw(1e-3), *wrappers, ft.donated()), torch.ones(2, WIDTH)
     state = step.init(seed=0)
     for _ in range(2):
