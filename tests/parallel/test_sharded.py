@@ -270,9 +270,10 @@ def test_blocks_without_any_trained_parameter_beside_a_trained_head(level):
     assert_same(actual, expected)
 
 
-def test_remat_with_blocks_that_are_gathered():
+@pytest.mark.parametrize("remat", [ft.remat(), ft.remat(budget=0.5)], ids=["all", "budget"])
+def test_remat_with_blocks_that_are_gathered(remat):
     def wrappers():
-        return ft.remat(), ft.accumulate(2)
+        return remat, ft.accumulate(2)
 
     (reference,) = trained(1, 0, wrappers)
     assert_same(trained(3, 3, wrappers), reference)
