@@ -149,5 +149,7 @@ def test_invalid_meshes_and_batches_are_refused():
         ft.tune(step, None, inputs, memory="1GB", mesh=8)
     with pytest.raises(BatchError, match="4 ranks do not divide a batch of 6 examples; add 2 examples"):
         ft.tune(step, None, inputs, memory="1GB", mesh=(2, 2))
-    with pytest.raises(BatchError, match="do not say how many examples"):
+    with pytest.raises(
+        BatchError, match=r"^tune: the tensors of the batch do not say how many examples it has, and ranks"
+    ):
         ft.tune(step, None, {"x": torch.ones(())}, memory="1GB", mesh=(2, 2))
