@@ -97,6 +97,7 @@ def options() -> argparse.Namespace:
     add("sample", 240, "bytes to sample before and after")
     parser.add_argument("--out", type=Path, help="directory to save the adapters in; default: a temporary one")
     options = parser.parse_args()
+    parser.require_positive(options, "base-steps", "steps", "batch", "length", "layers")
     if options.rank < 1 or options.width < 1 or options.width % 32:
         parser.error(f"--rank {options.rank} must be at least 1, and --width {options.width} a multiple of 32")
     return options

@@ -35,7 +35,9 @@ def options() -> argparse.Namespace:
     add("device", ft.backends.default().name, "where to run")
     parser.add_argument("--techniques", nargs="*", help="names or methods of the techniques to try; default: all")
     add("out", Path("runs/ladder"), "folder for the drawings")
-    return parser.parse_args()
+    options = parser.parse_args()
+    parser.require_positive(options, "batch", "length", "layers", "rounds", "share")
+    return options
 
 
 def main() -> None:

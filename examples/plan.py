@@ -163,6 +163,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1, help="of the batch, for each GPU; default: %(default)s")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence; default: %(default)s")
     options = parser.parse_args()
+    if options.sequences < 1 or options.length < 1:
+        parser.error(f"--sequences {options.sequences} and --length {options.length} must be positive numbers")
     for name in options.models:
         for gpus in options.gpus:
             print(plan(name, gpus, options.memory, options.sequences * gpus, options.length), flush=True)

@@ -224,6 +224,13 @@ class Parser(argparse.ArgumentParser):
         """Add an option that has the type of its default."""
         self.add_argument(f"--{name}", type=type(default), default=default, help=text, **more)
 
+    def require_positive(self, options: argparse.Namespace, *names: str) -> None:
+        """End the program with an error if one of these options is not positive."""
+        for name in names:
+            value = getattr(options, name.replace("-", "_"))
+            if value <= 0:
+                self.error(f"--{name} {value} is not a positive number")
+
 
 def options() -> argparse.Namespace:
     """Read the command line."""
@@ -261,8 +268,8 @@ def options() -> argparse.Namespace:
     add("save-every", 200, "steps between checkpoints")
     add("out", Path("runs/lm"), "directory of the run; a run found there is resumed")
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error(f"--steps {options.steps} is not a positive number")
+    numbers = "steps", "batch", "accumulate", "length", "shard", "replicate", "eval-batches", "save-every"
+    parser.require_positive(options, *numbers)
     if options.heads < 1 or options.width < 1 or options.width % (2 * options.heads):
         parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
     return options

@@ -170,6 +170,21 @@ def test_train_lm_lists_its_options(run_in_this_process, capsys) -> None:
         assert option in printed
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("train_lm", option) for option in ("--batch 0", "--length 0", "--shard 0", "--eval-batches -1")),
+        ("finetune_lora", "--length 0"),
+        ("ladder", "--share 0"),
+        ("plan", "--sequences 0"),
+    ],
+)
+def test_numbers_that_must_be_positive(name: str, option: str, run_in_this_process, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run_in_this_process(f"{name}.py", *option.split())
+    assert "positive number" in capsys.readouterr().err
+
+
 def test_ladder_prints_the_effect_of_techniques_and_draws_it(tmp_path: Path, run_in_this_process) -> None:
     tiny = "--batch 4 --length 32 --width 32 --layers 1 --rounds 1 --share 1.2 --techniques remat() --out"
     printed = run_in_this_process("ladder.py", *shlex.split(tiny), str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -121,10 +122,20 @@ def _difference(first: Any, second: Any) -> str:
     first_bytes, second_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
     if torch.equal(first_bytes, second_bytes):
         return ""
-    count = (first_bytes != second_bytes).view(-1, first.element_size()).any(1).sum().item()
+    differs = (first_bytes != second_bytes).view(-1, first.element_size()).any(1)
+    largest = _largest_difference(*(tensor.reshape(-1)[differs] for tensor in (first, second)))
+    return f"{differs.sum().item()} of {first.numel()} elements differ, by up to {largest:.3g}"
+
+
+def _largest_difference(first: Tensor, second: Tensor) -> float:
+    """Return the largest absolute difference of the elements of two vectors; infinite where one of both is NaN."""
     widest = torch.complex128 if first.is_complex() else torch.float64
-    largest = (first.to(widest) - second.to(widest)).abs().nan_to_num(float("inf")).max().item()
-    return f"{count} of {first.numel()} elements differ, by up to {largest:.3g}"
+    apart = (first.to(widest) - second.to(widest)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    if not first.is_floating_point() and not first.is_complex():
+        # float64 rounds large numbers; a difference that is large itself does not fit into int64.
+        exact = (first.long() - second.long()).abs().to(widest)
+        apart = torch.where(apart < 2**62, exact, apart)
+    return float(apart.max().item())
 
 
 if __name__ == "__main__":

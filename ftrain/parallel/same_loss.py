@@ -14,6 +14,7 @@ from ftrain.parallel.mesh import Group
 from ftrain.parallel.rank_watch import Watch
 from ftrain.parallel.same_step import first_difference
 from ftrain.step.across_ranks import why_not_together
+from ftrain.step.blocks import is_unrecorded
 from ftrain.step.rank_backward import UnusedOnRank, recording_unused, unused_on_rank
 from ftrain.step.value_and_grad import refuse_unused
 from ftrain.types import Mean, Metrics, PyTree, TrainState
@@ -80,7 +81,8 @@ def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device:
     After the last block, `number` is the number of blocks. Raises a LossError on every rank if they differ.
     """
     unused = unused_on_rank()
-    if unused is None or not unused.is_first:
+    # A run on tensors without values, which measures blocks, is the same on all ranks.
+    if unused is None or not unused.is_first or is_unrecorded():
         return
     last, minus_first = ranks.max(torch.tensor([number, -number], device=device)).tolist()
     if last != -minus_first:

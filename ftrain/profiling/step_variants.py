@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ftrain import optim, tree
 from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.step.across_ranks import ranks_of
-from ftrain.step.microbatch import most_pieces, repeat_examples
+from ftrain.step.microbatch import lengths_of, most_pieces, repeat_examples
 from ftrain.step.state_checks import require_state
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
@@ -119,10 +120,18 @@ def double_batch(batch: PyTree) -> PyTree:
 
 def length_of(batch: PyTree) -> int:
     """Return the number of examples of a batch. Raises a BatchError if its tensors do not agree on it."""
-    length = tree.batch_length(batch)
-    if length is None or (length > 1 and most_pieces(batch) == 1):
+    lengths = lengths_of(tree.leaves(batch))
+    length = max(lengths, default=0)
+    if len(lengths) != 1 or (length > 1 and most_pieces(batch) == 1):
         raise BatchError("the tensors of the batch do not say how many examples it has")
     return length
+
+
+def length_or_none(batch: PyTree) -> int | None:
+    """Return the number of examples of a batch; None if its tensors do not agree on it."""
+    with suppress(BatchError):
+        return length_of(batch)
+    return None
 
 
 def nbytes(values: PyTree) -> int:

@@ -97,6 +97,12 @@ def _contraction(operation: Any, name: str, args: Any, kwargs: Any, returned: An
     if name == "_grouped_mm":
         a, b = args[:2]
         return int(2 * a.numel() * b.shape[-1] if a.ndim == 2 or b.ndim == 3 else 2 * b.numel() * a.shape[-2])
+    if name == "convolution_backward":
+        gradient, inputs, weight, *_, is_transposed, _, _, wanted = args
+        # Torch's count takes the gradient of a weight with groups for that of one without them.
+        source = inputs if is_transposed else gradient
+        positions = source.numel() // source.shape[1]
+        return int(2 * positions * weight.numel() * sum(wanted[:2]))
     if name in _CPU_RECURRENT_LAYER:
         inputs, input_weight, hidden_weight = args[:3]
         positions = inputs.numel() // inputs.shape[-1]

@@ -91,7 +91,7 @@ def _repeated(leaf: Any, times: int) -> Any:
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
     leaves = tree.leaves(batch)
-    lengths = _lengths(leaves)
+    lengths = lengths_of(leaves)
     return max(1, *lengths) if len(lengths) == 1 and not any(map(_is_sparse_or_nested, leaves)) else 1
 
 
@@ -148,7 +148,7 @@ def example_lists(batch: PyTree) -> ExampleLists:
     if known is not None:
         return known
     leaves = tree.leaves(batch)
-    lengths = _lengths(leaves)
+    lengths = lengths_of(leaves)
     if len(lengths) != 1 or all(map(tree.is_tensor, leaves)):
         return frozenset()
     (length,) = lengths
@@ -194,7 +194,8 @@ def _is_sparse_or_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)
 
 
-def _lengths(leaves: Sequence[Any]) -> set[int]:
+def lengths_of(leaves: Sequence[Any]) -> set[int]:
+    """Return the lengths of the first axes of tensors and NumPy arrays."""
     return {leaf.shape[0] for leaf in leaves if _has_axis(leaf)}
 
 

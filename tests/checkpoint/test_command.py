@@ -51,6 +51,26 @@ def test_diff_counts_the_elements_that_differ_of_two_checkpoints_or_two_runs(tmp
         assert "rng" not in output
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "dtype", "largest"),
+    [
+        ([1.0, float("nan"), 3.0], [1.5, float("nan"), 3.0], torch.float32, "0.5"),
+        ([1.0, -float("inf")], [3.0, -float("inf")], torch.float32, "2"),
+        ([1.0, 2.0], [1.0, float("nan")], torch.float32, "inf"),
+        ([float("inf")], [-float("inf")], torch.float32, "inf"),
+        ([2**62 + 1, 0], [2**62, 0], torch.int64, "1"),
+        ([2**63 - 1], [-(2**63)], torch.int64, "1.84e+19"),
+        ([True, False], [True, True], torch.bool, "1"),
+        ([1 + 2j], [1 + 5j], torch.complex64, "3"),
+    ],
+)
+def test_diff_shows_the_largest_difference_of_the_elements_that_differ(tmp_path, capsys, first, second, dtype, largest):
+    for name, values in {"a": first, "b": second}.items():
+        checkpoint.save(tmp_path / name, {"x": torch.tensor(values, dtype=dtype)})
+    assert command.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out == f"x: 1 of {len(first)} elements differ, by up to {largest}\n"
+
+
 def test_inspect_shows_leaves_that_are_not_tensors(tmp_path, capsys):
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2), "n": float("nan")})
     assert command.main(["inspect", str(tmp_path / "a")]) == 0

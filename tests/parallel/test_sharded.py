@@ -248,6 +248,14 @@ def test_adapters_of_a_frozen_base_on_ranks_equal_one_rank():
         assert_near(trained(3, level, wrappers), reference)
 
 
+def test_a_remat_budget_with_blocks_that_are_gathered():
+    def wrappers():
+        return ft.remat(budget=0.5), ft.accumulate(2)
+
+    (reference,) = trained(1, 0, wrappers)
+    assert_near(trained(3, 3, wrappers), reference)
+
+
 def test_a_loss_that_is_a_function_gets_whole_parameters():
     def results(size, level):
         def rank(_):

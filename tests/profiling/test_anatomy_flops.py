@@ -79,3 +79,15 @@ def test_the_flops_of_a_grouped_matmul_in_each_dtype(dtype):
     anatomy = ft.anatomy(step, step.init(params), torch.randn(rows, width, dtype=dtype))
     assert anatomy.flops[CONTRACTION] == 2 * rows * width * (2 * width + 3 * outputs)
     assert 0 <= anatomy.overhead < 6000
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_flops_of_a_convolution_with_groups_by_hand(layer, groups):
+    convolution = layer(4, 8, 3, groups=groups, bias=False)
+    step = ft.train_step(ft.from_module(convolution, lambda model, batch: model(batch).square().mean()), optim.sgd(0.1))
+    images, edge = 2, 8
+    positions = images * (edge - 2) ** 2 if layer is nn.Conv2d else images * edge**2
+    anatomy = ft.anatomy(step, step.init(), torch.randn(images, 4, edge, edge), measure=False)
+    # Each weight once for each position: in the forward pass, and for its gradient. The batch needs none.
+    assert anatomy.flops[CONTRACTION] == 2 * 2 * positions * convolution.weight.numel()

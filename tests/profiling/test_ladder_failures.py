@@ -24,6 +24,17 @@ def test_a_batch_that_cannot_be_halved_is_noted(timed_ladder, inputs, note):
     assert ladder["batch /2"].seconds is None
 
 
+@pytest.mark.parametrize(("edges", "nodes"), [(2, 16), (1, 16)])
+def test_a_batch_whose_tensors_disagree_on_the_number_of_examples_is_counted_as_a_batch(timed_ladder, edges, nodes):
+    """As that of a graph is: its first tensor has a row for each end of the edges, and no row is an example."""
+    inputs = {"edges": torch.zeros(edges, 40), "x": torch.zeros(nodes, 16), "y": torch.zeros(nodes, 16)}
+    ladder = timed_ladder(make(), inputs, {"as given": 0.5}, techniques=["batch x2"])
+    assert "parameters, 1 batch; " in repr(ladder)
+    assert "batches/s" in repr(ladder)
+    assert (ladder["as given"].examples, ladder["as given"].rates) == (1, {"batches": 2.0})
+    assert "do not say how many examples" in ladder["batch x2"].note
+
+
 def test_a_technique_that_fails_is_a_row(timed_ladder):
     def broken(case):
         raise ComposeError("does not go\nat all")

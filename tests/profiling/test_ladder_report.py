@@ -35,6 +35,9 @@ def test_a_throughput_may_be_a_tensor(timed_ladder):
 def test_a_throughput_that_counts_no_number_is_refused_before_anything_is_measured():
     with pytest.raises(OptionError, match=r"^ladder: throughput\['tokens'\] returned None; needs a number"):
         ft.ladder(make(), make().init(), batch(), throughput={"tokens": lambda batch: None})
+    for throughput in ({"tokens": 3}, len):
+        with pytest.raises(OptionError, match=r"^ladder: throughput is .*; needs functions of a batch by name"):
+            ft.ladder(make(), make().init(), batch(), throughput=throughput)
 
 
 def test_the_ladder_times_the_data(timed_ladder):

@@ -108,6 +108,15 @@ def test_the_memory_of_many_microbatches_follows_from_two(choice):
     assert trial.flops == pytest.approx(sum(expected.flops.values()), rel=1e-2)
 
 
+def test_a_batch_whose_tensors_disagree_on_the_number_of_examples_is_one_batch(timed_trials):
+    trials = timed_trials(make(), {**batch(16), "edges": torch.zeros(2, 40)}, {"": 0.5}, memory="1GB")
+    assert trials.examples is None
+    assert repr(trials).startswith("1 batch within 953.7 MiB")
+    header, row = repr(trials).splitlines()[2:4]
+    assert header.split()[-1] == "batches/s"
+    assert "2.0  <- fastest" in row
+
+
 class WithBatchSizedBuffer(nn.Module):
     """Has a buffer with a row for each of 8 examples, so it runs on no smaller batch but one of one example."""
 

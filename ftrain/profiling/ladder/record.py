@@ -35,6 +35,7 @@ class Row:
     method: str
     name: str
     examples: int
+    """1 if the tensors of the batch do not agree on their number."""
     seconds: Interval | None = None
     """Time of a step, over the rounds."""
     speed: Interval | None = None

@@ -16,7 +16,7 @@ from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
-from ftrain.profiling.step_variants import nbytes, require_one_rank, require_step
+from ftrain.profiling.step_variants import length_or_none, nbytes, require_one_rank, require_step
 from ftrain.profiling.timing import interval, loading, race
 from ftrain.step.autocast import DTYPES
 from ftrain.step.step import Step
@@ -60,14 +60,15 @@ def ladder(
             own. Default: all of `ftrain.profiling.ladder.TECHNIQUES`.
         stacked: whether to try stacks too.
         throughput: name -> function that counts something in a batch, such as tokens. The first replaces examples in
-            the table.
+            the table. Default: batches, if the tensors of the batch do not agree on the number of its examples.
         rounds: number of times that each is timed.
 
     Raises:
         ComposeError: if `step` is not a `Step`, or runs on several ranks.
         StructureError: if the state is of another step.
         ConsumedError: if the state was donated.
-        OptionError: for an unknown technique, a number of rounds that is not positive, or a count that is no number.
+        OptionError: for an unknown technique, a number of rounds that is not positive, a `throughput` without
+            functions, or a count that is no number.
         DataError: if the data cannot be iterated several times.
         Exception: any error of the step as given, except running out of memory, which is a result.
     """
@@ -78,8 +79,10 @@ def ladder(
     chosen = _choose(techniques)
     original = Original(step, state)
     case = Case(step, tree.to(tree.as_tree(batch), original.device))
-    _counts(throughput or {}, case.batch)  # Raises its errors before the measurements, which take minutes.
-    runner = _Runner(original, case, rounds, throughput or {})
+    length = length_or_none(case.batch)
+    counters = _require_counters(throughput, default={"batches": lambda batch: 1} if length is None else {})
+    _counts(counters, case.batch)  # Raises its errors before the measurements, which take minutes.
+    runner = _Runner(original, case, rounds, counters)
     data_times = None if data is None else loading(step, original.state_for(step), data, original.device)
     base, *others = runner.rows(ALONE, chosen)
     rows, alone = [base, *others], dict(zip(chosen, others, strict=True))
@@ -92,7 +95,8 @@ def ladder(
         tried = {each.remedy: row.speed for each, row in alone.items() if each.remedy and row.speed}
         hints = run_rules(facts_of(step, state, case.batch, base.seconds.median, loading=data_times, tried=tried))
     params, device = sum(leaf.numel() for leaf in tree.leaves(state.params)), backends.of(original.device).describe()
-    title = f"{step.base.text}, {params:,} parameters, {_examples(case.batch):,} examples; {device}"
+    size = "1 batch" if length is None else f"{length:,} examples"
+    title = f"{step.base.text}, {params:,} parameters, {size}; {device}"
     return Ladder(title, rows, rounds, data_times, hints)
 
 
@@ -219,6 +223,18 @@ class _Runner:
         )
 
 
+def _require_counters(throughput: Any, default: Throughput) -> Throughput:
+    """Return `throughput`, or the default for None. Raises an OptionError unless it has functions by name."""
+    if throughput is None:
+        return default
+    if not isinstance(throughput, Mapping) or not all(map(callable, throughput.values())):
+        raise OptionError(
+            f"ladder: throughput is {throughput!r}; needs functions of a batch by name, such as "
+            '{"tokens": lambda batch: batch["tokens"].numel()}'
+        )
+    return throughput or default
+
+
 def _counts(throughput: Throughput, batch: PyTree) -> dict[str, float]:
     """Return the count of each function for a batch. Raises an OptionError if it is not a number."""
     counts: dict[str, float] = {}
@@ -232,7 +248,7 @@ def _counts(throughput: Throughput, batch: PyTree) -> dict[str, float]:
 
 
 def _examples(batch: PyTree) -> int:
-    return tree.batch_length(batch) or 1
+    return length_or_none(batch) or 1
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from ftrain.profiling.step_variants import (
     remove_wrapper,
     with_microbatches,
 )
-from ftrain.profiling.tuning.record import UNCHANGED, WRAPPERS, Trial
+from ftrain.profiling.tuning.record import NO_REMAT, UNCHANGED, WRAPPERS, Trial
 from ftrain.step.microbatch import take_examples
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
@@ -60,12 +60,15 @@ def with_at_most_two(step: Step, microbatches: int, choice: str, batch: PyTree) 
 def nothing_fits(rows: Sequence[T], limit: str, advice: Callable[[T], str]) -> str:
     """Return the message for candidates that all exceed a limit; ``advice(row)`` is called for the smallest one."""
     known = [row for row in rows if row.predicted is not None]
+    # Without rematerialisation first, for that may not apply where the step itself does.
+    failed = sorted((row for row in rows if row.predicted is None), key=lambda row: row.policy != NO_REMAT)
     if not known:
-        return f"tune: nothing could be predicted: {rows[0].verdict}"
+        return f"tune: nothing could be predicted: {failed[0].verdict}"
     # Of those without FLOPs only a lower bound of their bytes is known.
     least = min(known, key=lambda row: (not row.flops, row.measured or row.predicted or 0))
-    peak = format_bytes(least.measured or least.predicted or 0)
-    return f"tune: nothing fits into {limit}; with {least.setting} the peak is {peak}{advice(least)}"
+    peak = f"{'' if least.flops else 'at least '}{format_bytes(least.measured or least.predicted or 0)}"
+    others = f", and {failed[0].setting} {failed[0].verdict}" if failed and not least.flops else ""
+    return f"tune: nothing fits into {limit}; with {least.setting} the peak is {peak}{others}{advice(least)}"
 
 
 def flops_with(predicted: Anatomy, more: int) -> int:

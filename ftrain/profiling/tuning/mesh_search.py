@@ -48,7 +48,7 @@ def mesh_trials(
 class _MeshSearch:
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int, mesh: tuple[int, int]) -> None:
         self.memory, self.mesh, self._batch = memory, mesh, batch
-        self._ranks, self.examples = mesh[0] * mesh[1], length_of(batch)
+        self._ranks, self.examples = mesh[0] * mesh[1], _require_examples(batch)
         if self.examples % self._ranks:
             raise BatchError(
                 f"tune: {self._ranks:,} ranks do not divide a batch of {self.examples:,} examples; add "
@@ -134,6 +134,16 @@ class _MeshSearch:
         if not least.flops:  # Only a lower bound of its bytes is known.
             return text
         return f"{text}\n{self.anatomy(least.layout, least.policy, least.microbatches)}"
+
+
+def _require_examples(batch: PyTree) -> int:
+    try:
+        return length_of(batch)
+    except BatchError as error:
+        raise BatchError(
+            f"tune: {error}, and ranks divide its examples; its tensors and arrays need a first axis of one length, "
+            "and must be in dicts, lists, tuples or registered classes"
+        ) from None
 
 
 def _sent(simulated: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:

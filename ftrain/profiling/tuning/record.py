@@ -60,22 +60,25 @@ class Trial:
 class Trials:
     """The result of `trials`; `print` shows it as a table.
 
-    It has the chosen step, all candidates, the limit of memory in bytes, the number of examples of the batch, and hints
-    for the chosen step, if it was timed.
+    It has the chosen step, all candidates, the limit of memory in bytes, the number of examples of the batch (None if
+    its tensors do not agree on it), and hints for the chosen step, if it was timed.
     """
 
     step: Step
     rows: Sequence[Trial]
     memory: int
-    examples: int
+    examples: int | None
     hints: Sequence[Hint] = ()
 
     def __repr__(self) -> str:
         least = min((row.flops for row in self.rows if row.flops), default=1)
-        lines = [f"{self.examples:,} examples within {format_bytes(self.memory)}", ""]
-        lines.append(
-            f"{'microbatches':>12}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms/step':>10} {'examples/s':>11}"
-        )
+        count, unit = (1, "batches") if self.examples is None else (self.examples, "examples")
+        size = "1 batch" if self.examples is None else f"{count:,} examples"
+        lines = [
+            f"{size} within {format_bytes(self.memory)}",
+            "",
+            f"{'microbatches':>12}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms/step':>10} {f'{unit}/s':>11}",
+        ]
         for row in self.rows:
             seconds = row.seconds.median if row.seconds else None
             cells = [
@@ -83,7 +86,7 @@ class Trials:
                 f"{'' if row.predicted is None else format_bytes(row.predicted):>12}",
                 f"{f'x{row.flops / least:.2f}' if row.flops else '':>6}",
                 f"{'' if seconds is None else f'{seconds * 1e3:,.1f}':>10}",
-                f"{'' if seconds is None else f'{self.examples / seconds:,.1f}':>11}",
+                f"{'' if seconds is None else f'{count / seconds:,.1f}':>11}",
             ]
             lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
         if self.hints:

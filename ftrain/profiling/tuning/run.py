@@ -13,7 +13,7 @@ from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy_for
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, measured_hints
-from ftrain.profiling.step_variants import require_one_rank, require_step
+from ftrain.profiling.step_variants import length_or_none, require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.candidates import nothing_fits
 from ftrain.profiling.tuning.mesh_search import mesh_trials
@@ -106,8 +106,7 @@ def trials(
         tried = _choose(search, search.original, _time(search.original, tried, search.batch, rounds))
         hints = _hints(search.original, tried[0].step, search.batch)
     by_candidate = {(row.microbatches, row.policy): row for row in [*rows, *tried]}
-    examples = tree.batch_length(search.batch) or 1
-    return Trials(tried[0].step, [*by_candidate.values()], search.memory, examples, hints)
+    return Trials(tried[0].step, [*by_candidate.values()], search.memory, length_or_none(search.batch), hints)
 
 
 def _time(original: Original, rows: Sequence[Trial], batch: PyTree, rounds: int) -> list[Trial]:
