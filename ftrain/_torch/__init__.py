@@ -75,6 +75,8 @@ with private_names():
     _note_end_of_profiler: Any = torch.autograd.profiler._run_on_profiler_stop
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
+    _forward_hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks")
+    _forward_hooks_of(torch.nn.Module())
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
     _engine_run_backward: Any = torch.autograd.graph._engine_run_backward
     # The public function also imports Inductor, and turns off the choice of kernels by their speed.
@@ -115,8 +117,11 @@ Raises a RuntimeError for an inference tensor, which has no count.
 def storage_id(tensor: Tensor) -> int:
     """Return a number that two tensors share when they are views of one memory; also for tensors without values.
 
-    It may be used again for other memory after this one is freed: hold the tensor as long as you compare the number.
+    A sparse or nested tensor is several tensors, and has a number of its own. A number may be used again for
+    other memory after this one is freed: hold the tensor as long as you compare the number.
     """
+    if tensor.layout != torch.strided:
+        return id(tensor)
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -190,6 +195,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether a leaf has functions of `register_hook` or `register_post_accumulate_grad_hook`."""
     return any(_hooks_of(parameter))
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module or one of its children has functions that run before or after its forward."""
+    return any(any(_forward_hooks_of(part)) for part in module.modules())
 
 
 def original(module: nn.Module) -> nn.Module:
