@@ -21,7 +21,6 @@ from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _is_sparse = attrgetter("is_sparse")
-_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,8 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
     """
     try:
         if result.combined is None:
-            if add:
-                return _torch.run_backward(result.total, cotangent, result.params, add=True)
-            return _gradients(result.total, cotangent, result.params)
-        grads = result.combined.backward(partial(_gradients, result.total, cotangent))
+            return _torch.run_backward(result.total, cotangent, result.params, add=add)
+        grads = result.combined.backward(partial(_torch.run_backward, result.total, cotangent))
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             add_note(
@@ -139,24 +136,6 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
         if grad is not None:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
     return ()
-
-
-def _gradients(total: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each leaf, with what a backward pass within the backward pass adds to its `.grad`.
-
-    A `torch.autograd.Function` that runs a part of the model again in its backward pass (reversible layers, checkpoints
-    of other libraries) calls `torch.autograd.backward` on it.
-    """
-    for leaf in leaves:
-        leaf.grad = None  # A loss that calls `backward` itself has set it.
-    grads = _torch.run_backward(total, cotangent, leaves)
-    inner = [*map(_grad_of, leaves)]
-    if all(extra is None for extra in inner):
-        return grads
-    for leaf in leaves:
-        leaf.grad = None
-    pairs = zip(grads, inner, strict=True)
-    return tuple(extra if grad is None else grad if extra is None else grad + extra for grad, extra in pairs)
 
 
 @dataclass(frozen=True)
