@@ -135,9 +135,16 @@ class GradientSums:
     def _take(self, names: Sequence[Hashable], grads: Sequence[Tensor | None]) -> None:
         buckets = cast(BucketOrder, self._buckets)
         for name, grad in zip(names, grads, strict=True):
-            if grad is not None:
-                self._used.add(name)
-                buckets.take(name, grad)
+            if grad is None:
+                continue
+            if name in self._used:
+                raise LossError(
+                    f"sharded: the gradient of {name} comes in several parts, because the loss calls "
+                    "torch.autograd.backward within its backward pass (reversible layers, a checkpoint of its own); "
+                    "the first part may be sent already: use each parameter once, in such a layer or outside"
+                )
+            self._used.add(name)
+            buckets.take(name, grad)
         # With blocks, a rank without one of these gradients would start the bucket later, between other blocks.
         if not self._has_blocks:
             buckets.start_complete()

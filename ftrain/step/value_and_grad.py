@@ -163,6 +163,13 @@ class StreamingGrad(_OfLoss):
                 return
             if grad.is_sparse:
                 refuse_sparse(self.name, tree.leaf_names(state.params)[index])
+            if placeholders[index] is not None:
+                name = tree.leaf_names(state.params)[index]
+                raise LossError(
+                    f"{self.name}: the gradient of {tree.path('params', name)} comes in several parts, because the "
+                    "loss calls torch.autograd.backward within its backward pass (reversible layers, a checkpoint of "
+                    "its own); leave out update_in_backward"
+                )
             take(index, grad)
             # A tensor that is expanded from a single number takes no memory.
             placeholders[index] = grad.new_zeros(()).expand_as(grad)

@@ -4,10 +4,22 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import ftrain as ft
 from ftrain.errors import OptionError, StructureError
-from tests.step.modules import LR, Net, all_cases, cross_entropy, make_case, make_step, tokens, train
+from tests.step.modules import (
+    LR,
+    Net,
+    all_cases,
+    cross_entropy,
+    make_case,
+    make_step,
+    mean_square,
+    tokens,
+    train,
+    vectors,
+)
 from tests.step.states import assert_same_bits, tensors_of
 
 
@@ -100,3 +112,24 @@ def test_donated_parameters_that_share_memory_are_copied():
     assert len(set(storages(state.params))) == 4
     # The first of the two names of a tensor keeps its memory.
     assert [name for name in params if state.params[name].data_ptr() == params[name].data_ptr()] == ["first"]
+
+
+class Graph(nn.Module):
+    """Has a sparse matrix as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(8, dtype=torch.float64).to_sparse())
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.layer(x))
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.update_in_backward(),), (ft.ema(0.9),)], ids=len)
+def test_a_donated_step_may_have_a_sparse_buffer(wrappers):
+    def trained(*more):
+        torch.manual_seed(0)
+        return train(make_step(Graph(), mean_square, *wrappers, *more), vectors).params
+
+    assert_same_bits(trained(ft.donated()), trained())

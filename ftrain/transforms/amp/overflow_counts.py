@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain._context import setting
 from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
@@ -66,15 +66,17 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     float32.
     """
     named_modules = () if loss.module is None else loss.module.named_modules()
-    parts = [_Part(name or MODEL, module, slots_of(module)) for name, module in named_modules]
+    parts = [_Part(name or MODEL, module, slots_of(module), module) for name, module in named_modules]
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
+        has_hooks = loss.module is not None and _torch.has_forward_hooks(loss.module)
+        now = [part._replace(written=loss.module) for part in parts] if has_hooks else parts
         with loss.scope(training):
             # Another wrapper may have replaced the forward: an adapter, or a rematerialised block.
             forwards = [
                 (part.module, functools.partial(_run, dtype, part, part.module.forward))
-                for part in parts
+                for part in now
                 if part.module is not None
             ]
             with forwarding(forwards), watched_by(functools.partial(_run_marked, dtype)):
@@ -129,11 +131,15 @@ def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: A
 
 
 class _Part(NamedTuple):
-    """A part of a model: its name, and if it is a module, that and the slots of its tensors."""
+    """A part of a model: its name, and if it is a module, that, the slots of its tensors, and what it may write to.
+
+    A hook of a part may write to any attribute of the model, as one that keeps the outputs of layers in a list does.
+    """
 
     name: str
     module: nn.Module | None = None
     slots: Sequence[Slot] = ()
+    written: nn.Module | None = None
 
 
 def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +204,7 @@ def _in_float32(part: _Part, run: Callable[..., Any], arguments: Any) -> list[Te
     values = [_widened(slot.tensors[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
         # The part may cache an attribute, such as a mask, which would then be float32.
-        preserve_attributes(part.module),
+        preserve_attributes(part.written),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         # So the narrow run draws the same random numbers.

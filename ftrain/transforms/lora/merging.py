@@ -36,7 +36,8 @@ def merge(step: Step, state: TrainState) -> TrainState:
 
     Raises:
         ComposeError: when the step has no `lora`.
-        StructureError: when the state is merged already, or a weight is tied to that of another module.
+        StructureError: when the state is merged already, a weight is tied to that of another module, or a subclass of
+            `nn.Linear` does not compute a product with its weight.
         RankError: when another rank does not call it.
     """
     adapters = adapters_of("merge", step)
@@ -71,6 +72,12 @@ def _merged(target: Target, named: dict[str, Tensor]) -> tuple[Tensor, Tensor | 
         raise StructureError(
             f"merge: {target.tie}, which does not have this adapter. Save the adapters (ft.adapters.save), give "
             f"{target.name} a weight of its own, and load them into a step of that model, whose state can be merged"
+        )
+    if not target.is_product:
+        raise StructureError(
+            f"merge: the forward of {target.name or 'the model'} ({type(target.part).__name__}) does not compute a "
+            "product with its weight, so a merged weight would give other results than the adapter does. Keep the "
+            "adapter (ft.adapters.save), or leave it out of targets"
         )
     weight, a, b, *magnitude = _gathered(target, named)
     matrix = target.matrix(weight)

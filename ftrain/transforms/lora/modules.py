@@ -130,8 +130,14 @@ def _linear(target: Target) -> Callable[..., Tensor]:
     tensors, base, config = target.tensors, part.forward, target.config
     scale, rate = config.scale, config.dropout
 
-    def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = base(x, *args, **kwargs)
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        x, *more = [*args, *kwargs.values()]  # Torch calls the first `input`, and the Conv1D of transformers `x`.
+        result: Tensor = base(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            raise LossError(
+                f"lora: {target.name or 'the module'} ({type(part).__name__}) returns {tree.describe(result)}, to "
+                "which no adapter can be added: leave it out of targets"
+            )
         a, b = tensors["a"], tensors["b"]
         has_dropout = bool(rate) and part.training
         inputs = x.to(a.dtype)
@@ -143,7 +149,7 @@ def _linear(target: Target) -> Callable[..., Tensor]:
             return (result + product).to(result.dtype)
         ratio: Tensor = tensors["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
         # The ratio also scales the product with the weight, for the same inputs after dropout, but not the bias.
-        base_product = base(inputs.to(x.dtype), *args, **kwargs) if has_dropout else result
+        base_product = base(inputs.to(x.dtype), *more) if has_dropout else result
         if part.bias is not None:
             base_product = base_product - part.bias
         return (result + (ratio - 1) * base_product + ratio * product).to(result.dtype)
@@ -156,7 +162,8 @@ def _embedding(target: Target) -> Callable[..., Tensor]:
     part: Any = target.part
     tensors, base, scale = target.tensors, part.forward, target.config.scale
 
-    def embedding(indices: Tensor) -> Tensor:
+    def embedding(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        (indices,) = *args, *kwargs.values()
         result: Tensor = base(indices)
         a, b = tensors["a"], tensors["b"]
         rows = F.embedding(indices, a.T, part.padding_idx, scale_grad_by_freq=part.scale_grad_by_freq)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ftrain import _torch, random, tree
-from ftrain.errors import OptionError
-from ftrain.step.swap_params import Slot
+from ftrain.errors import OptionError, StructureError
+from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.weights import adapter_dtype, kaiming, norms
 from ftrain.tree.name_patterns import near
@@ -47,6 +48,26 @@ class Target:
         return isinstance(self.part, nn.Embedding)
 
     @property
+    def is_product(self) -> bool:
+        """Whether the module computes a product with its weight; a subclass of `nn.Linear` may compute another thing.
+
+        A subclass is run on fixed numbers in place of its parameters, which the state has.
+        """
+        part: Any = self.part
+        if not isinstance(part, nn.Linear) or type(part).forward is nn.Linear.forward:
+            return True
+        slots = slots_of(part)
+        params = {slot.name: _numbers(slot.tensors[slot.key].shape) for slot in slots if not slot.is_buffer}
+        x = _numbers(torch.Size((2, part.in_features))).flip(1)
+        try:
+            with bound(slots, [params.get(slot.name, slot.tensors[slot.key]) for slot in slots]), torch.no_grad():
+                result = part.forward(x)
+        except Exception:  # Whatever it needs, it is more than its input.
+            return False
+        expected = F.linear(x, params["weight"], params.get("bias"))
+        return isinstance(result, Tensor) and result.shape == expected.shape and torch.allclose(result, expected)
+
+    @property
     def is_transposed(self) -> bool:
         """Whether its weight is (inputs, outputs), which peft calls `fan_in_fan_out`."""
         return not isinstance(self.part, nn.Linear)
@@ -69,7 +90,10 @@ class Target:
         return [Slot(self.tensors, key, name, False) for key, name in self.names.items()]
 
     def initial(self, weight: Tensor, key: Tensor) -> dict[str, Tensor]:
-        """Return the initial tensors by name; with them the module computes the same as without the adapter."""
+        """Return the initial tensors by name; with them the module computes the same as without the adapter.
+
+        Raises a StructureError for DoRA on a weight with a row of zeros. Waits for the device to look for one.
+        """
         config = self.config
         matrix = self.matrix(weight.detach())
         outputs, inputs = matrix.shape
@@ -83,7 +107,20 @@ class Target:
             tensors = {"a": a, "b": torch.zeros(outputs, config.rank, **options)}
         if config.dora:
             tensors["magnitude"] = norms(matrix, tensors["a"], tensors["b"], config.scale)
+            self._require_no_zero(tensors["magnitude"])
         return {name: tensors[kind] for kind, name in self.names.items()}
+
+    def _require_no_zero(self, magnitude: Tensor) -> None:
+        """Waits for the device, to read whether a norm is 0. Raises a StructureError if so."""
+        if magnitude.is_meta or _torch.is_fake(magnitude):
+            return
+        zeros = int(magnitude.eq(0).sum())
+        if zeros:
+            raise StructureError(
+                "lora: dora divides by the norm of the weights of each output, which is 0 in "
+                f"{_weight_of(self.name)} for {zeros} of {len(magnitude)} outputs, so the loss "
+                "would be NaN; leave it out of targets, or use lora without dora"
+            )
 
 
 def find_targets(module: nn.Module, config: Config) -> list[Target]:
@@ -120,12 +157,22 @@ def find_targets(module: nn.Module, config: Config) -> list[Target]:
     return targets
 
 
+def _numbers(shape: torch.Size) -> Tensor:
+    return torch.arange(1.0, shape.numel() + 1, dtype=torch.float64).sin().view(shape)
+
+
 def _require_float_weight(name: str, weight: Tensor | None) -> None:
-    if weight is not None and not (weight.is_floating_point() or weight.is_complex()):
+    if weight is None or weight.is_floating_point():
+        return
+    text = f"lora: the weight of {name or 'the module'} is {tree.describe(weight)}"
+    if weight.is_complex():
         raise OptionError(
-            f"lora: the weight of {name or 'the module'} is {tree.describe(weight)}, bits that its class alone can "
-            "read, as those of bitsandbytes; quantise the base with torchao instead: torchao.quantization.quantize_"
+            f"{text}, and adapters are real: they would read its real part alone; leave it out of targets"
         )
+    raise OptionError(
+        f"{text}, bits that its class alone can read, as those of bitsandbytes; quantise the base with torchao "
+        "instead: torchao.quantization.quantize_"
+    )
 
 
 def _is_adaptable(part: nn.Module) -> bool:

@@ -51,9 +51,13 @@ class TreeAdapters:
     def _chosen(self, base: PyTree) -> dict[str, Tensor]:
         """Return the matrices that get an adapter, by name."""
         named = dict(zip(tree.leaf_names(base), tree.leaves(base), strict=True))
-        matrices = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf) and leaf.ndim == 2}
+        tensors = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf)}
+        # An adapter would be cut to whole numbers in a table of indices, and a complex matrix to its real part.
+        matrices = {name: leaf for name, leaf in tensors.items() if leaf.ndim == 2 and leaf.is_floating_point()}
         if not matrices:
-            raise OptionError("lora: the parameters have no leaf with two axes; only those can have an adapter")
+            raise OptionError(
+                "lora: the parameters have no floating-point leaf with two axes; only those can have an adapter"
+            )
         select = as_select("lora: targets", self.config.targets)
         require_matches(select, matrices)
         return {name: leaf for name, leaf in matrices.items() if select(name, leaf)}

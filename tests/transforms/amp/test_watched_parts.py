@@ -191,3 +191,31 @@ def test_a_metric_of_the_loss_with_the_name_of_a_share_is_refused():
     step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), ft.with_amp("fp16", watch=True))
     with failing(LossError, "with_amp", "overflow/parts.0"):
         step(step.init(), make_batches(1)[0])
+
+
+class KeepsOutputs(nn.Module):
+    """Adds the squares of what a hook has kept of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.kept = []
+        for layer in self.layers:
+            layer[0].register_forward_hook(lambda layer, args, output: self.kept.append(output))
+
+    def forward(self, x):
+        self.kept.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return sum(output.float().square().mean() for output in self.kept)
+
+
+def test_the_second_run_of_a_part_leaves_nothing_in_the_attributes_that_a_hook_writes():
+    def loss_of(**options):
+        torch.manual_seed(0)
+        base = ft.train_step(ft.from_module(KeepsOutputs(), lambda model, batch: model(batch)), ft.optim.sgd(0.1))
+        step = ft.compose(base, ft.with_amp("bf16", **options))
+        state, metrics = step(step.init(), make_batches(1)[0])
+        return state.params, metrics["loss"]
+
+    assert_bitwise(loss_of(watch=True), loss_of())

@@ -95,3 +95,33 @@ def test_an_adapter_of_a_module_that_the_loss_does_not_use_is_refused():
     step = make_step(make_model(), ft.lora(2, targets=["embed", "head"]), criterion=embedding_loss)
     with pytest.raises(LossError, match=r"does not use 2 of 4 parameters: head\.lora_A\.weight, head\.lora_B\.weight"):
         step(step.init(), make_batch(0))
+
+
+class Router(nn.Linear):
+    """Returns scores and logits, as the routers of some models of transformers do."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits.sigmoid(), logits
+
+
+def test_a_target_that_returns_no_tensor_is_refused():
+    model = nn.Sequential(Router(4, 4))
+    step = make_step(model, ft.lora(2, targets=["0"]), criterion=lambda model, batch: model(batch)[0].mean())
+    with pytest.raises(LossError, match=r"lora: 0 \(Router\) returns tuple, .* leave it out of targets"):
+        step(step.init(), torch.randn(3, 4))
+
+
+def test_a_complex_weight_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64).requires_grad_(False), nn.Linear(4, 2))
+    with pytest.raises(OptionError, match=r"the weight of 0 is complex64\[4, 4\], and adapters are real"):
+        make_step(model, ft.lora(2, targets=["*"]), criterion=lambda model, batch: model(batch).sum())
+
+
+def test_dora_refuses_a_row_of_zeros():
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight[2:4] = 0
+    with pytest.raises(StructureError, match=r"is 0 in head\.weight for 2 of 7 outputs"):
+        make_step(model, ft.lora(2, targets=["head"], dora=True)).init()
+    make_step(model, ft.lora(2, targets=["head"])).init()

@@ -182,3 +182,24 @@ def test_the_smallest_shapes_and_a_rank_above_them_train(inputs, outputs, rank):
     state, metrics = step(step.init(), torch.randn(5, inputs))
     assert state.params["lora_B.weight"].shape == (outputs, rank)
     assert metrics["loss"].isfinite()
+
+
+class CalledByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(3, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.layer(input=self.embed(input=tokens))
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True, "dropout": 0.5}], ids=["lora", "dora"])
+def test_targets_may_be_called_with_names_of_arguments(options):
+    step = make_step(
+        CalledByName(),
+        ft.lora(2, targets=["*"], **options),
+        criterion=lambda model, batch: model(batch).square().mean(),
+    )
+    state = step.init()
+    after, _ = step(state, torch.tensor([0, 2]))
+    assert not torch.equal(after.params["layer.lora_B.weight"], state.params["layer.lora_B.weight"])

@@ -92,7 +92,7 @@ def test_targets_of_a_tree_that_match_nothing_are_refused():
 
 def test_a_tree_without_a_matrix_is_refused():
     step = make_tree_step(ft.lora(2, targets=["*"]))
-    with pytest.raises(OptionError, match="no leaf with two axes"):
+    with pytest.raises(OptionError, match="no floating-point leaf with two axes"):
         step.init({"bias": torch.ones(3)})
 
 
@@ -100,3 +100,16 @@ def test_a_state_without_adapters_is_refused():
     step, base_step = make_tree_step(ft.lora(2, targets=["*.w"])), make_tree_step()
     with pytest.raises(LossError, match="params has no adapters"):
         ft.eval_step(step.loss)(base_step.init(tree_params()), torch.ones(1, 4))
+
+
+def test_matrices_of_integers_and_complex_numbers_get_no_adapter():
+    params = {"w": torch.randn(4, 3), "table": torch.arange(6).view(3, 2), "phases": torch.ones(2, 2) * 1j}
+
+    def tree_loss(params, batch):
+        assert torch.equal(params["table"], torch.arange(6).view(3, 2))
+        return (batch @ params["w"]).square().mean() + params["phases"].imag.mean()
+
+    step = ft.compose(ft.train_step(tree_loss, ft.optim.sgd(0.1), trainable=["w"]), ft.lora(2, targets=["*"]))
+    state = step.init(params)
+    assert state.params["adapters"].keys() == {"w"}
+    assert float(step(state, torch.zeros(2, 4))[1]["loss"]) == 1

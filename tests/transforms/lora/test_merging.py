@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, StructureError
@@ -136,3 +138,39 @@ def test_a_partial_load_that_would_lose_adapters_of_a_tree_is_refused(tmp_path):
     ft.checkpoint.save(tmp_path / "a", state)
     with pytest.raises(StructureError, match=r"has adapters, for which like has no place.*params\.adapters\.w\.A"):
         ft.checkpoint.load(tmp_path / "a", like=step.init(params), partial=True, rename={"frozen.base": "params"})
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+class Transposed(nn.Linear):
+    """Computes what `nn.Linear` does in another way."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Centred(nn.Linear):
+    def forward(self, x, more):
+        return F.linear(x, self.weight - self.weight.mean(1, keepdim=True) * more, self.bias)
+
+
+@pytest.mark.parametrize("layer_class", [Scaled, Transposed, Centred])
+def test_a_layer_that_is_no_product_with_its_weight_is_not_merged(layer_class):
+    model = nn.ModuleDict({"layer": layer_class(4, 4)})
+    more = (1.0,) if layer_class is Centred else ()
+    step = make_step(
+        model,
+        ft.lora(2, targets=["layer"]),
+        criterion=lambda model, batch: model["layer"](batch, *more).square().mean(),
+    )
+    batch = torch.randn(3, 4)
+    state, _ = step(step.init(), batch)
+    if layer_class is not Transposed:
+        with pytest.raises(StructureError, match=rf"merge: the forward of layer \({layer_class.__name__}\) does not"):
+            ft.adapters.merge(step, state)
+        return
+    merged = ft.eval_step(step.base)(ft.adapters.merge(step, state), batch)["loss"]
+    assert float(merged) == pytest.approx(float(ft.eval_step(step.loss)(state, batch)["loss"]), rel=1e-5)
