@@ -61,7 +61,7 @@ def test_every_further_backward_pass_gives_the_same_gradients(function):
         assert_same_bits(torch.autograd.grad(total, inputs, retain_graph=True), expected)
     # The gradient of one argument alone needs fewer of the saved tensors.
     for argument, gradient in zip(inputs, expected, strict=True):
-        assert_same_bits(torch.autograd.grad(total, argument, retain_graph=True), [gradient])
+        assert_same_bits(torch.autograd.grad(total, argument, retain_graph=True), (gradient,))
 
 
 class ReadsSavedTwice(torch.autograd.Function):
@@ -195,7 +195,7 @@ def test_hooks_around_a_block_may_be_any_callable():
     x = random_leaf()
     with torch.autograd.graph.saved_tensors_hooks(functools.partial(Keep()), Keep()):
         value = recomputing(torch.sin)(x)
-    assert_same_bits(torch.autograd.grad(value.sum(), x), [x.detach().cos()])
+    assert_same_bits(torch.autograd.grad(value.sum(), x), (x.detach().cos(),))
 
 
 # At the first use of forward mode, torch compiles its own formulas with a deprecated function.
