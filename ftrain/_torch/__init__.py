@@ -73,7 +73,6 @@ with private_names():
     _is_profiler_enabled(torch.autograd.profiler)
     _disable_profiler: Any = torch._C._autograd._disable_profiler
     _note_end_of_profiler: Any = torch.autograd.profiler._run_on_profiler_stop
-    _grad_of = attrgetter("grad")
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
     _forward_hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks")
@@ -295,13 +294,19 @@ def run_backward(
         )
     if add:
         return ()
-    inner = [*map(_grad_of, leaves)]
-    if {*map(type, inner)} <= {type(None)}:
-        return grads
     for leaf in leaves:
-        leaf.grad = None
-    pairs = zip(grads, inner, strict=True)
-    return tuple(extra if grad is None else grad if extra is None else grad + extra for grad, extra in pairs)
+        if leaf.grad is not None:
+            return _with_inner(grads, leaves)
+    return grads
+
+
+def _with_inner(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Add the `.grad` of leaves to their gradients, and clear it."""
+    sums: list[Tensor | None] = []
+    for leaf, grad in zip(leaves, grads, strict=True):
+        inner, leaf.grad = leaf.grad, None
+        sums.append(grad if inner is None else inner if grad is None else grad + inner)
+    return tuple(sums)
 
 
 def run_when_ready(tensor: Tensor) -> None:
