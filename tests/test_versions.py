@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
 from ftrain import _torch
+from ftrain._torch import operations
 from ftrain._torch.compile import inductor_random
 from ftrain.errors import VersionError
 
@@ -113,7 +114,7 @@ def test_fake_tensors_have_a_storage():
 
 
 def test_an_unknown_operation_of_aten_is_left_out():
-    assert _torch.aten_operations("mm", "no_such_operation") == {torch.ops.aten.mm.default}
+    assert operations.aten_operations("mm", "no_such_operation") == {torch.ops.aten.mm.default}
 
 
 def test_the_tensors_of_submodules_are_left_out():

@@ -6,7 +6,6 @@ if the import of its module takes seconds (Inductor).
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +67,7 @@ with private_names():
     )
     from torch.utils.checkpoint import _recomputation_hook
 
-    _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata
     _is_profiler_enabled = attrgetter("_is_profiler_enabled")
     _is_profiler_enabled(torch.autograd.profiler)
     _disable_profiler: Any = torch._C._autograd._disable_profiler
@@ -83,8 +82,6 @@ with private_names():
     _set_deterministic = torch._C._set_deterministic_algorithms
     _fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
     _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
-    _has_kernel = torch._C._dispatch_has_kernel
-    _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _set_order: Any = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
     _get_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
@@ -209,30 +206,7 @@ def original(module: nn.Module) -> nn.Module:
     return module._orig_mod if optimized and isinstance(module, optimized) else module
 
 
-# Operations and dispatch modes
-
-
-def schema_of(operation: OpOverload) -> Any:
-    """Return the schema of an operation: the names, defaults and mutability of its arguments."""
-    return operation._schema
-
-
-def aten_operations(*names: str) -> frozenset[OpOverload]:
-    """Return the default overloads of those ATen operations that this version of torch has."""
-    packets = [getattr(torch.ops.aten, name, None) for name in names]
-    return frozenset(packet.default for packet in packets if packet is not None)
-
-
-@functools.cache
-def is_composite(operation: Any) -> bool:
-    """Whether an operation consists of others, which its `decompose` calls."""
-    if not isinstance(operation, OpOverload):
-        return False
-    name = operation.name()  # type: ignore[no-untyped-call]
-    # Operators of TorchScript (prim::device) reach a mode too, and are unknown to the dispatcher.
-    # An operation with a kernel for the CPU as well (silu_backward) is not decomposed: the bits would differ.
-    has_parts = _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
-    return has_parts and not _has_kernel_for(name, DispatchKey.CPU)
+# Dispatch modes
 
 
 without_modes: Callable[[], Any] = _disable_current_modes

@@ -90,12 +90,12 @@ def leafwise(
         weight_decay=fixed_decay,
         plans=StructureCache(planner.plan),
     )
-    eps = (options or {}).get("eps", 0.0)
+    shown, options = shown or {}, options or {}
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
         _log_if_none_decays(name, decay_text, decay_mask, decays, params)
-        if storage is None and isinstance(eps, float) and 0.0 < eps < LEAST_FLOAT16:
+        if storage is None and isinstance(eps := options.get("eps"), float) and 0.0 < eps < LEAST_FLOAT16:
             _warn_of_float16(name, eps, params)
         return update.init(params)
 
@@ -104,20 +104,17 @@ def leafwise(
         updates = [replace(update, plans=StructureCache(plan)) for _ in parts]
         return [replace(whole, init=update.init, update=each, split=None) for each in updates]
 
-    texts = [describe(schedule), *_option_texts(name, shown or {})]
-    texts += [f"{DECAY}={decay_text if decay else format(decay_text, 'g')}"] if decay_text else []
-    texts += storage.shown if storage else ()
-    options = {**(shown or {}), DECAY: decay_text, **(options or {})}
+    texts = [*_option_texts(name, shown), *_decay_texts(name, decay_text), *(storage.shown if storage else ())]
     whole = Optimizer(
         init=init,
         update=update,
         schedules={"lr": schedule, **({DECAY: bounded(name, DECAY, decay)} if decay else {})},
-        text=f"{name}({', '.join(texts)})",
+        text=f"{name}({', '.join([describe(schedule), *texts])})",
         needs_rng=storage is not None and storage.stochastic,
         split=split,
         name=name,
         by_element=formula.by_element and (storage is None or storage.by_element),
-        options={**options, **({"decay_mask": text_of(decay_mask)} if decay_text else {})},
+        options={**shown, DECAY: decay_text, **options, **({"decay_mask": text_of(decay_mask)} if decay_text else {})},
     )
     return whole
 
@@ -134,6 +131,11 @@ def _option_texts(name: str, options: Mapping[str, float | bool]) -> list[str]:
         if not isinstance(value, bool | int | float):
             raise OptionError(f"{name}: {option} is {value!r}, needs True or False")
     return [option if value is True else f"{option}={value:g}" for option, value in options.items() if value]
+
+
+def _decay_texts(name: str, decay: float | str) -> list[str]:
+    """Return the text of a weight decay, a number or the text of a schedule."""
+    return [f"{DECAY}={decay}"] if isinstance(decay, str) else _option_texts(name, {DECAY: decay})
 
 
 def _log_if_none_decays(name: str, weight_decay: float | str, mask: Mask, decays: Select, params: PyTree) -> None:
@@ -258,7 +260,7 @@ class _Update:
             wrap, groups = itemgetter(0), plan.singles
         decay = hyper[DECAY] if self.weight_decay is None else self.weight_decay
         if self.storage:
-            parts = self._stored_parts(self.storage, plan, columns, hyper, wrap, decay)
+            parts = self._stored_parts(self.storage, plan, columns, hyper, wrap, decay=decay)
         else:
             parts = self._parts(wrap, groups, columns, decay)
         if kernel is None:
@@ -314,6 +316,7 @@ class _Update:
         columns: list[list[Tensor]],
         hyper: Hyper,
         wrap: Callable[[list[Tensor]], Tensors],
+        *,
         decay: Number,
     ) -> Iterable[Part]:
         """Return parts in the dtype in which the rule computes. Raises an OptionError without a key to round with."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, random
+from ftrain._torch import operations
 from ftrain.backends.transfers import is_abstract
 from ftrain.errors import OptionError, TraceError
 from ftrain.random.unfused import Unfused, is_inert
@@ -116,7 +117,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
         # A nested tensor decomposes its operations itself.
-        if _torch.is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
+        if operations.is_composite(func) and not any(isinstance(each, Tensor) and each.is_nested for each in args):
             # Torch has not decomposed it, which happens only in inference mode, and its parts may be random. Without
             # function modes, because `Unfused` would call the whole operation again.
             with _torch.without_functions(), self:
@@ -140,7 +141,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
         drawn = self._drawn(func, arguments, device)
-        return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
+        return target.copy_(drawn) if operations.schema_of(func).is_mutable else drawn
 
     def _drawn(self, func: Any, arguments: _Arguments, device: torch.device) -> Any:
         return _DRAWS[func](self._next(device), arguments)
@@ -208,7 +209,7 @@ def _is_random(func: Any) -> bool:
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """Return the arguments of a call by name, with the defaults of the operation."""
-    parameters = _torch.schema_of(func).arguments
+    parameters = operations.schema_of(func).arguments
     names = [parameter.name for parameter in parameters]
     defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
     return defaults | dict(zip(names, args, strict=False)) | kwargs

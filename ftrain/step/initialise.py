@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
+from ftrain._torch import operations
 from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError, listed
 from ftrain.step.blocks import repeated_children
@@ -142,7 +143,7 @@ class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Call an operation, with a generator if it draws random numbers."""
         kwargs = kwargs or {}
-        parameters = _torch.schema_of(func).arguments
+        parameters = operations.schema_of(func).arguments
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             func = _with_generator(func)
             kwargs = {**kwargs, "generator": self._generator(args, kwargs)}
@@ -164,7 +165,7 @@ class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _with_generator(func: Any) -> Any:
     """Return the overload of a random operation that takes a generator."""
-    if any(parameter.name == "generator" for parameter in _torch.schema_of(func).arguments):
+    if any(parameter.name == "generator" for parameter in operations.schema_of(func).arguments):
         return func
     overload = func.name().partition(".")[2]
     seeded = getattr(func.overloadpacket, f"{overload}_generator" if overload else "generator", None)

@@ -17,7 +17,7 @@ def rewind_loggers(loggers: Sequence[Logger], step: int, count: int) -> None:
 
 
 def call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
-    """Pass records to every logger, even if one of them raises; then raises its error."""
+    """Pass records to every logger, also to those after one that fails. Raises the error of that logger."""
     if loggers:
         record: Record = {}
         try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import _torch
+from ftrain._torch import operations
 from ftrain._torch.fake import grouped_product_like
 from ftrain.transforms.compile.lowered import storages
 
@@ -48,7 +49,7 @@ def _register(name: str, schema: str, function: Callable[..., Any]) -> _torch.Op
 def _register_in_place_of(name: str, function: Callable[..., Any]) -> tuple[_torch.OpOverload, _torch.OpOverload]:
     """Return an ATen operation, and a new one of the same arguments that runs ``function(operation, *args)``."""
     operation = getattr(_aten, name).default
-    schema = str(_torch.schema_of(operation)).removeprefix(f"aten::{name}")
+    schema = str(operations.schema_of(operation)).removeprefix(f"aten::{name}")
     return operation, _register(name, schema, functools.partial(function, operation))
 
 
@@ -111,7 +112,7 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
     written = {
         key
         for node in nodes
-        if isinstance(node.target, _torch.OpOverload) and _torch.schema_of(node.target).is_mutable
+        if isinstance(node.target, _torch.OpOverload) and operations.schema_of(node.target).is_mutable
         for used in node.all_input_nodes
         for key, _ in storages(used)
     }

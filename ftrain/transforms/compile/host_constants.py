@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import _torch, tree
+from ftrain._torch import operations
 from ftrain.transforms.compile.lowered import storages
 
 Values: TypeAlias = dict[fx.Node, Tensor]
@@ -85,7 +86,7 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, _torch.OpOverload):
         return []
     written = [
-        (place, each.name) for place, each in enumerate(_torch.schema_of(node.target).arguments) if each.is_write
+        (place, each.name) for place, each in enumerate(operations.schema_of(node.target).arguments) if each.is_write
     ]
     changed: list[fx.Node] = []
     for place, name in written:

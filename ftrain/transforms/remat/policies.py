@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
+from ftrain._torch import operations
 from ftrain.errors import OptionError
 from ftrain.random.torch_ops import is_draw
 from ftrain.step.blocks import is_unrecorded
@@ -24,7 +25,7 @@ it. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default``."
 Policy: TypeAlias = Literal["full", "dots", "attention", "none"] | Keeps
 
 _aten = torch.ops.aten
-ATTENTION = _torch.aten_operations(
+ATTENTION = operations.aten_operations(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
@@ -35,7 +36,7 @@ ATTENTION = _torch.aten_operations(
 )
 """Attention in one operation: the most expensive one for long sequences, with a result as small as its input."""
 
-DOTS = ATTENTION | _torch.aten_operations(
+DOTS = ATTENTION | operations.aten_operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"
 )
 """Matmuls, convolutions and attention: expensive to compute, and with small results."""
@@ -177,7 +178,7 @@ def _is_recomputed(func: Any, args: Any, kwargs: Any) -> bool:
 def _is_always_recomputed(func: Any) -> bool:
     if not isinstance(func, _torch.OpOverload):
         return True
-    return func.is_view or _torch.schema_of(func).is_mutable or func is _aten._to_copy.default
+    return func.is_view or operations.schema_of(func).is_mutable or func is _aten._to_copy.default
 
 
 def _tensors(value: PyTree) -> list[Tensor]:
