@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +18,7 @@ from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource, options_of_lengths
 from ftrain.data.packing import packed
+from ftrain.data.position_differences import Source, differences_of
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import (
     ComposeError,
@@ -35,13 +35,8 @@ from ftrain.errors import (
 from ftrain.random.host_keys import halves
 from ftrain.types import PyTree
 
-Source: TypeAlias = MapSource | IterableSource
-
 MIN_WINDOW, MIN_WINDOW_BATCHES = 4096, 64
 """The smallest number of samples and of batches in a window if batches depend on lengths."""
-
-BATCH_FACTORS = "batch_size", "num_ranks"
-"""The options whose product is the number of samples in a batch of all ranks."""
 
 
 class Loader:
@@ -54,7 +49,8 @@ class Loader:
     """
 
     def __init__(self, source: Source, num_ranks: int = 1) -> None:
-        self.skipped, self._source, self._num_ranks = 0, source, num_ranks
+        self.skipped = 0
+        self._source, self._num_ranks = source, num_ranks
         self._epoch, self._start, self._position = 0, source.start, source.start
         self._skipped_at_start, self._warned = 0, False
         # The number of calls of `iter()`, by which an iterator learns that it is no longer the latest.
@@ -125,7 +121,7 @@ class Loader:
             DataError: if it is not such a state, or is from a loader of other data or options; lists the differences.
         """
         source = self._source.for_state(state)
-        differences = _differences(source, state)
+        differences = differences_of(source, state)
         if differences:
             raise DataError(
                 "Loader.load_state_dict: the position does not fit this loader:\n  "
@@ -155,43 +151,6 @@ class Loader:
             self._warned = True
             warn(f"{errors[0]}. loader.skipped counts such samples; there is no further warning")
         self.skipped += len(errors)
-
-
-def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
-    """Return why a state is not one of this source, a line for each reason; [] if it is."""
-    counters = ["epoch", "skipped", *source.start]
-    options = source.fingerprint
-    differences = [f"{name}: missing" for name in [*counters, *options] if name not in state]
-    differences += [f"{name}: unexpected" for name in state if name not in {*counters, *options, *source.optional_keys}]
-    differences += [
-        f"{name}: found {state[name]!r}, needs a whole number of at least 0"
-        for name in counters
-        if name in state and not _is_count(state[name])
-    ]
-    may_differ: tuple[str, ...] = ()
-    if (size := _global_batch_size(options)) is not None and _global_batch_size(state) == size:
-        may_differ = BATCH_FACTORS
-    differences += [
-        f"{name}: found {state[name]!r}, this loader has {value!r}"
-        for name, value in options.items()
-        if name in state and state[name] != value and name not in may_differ
-    ]
-    num_windows = source.num_windows
-    if not differences and num_windows is not None and state["window"] > num_windows:
-        return [f"window is {state['window']}, and an epoch has {num_windows}"]
-    return differences
-
-
-def _global_batch_size(options: Mapping[str, Any]) -> int | None:
-    """Return the number of samples in a batch of all ranks; None if it is not fixed."""
-    factors = [options.get(name) for name in BATCH_FACTORS]
-    if "max_tokens" in options or "pack" in options or not all(map(_is_count, factors)):
-        return None
-    return math.prod(factors)  # type: ignore[arg-type]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def loader(

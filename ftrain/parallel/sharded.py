@@ -236,15 +236,17 @@ class _RankStep:
         """Return the leaves with the whole tensors of the first rank. `parts` is their tree, for errors."""
         tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
         # Leaves in a file are not sent: they are the same on all ranks.
-        sent = {id(leaf): plain_tensors(leaf) for leaf in tensors if not dtensor.is_dtensor(leaf)}
-        plain = [tensor for leaf in tensors for tensor in sent.get(id(leaf), ())]
+        plain = [tensor for leaf in tensors if not dtensor.is_dtensor(leaf) for tensor in plain_tensors(leaf)]
         with self._watch:
             self._watch.note_place("in step.init")
             if tensors and not _torch.is_fake(first := plain_tensors(dtensor.local_part(tensors[0]))[0]):
                 require_same_tensors(self._all, parts, first.device)
             # Copies, because a view of a flat buffer would keep all of it in memory.
             copies = iter([copy.clone() for copy in broadcast_all(self._all, plain)])
-        return [of_plain_tensors(leaf, copies) if id(leaf) in sent else leaf for leaf in leaves]
+        return [
+            of_plain_tensors(leaf, copies) if tree.is_tensor(leaf) and not dtensor.is_dtensor(leaf) else leaf
+            for leaf in leaves
+        ]
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device of the mesh: ranks can send nothing from another device."""

@@ -212,7 +212,7 @@ class Run:
         except ConsumedError:
             return
         except Exception as other:
-            if repr(other) != repr(error):
+            if (type(other), other.args) != (type(error), error.args):
                 add_note(error, f"fit: not all metrics could be recorded: {other!r}")
             if self._unread:  # A run that continues from this state would lack these records.
                 return

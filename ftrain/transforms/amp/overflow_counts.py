@@ -71,12 +71,12 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
         has_hooks = loss.module is not None and _torch.has_forward_hooks(loss.module)
-        now = [part._replace(written=loss.module) for part in parts] if has_hooks else parts
+        parts_to_run = [part._replace(written=loss.module) for part in parts] if has_hooks else parts
         with loss.scope(training):
             # Another wrapper may have replaced the forward: an adapter, or a rematerialised block.
             forwards = [
                 (part.module, functools.partial(_run, dtype, part, part.module.forward))
-                for part in now
+                for part in parts_to_run
                 if part.module is not None
             ]
             with forwarding(forwards), watched_by(functools.partial(_run_marked, dtype)):
