@@ -11,6 +11,7 @@ import re
 import types
 
 import pytest
+import torch.distributed as dist
 
 from ftrain.backends import registry
 from ftrain.profiling import timing
@@ -71,7 +72,12 @@ class Blocks(pytest.Item):
     """The Python blocks of one page."""
 
     def runtest(self):
-        run(self.path, self.config._tmp_path_factory.mktemp("page"))
+        try:
+            run(self.path, self.config._tmp_path_factory.mktemp("page"))
+        finally:
+            # A page may make a mesh, whose group of one rank later tests would find, and their forks inherit.
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def reportinfo(self):
         return self.path, 0, str(self.path.name)
