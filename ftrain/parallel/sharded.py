@@ -130,7 +130,7 @@ def sharded(
         NAME,
         text,
         loss=OnLoss(rank_step.on_loss, order=1),
-        grad=OnGrad(rank_step.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True),
+        grad=OnGrad(rank_step.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True, by_element=True),
         update=OnUpdate(optimizer=rank_step.on_optimizer),
         validate=rank_step.validate,
         step=OnStep(distribute=rank_step.distribute, on_ranks=rank_step.on_ranks, ranks=mesh.size()),
@@ -169,6 +169,7 @@ class _RankStep:
             )
         self._reduction.require_one_gradient(step.wrappers)
         for other in step.wrappers:
+            _require_parts_suffice(other, self._level)
             options = other.options or {}
             lowering = options.get("lowering")
             if lowering == "split" or (options.get("dynamic") and lowering != "blocks"):
@@ -358,3 +359,18 @@ def _completed(blocks: BlockGather | None) -> Iterator[None]:
 def _evaluating_on(layout: Layout) -> Iterator[None]:
     with setting(current_layout, layout), passing(Passing()):
         yield
+
+
+def _require_parts_suffice(wrapper: Wrapper, level: int) -> None:
+    """Check that a wrapper may get parts of gradients. Raises a ComposeError if it does not say so.
+
+    A mean of the rows of a gradient, say, would be another one on each rank, without an error.
+    """
+    on_grad = wrapper.grad
+    if level and on_grad is not None and on_grad.reads_gradients and not on_grad.by_element:
+        raise ComposeError(
+            f"sharded: {wrapper.text} does not say that it changes each element of a gradient by itself, and at "
+            f"level={level} a rank has parts of gradients. If it reads no other elements, except in norms by "
+            "ft.tree.global_norm, say ft.OnGrad(wrap, by_element=True); else use level=0, or ft.optim.chain with a "
+            "ft.optim.GradientTransform, which gets whole leaves"
+        )

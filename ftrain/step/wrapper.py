@@ -69,6 +69,9 @@ class OnGrad:
             batch and inside all others, wherever it is listed: ranks communicate once per step.
         evaluations: the number of gradients of the whole batch that it computes in a step.
         reads_norm: whether it computes the norm of all gradients, which ranks that hold parts of them must add up.
+        by_element: whether it changes each element of a gradient by itself, and reads no others except in norms by
+            `ftrain.tree.global_norm`. From level 1 of `sharded` on, where ranks hold parts of gradients, a wrapper that
+            reads gradients and does not say so is refused.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -80,6 +83,7 @@ class OnGrad:
     across_ranks: bool = False
     evaluations: int = 1
     reads_norm: bool = False
+    by_element: bool = False
 
 
 @dataclass(frozen=True, eq=False)

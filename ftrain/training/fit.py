@@ -59,9 +59,10 @@ def fit(
     not change earlier checkpoints.
 
     A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
-    shows progress, and calls `stop` and the loggers; `evaluate` and `adapt` run on every rank. All end after the same
-    step, and write each checkpoint together. The same holds for a function as `step` on all ranks of torch's process
-    group (with `torch.nn.parallel.DistributedDataParallel`, say): it must make the same number of steps on each.
+    shows progress, and calls the loggers; `evaluate`, `adapt` and `stop` run on every rank, and what the first one's
+    `stop` returns counts. All end after the same step, and write each checkpoint together. The same holds for a
+    function as `step` on all ranks of torch's process group (with `torch.nn.parallel.DistributedDataParallel`, say): it
+    must make the same number of steps on each.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.

@@ -204,10 +204,12 @@ def split_step(step: Step, pieces: int, recording: Callable[[GradFn], GradFn] | 
             lambda grad: _split(grad, pieces),
             microbatches=pieces if takes_rows else None,
             compile_inner=not takes_rows,
+            by_element=True,
         )
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if recording is not None:
-        wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(recording)))
+        on_grad = OnGrad(recording, by_element=True)
+        wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=on_grad))
     return dataclasses.replace(step, wrappers=wrappers)
 
 

@@ -61,4 +61,4 @@ def accumulate(n: int) -> Wrapper:
 
         return accumulating
 
-    return Wrapper(NAME, f"accumulate({n})", grad=OnGrad(wrap, microbatches=n), innermost=True)
+    return Wrapper(NAME, f"accumulate({n})", grad=OnGrad(wrap, microbatches=n, by_element=True), innermost=True)

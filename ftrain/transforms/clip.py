@@ -63,4 +63,4 @@ def clip(max_norm: float = DEFAULT_NORM, *, value: float | None = None) -> Wrapp
         return clipping
 
     quantity = "value" if value is not None else "norm"
-    return Wrapper("clip", f"clip({quantity}<={limit:g})", grad=OnGrad(wrap, reads_norm=True))
+    return Wrapper("clip", f"clip({quantity}<={limit:g})", grad=OnGrad(wrap, reads_norm=True, by_element=True))

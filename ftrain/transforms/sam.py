@@ -52,7 +52,7 @@ def sam(rho: float = 0.05) -> Wrapper:
 
         return sharpness_aware
 
-    return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap, evaluations=2, reads_norm=True))
+    return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap, evaluations=2, reads_norm=True, by_element=True))
 
 
 def _moved(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:

@@ -81,7 +81,7 @@ def skip_spikes(
         return checking
 
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
-    on_grad = OnGrad(wrap, may_refuse_updates=action == "skip", reads_norm=True)
+    on_grad = OnGrad(wrap, may_refuse_updates=action == "skip", reads_norm=True, by_element=True)
     slot = SlotSpec(partial(_initial_slot, window))
     return Wrapper(NAME, text, grad=on_grad, slot=slot, validate=_require_whole_batches)
 

@@ -122,6 +122,7 @@ def test_a_batch_that_ranks_cannot_share_is_an_error_on_every_rank(batch, messag
 
 
 UNDECLARED = dataclasses.replace(ft.optim.adamw(1e-3), by_element=False, split=None)
+WHOLE_GRADIENTS = ft.Wrapper("centralise", "mean of rows", grad=ft.OnGrad(lambda grad: grad))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,9 @@ UNDECLARED = dataclasses.replace(ft.optim.adamw(1e-3), by_element=False, split=N
         (ft.optim.chain(ft.optim.centralize(), UNDECLARED), (), r"chain\(centralize.*says neither"),
         (ft.optim.adamw(1e-3), (ft.compiled(lowering="split"),), "leave out lowering='split'"),
         (ft.optim.adamw(1e-3), (ft.with_amp("fp16", watch=True),), "with_amp.*watch.*use level=2"),
+        (ft.optim.adamw(1e-3), (WHOLE_GRADIENTS,), r"mean of rows does not say .*by_element=True\); else use level=0"),
     ],
-    ids=["undeclared", "chain", "split", "watch"],
+    ids=["undeclared", "chain", "split", "watch", "whole gradients"],
 )
 def test_a_step_that_cannot_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
     def rank(_):

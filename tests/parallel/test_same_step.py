@@ -23,7 +23,7 @@ def nested(b2):
 @ft.wrapper
 def quiet(share):
     """A wrapper that does nothing, and does not print its option."""
-    return ft.Wrapper("quiet", "quiet", grad=ft.OnGrad(lambda grad: grad))
+    return ft.Wrapper("quiet", "quiet", grad=ft.OnGrad(lambda grad: grad, by_element=True))
 
 
 DIFFERENT = {

@@ -17,7 +17,7 @@ from tests.exhaustive import exhaustive_rows
 from tests.laws import registry
 from tests.parallel import models
 from tests.parallel.ranks import run
-from tests.parallel.results import NARROW, assert_near
+from tests.parallel.results import NARROW, assert_leaves_near, assert_near
 
 
 def trained(size, level, wrappers=lambda: (), mesh=None, **options):
@@ -254,6 +254,39 @@ def test_a_remat_budget_with_blocks_that_are_gathered():
 
     (reference,) = trained(1, 0, wrappers)
     assert_near(trained(3, 3, wrappers), reference)
+
+
+def changed_gradients(change, **options):
+    """Return a wrapper that changes each gradient."""
+
+    def wrap(grad):
+        def changing(state, batch, rng):
+            gradients = grad(state, batch, rng)
+            return dataclasses.replace(gradients, grads=ft.tree.map(change, gradients.grads))
+
+        return changing
+
+    return ft.Wrapper("changed", grad=ft.OnGrad(wrap, **options))
+
+
+def test_a_wrapper_that_scales_elements_by_the_norm_of_their_leaf():
+    def wrappers():
+        return (changed_gradients(lambda g: g / (1 + ft.tree.global_norm(g)), by_element=True),)
+
+    (reference,) = trained(1, 0, wrappers)
+    for level in (1, 3):
+        assert_near(trained(3, level, wrappers), reference)
+
+
+def test_a_wrapper_that_takes_means_of_rows_has_whole_gradients_at_level_0_and_else_is_a_gradient_transform():
+    def centred(g):
+        return g - g.mean(0) if g.ndim > 1 else g
+
+    transform = ft.optim.GradientTransform(lambda g, *_: centred(g), ft.optim.everything, "centred")
+    as_wrapper = trained(3, 0, lambda: (changed_gradients(centred),), optimizer=ft.optim.sgd(0.1))
+    as_transform = trained(3, 3, optimizer=ft.optim.chain(transform, ft.optim.sgd(0.1)))
+    for (expected, _), (state, _) in zip(as_wrapper, as_transform, strict=True):
+        assert_leaves_near(state.params, expected.params)
 
 
 def test_a_loss_that_is_a_function_gets_whole_parameters():

@@ -119,7 +119,7 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
 
     on_grad = None
     if scales_loss or watch:
-        on_grad = OnGrad(wrap_grad, loss_scale=scale_of if scales_loss else None)
+        on_grad = OnGrad(wrap_grad, loss_scale=scale_of if scales_loss else None, by_element=True)
     slot = SlotSpec(initial_slot, next_slot) if scales_loss else None
     return Wrapper(NAME, text, loss=OnLoss(wrap), grad=on_grad, slot=slot, require=require, options=options)
 
