@@ -195,7 +195,7 @@ def get(name: str) -> Backend:
 def of(device: torch.device | str) -> Backend:
     """Return the backend of a device. Raises a DeviceError if no backend is registered for its type."""
     # No availability check: every step calls this, for tensors that are on the device already.
-    name = device.type if isinstance(device, torch.device) else device.split(":")[0]
+    name = device.type if isinstance(device, torch.device) else str(device).split(":")[0]
     return _records.get(name) or get(name)
 
 

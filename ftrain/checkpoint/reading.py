@@ -86,10 +86,11 @@ def load(
             replaces one that has its new path.
 
     Raises:
-        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor. Without `like`, when
+            it has a container that needs it, such as a named tuple.
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists the paths, at most 20. With `partial`, when
-            nothing would be loaded, or a model without its adapters.
+            nothing would be loaded, or a model without its adapters. For `partial` or `rename` without `like`.
         OptionError: if `path` is not a path, or no path in the tree begins with a name in `rename`.
         RankError: when another rank failed in another way, or did not call this.
     """

@@ -120,6 +120,8 @@ class Loader:
         Raises:
             DataError: if it is not such a state, or is from a loader of other data or options; lists the differences.
         """
+        if not isinstance(state, Mapping):
+            raise DataError(f"Loader.load_state_dict: the position is {state!r:.60}; needs what state_dict() returned")
         source = self._source.for_state(state)
         differences = differences_of(source, state)
         if differences:

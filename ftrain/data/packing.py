@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain.errors import BatchError, DataError, require_positive, require_switches
+from ftrain.errors import BatchError, DataError, require_positive, require_switches, whole_number
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -44,21 +44,22 @@ def pack(
         rows: the number of rows; the last ones may be empty. Default: as many as needed.
         pad: the padding token.
         field: the key of the tokens in a mapping. Its ``"labels"``, if any, are used as they are, one for each token.
-        cut: split a document that is longer than a row into several documents; else it is an error.
+        cut: split a document that is longer than a row into several documents; else it is an error. The label of the
+            last token of a part is the first token of the next part.
 
     Returns:
         ``tokens``, ``labels``, ``positions`` (from 0 in each document) and ``documents`` (counted from 0 in each row,
         -1 for padding), all int64 of shape (rows, length).
 
     Raises:
-        OptionError: if `length` or `rows` is not a positive integer.
+        OptionError: if `length` or `rows` is not a positive integer, or `pad` no integer.
         DataError: if a document is not a sequence of integers or is too long, or if more than `rows` are needed.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], 6)
     >>> batch["tokens"].tolist(), batch["labels"].tolist(), batch["documents"].tolist()
     ([[5, 6, 7, 8, 9, 0]], [[6, 7, -100, 9, -100, -100]], [[0, 0, 0, 1, 1, -1]])
     """
-    _require_options("pack", length, rows, cut)
+    _require_options("pack", length, rows, pad, cut)
     filled: list[list[_Tokens]] = []
     free_space = 0
     for tokens, labels in _read_all(documents, length, field, cut):
@@ -93,7 +94,7 @@ def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
     """Return `pack` with these options as a collate function. Raises an OptionError if one is out of range."""
-    _require_options("packed", length, rows, cut)
+    _require_options("packed", length, rows, pad, cut)
     collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
     collate.draws = False  # type: ignore[attr-defined]
     return collate
@@ -125,9 +126,10 @@ def block_mask(documents: Tensor) -> Tensor:
     return same_document.tril().unsqueeze(1)
 
 
-def _require_options(function: str, length: int, rows: int | None, cut: bool) -> None:
+def _require_options(function: str, length: int, rows: int | None, pad: int, cut: bool) -> None:
     require_switches(function, cut=cut)
     require_positive(function, "length", length)
+    whole_number(function, "pad", pad, least=torch.iinfo(torch.int64).min)
     if rows is not None:
         require_positive(function, "rows", rows)
 

@@ -49,7 +49,11 @@ class TokenWriter:
     """
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike = np.uint16) -> None:
-        self._path, self._dtype = as_path("TokenWriter", "path", path), np.dtype(dtype)
+        self._path = as_path("TokenWriter", "path", path)
+        try:
+            self._dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise OptionError(f"TokenWriter: dtype is {dtype!r}; needs an integer dtype of numpy: {error}") from None
         if self._path.suffix != ".npy":
             raise OptionError(f"TokenWriter: path is {self._path}; needs a name that ends in .npy")
         if self._dtype.kind not in "iu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -64,7 +66,12 @@ def require_indices(function: str, labels: Tensor) -> None:
 
 def require_ignore_index(function: str, ignore_index: Any) -> None:
     """Check that `ignore_index` is an integer. Raises an OptionError if not."""
-    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__")):
+    is_whole = type(ignore_index) is int
+    if not is_whole and not isinstance(ignore_index, bool):
+        with suppress(TypeError):
+            index(ignore_index)  # A tensor or an array has this method, whatever it holds.
+            is_whole = True
+    if not is_whole:
         raise OptionError(
             f"{function}: ignore_index is {ignore_index!r}, needs an integer; -100, the default, ignores no class"
         )

@@ -114,7 +114,7 @@ def sharded(
         DeviceError: when torch was built without torch.distributed.
     """
     require_distributed("sharded")
-    if isinstance(level, bool) or level not in range(4):
+    if not isinstance(level, int) or isinstance(level, bool) or level not in range(4):
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")

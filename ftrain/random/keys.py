@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def key(seed: int) -> Tensor:
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
-    """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
+    """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device; (num, 4) from `for_examples`.
 
     Raises `OptionError` if `num` is not a whole number of at least 0.
 
@@ -62,7 +62,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         key: the parent.
         data: an integer that fits in 64 bits, or an integer tensor, which may be on another device.
 
-    Returns a key on the parent's device; for a tensor with axes one key for each element, of shape (*data.shape, 2).
+    Returns a key on the parent's device; for a tensor with axes one key for each element, of shape (*data.shape, 2), or
+    (*data.shape, 4) from a key of `for_examples`.
     Raises `OptionError` for other data.
     """
     key, examples = parts_of("fold_in", key)
@@ -82,25 +83,27 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
 
     A draw of n numbers for each of the `length` examples, in row-major order, then returns the rows of these examples
     in the same draw for the whole batch. This holds for a draw that has an axis and whose size `length` divides; any
-    other draw is the same in every microbatch. Keys made from this one (`split`, `fold_in`) have the same key data
-    in every microbatch, and apply to the same examples. Under `vmap` over keys of examples, the numbers of different
-    microbatches are independent, but not those of the whole batch. These have ``fold_in(key[:2], numbers)``, with the
-    numbers of the examples in the batch: ``key[:2]`` is the key of the whole batch, also where it is not split.
+    other draw is the same in every microbatch. A `permutation` is one of the examples of the microbatch alone. Keys
+    made from this one (`split`, `fold_in`) have the same key data in every microbatch, and apply to the same examples.
+    Under `vmap` over keys of examples, the numbers of different microbatches are independent, but not those of the
+    whole batch. These have ``fold_in(key[:2], numbers)``, with the numbers of the examples in the batch: ``key[:2]`` is
+    the key of the whole batch, also where it is not split.
 
     Args:
         key: the key of the batch, or of a microbatch to divide further.
         start: the number of the first example; a 0-d int64 tensor in a graph for many microbatches.
         length: the number of examples.
 
-    Raises `OptionError` for a negative start, or no example.
+    Raises `OptionError` for a negative start, no example, or what is no integer.
 
     >>> whole = bits(key(0), (5, 3))
     >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
     True
     """
     key, examples = parts_of("for_examples", key)
-    if (not isinstance(start, Tensor) and start < 0) or length < 1:
-        raise OptionError(f"for_examples: start = {start}, length = {length}; needs at least 0 and 1.")
+    is_start = isinstance(start, Tensor) or (isinstance(start, SupportsIndex) and start >= 0)
+    if not is_start or not isinstance(length, SupportsIndex) or length < 1:
+        raise OptionError(f"for_examples: start = {start}, length = {length}; needs integers, at least 0 and 1.")
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
     return torch.cat([key, torch.stack([first, full(key, length)])])
 
@@ -194,8 +197,9 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     """
     parts_of("dropout", key)  # Before it is moved to a device.
     _check_p("dropout", p)
-    if not (x.is_floating_point() or x.is_complex()):
-        raise OptionError(f"dropout: x has dtype {x.dtype}; needs a floating point tensor.")
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        found = f"has dtype {x.dtype}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        raise OptionError(f"dropout: x {found}; needs a floating point tensor.")
     if p == 0:
         return x
     keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)
@@ -306,7 +310,8 @@ def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
 
 def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return the smallest and the largest value of `dtype` in [low, high)."""
-    if not (low < high and math.isfinite(high - low)):
+    are_numbers = isinstance(low, SupportsFloat) and isinstance(high, SupportsFloat)
+    if not are_numbers or not (low < high and math.isfinite(high - low)):
         raise OptionError(f"{function}: low = {low}, high = {high}; needs finite numbers, low < high.")
     largest = torch.finfo(dtype).max
     if max(-low, high) > largest:
@@ -336,5 +341,6 @@ def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:
 
 
 def _check_p(function: str, p: Any) -> None:
-    if isinstance(p, Tensor) or not 0 <= p <= 1:
+    is_number = isinstance(p, SupportsFloat) and not isinstance(p, Tensor)
+    if not is_number or not 0 <= p <= 1:
         raise OptionError(f"{function}: p = {p}; needs a probability, 0 <= p <= 1, that is no tensor.")

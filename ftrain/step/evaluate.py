@@ -70,7 +70,7 @@ def evaluate(
             the means stay exact.
 
     Raises:
-        DataError: when `data` has no batch, on any rank, or is a single batch.
+        DataError: when `data` has no batch, on any rank, or is a single batch (a dict or a tensor).
         StructureError: when `state` is not a state.
         OptionError: when `dtype` or `on_oom` is not one of the choices.
         DeviceError: when the device cannot compute in the dtype, or, with ``"split"``, a single example does not fit.
@@ -85,7 +85,7 @@ def evaluate(
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_choice("evaluate", "on_oom", on_oom, ON_OOM)
     require_state("evaluate", state)
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping | Tensor) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
     if step.warns and (num_dropped := getattr(data, "num_dropped", 0)):
         warn(

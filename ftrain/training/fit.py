@@ -89,10 +89,10 @@ def fit(
         progress: show a bar in a terminal, otherwise lines.
         donate: reuse the memory of each state for the next one; `Step` only.
         on_oom: ``"split"`` retries a step that runs out of memory, with its batch in twice as many pieces, and stays at
-            that number, which the record has as ``split`` and a run that resumes keeps. The update is the same, except
-            that batch statistics, and dropout that is not counter-based, are those of each piece; a loss that is a
-            plain number must be a mean over examples. If the step had begun to overwrite its state, the run goes back
-            to the newest checkpoint. `Step` only.
+            that number, which the record of this step has as ``split`` and a run that resumes keeps. The update is the
+            same, except that batch statistics, and dropout that is not counter-based, are those of each piece; a loss
+            that is a plain number must be a mean over examples. If the step had begun to overwrite its state, the run
+            goes back to the newest checkpoint. `Step` only.
         on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
             `skip_nonfinite` or fp16 have skipped: ``"warn"``, and never remove the newest checkpoint before it;
             ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
@@ -109,7 +109,8 @@ def fit(
             differ from those of the first rank.
         DeviceError: when not even one example fits in memory, with the `anatomy` of the step; or when a state was
             overwritten, and there is no checkpoint.
-        DataError: when there is no batch, or the data ends before `steps` is reached, or earlier than on another rank.
+        DataError: when there is no batch, or the data is a single one (a dict or a tensor), or ends before `steps` is
+            reached, or earlier than on another rank.
         BatchError: on every rank, when ranks that must have the same batches have different ones; one step later, so
             a state that was saved after that step may be wrong.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.

@@ -89,7 +89,8 @@ def iterate(
         ComposeError: `step` cannot be called, is a class or a module, is swapped with the state, or does not return a
             pair.
         OptionError: `steps` or `epochs` is not positive, or there are several epochs of an iterator.
-        DataError: there is no batch, or the data ends before `steps` is reached.
+        DataError: there is no batch, or the data is a single one (a dict or a tensor), or ends before `steps` is
+            reached.
     """
     require_callable("iterate", step, state, "iterate(step, state, data)")
     _require_limits(data, steps, epochs)
@@ -241,7 +242,7 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
     for name, value in (("steps", steps), ("epochs", epochs)):
         if value is not None:
             require_positive("fit", name, value)
-    if isinstance(data, Mapping) and data:
+    if isinstance(data, Tensor) or (isinstance(data, Mapping) and data):
         raise DataError(f"fit: data is a {type(data).__name__}, one batch; needs an iterable of batches: [batch]")
     if not isinstance(data, Iterable):
         raise DataError(

@@ -42,8 +42,8 @@ def replay(
 
     Raises:
         OptionError: `at` is not positive, or `checkpoints` is not a `Checkpoints`.
-        CheckpointError: no checkpoint can be used, the state is not the one that the run began with, or the run began
-            after that step.
+        CheckpointError: no checkpoint can be used, the state is not of the step at which the run began, or the run
+            began after the step `at`.
     """
     require_positive("replay", "at", at)
     if not isinstance(checkpoints, Checkpoints):

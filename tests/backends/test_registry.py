@@ -81,7 +81,7 @@ def test_the_error_of_an_unknown_name_lists_backends_of_other_packages():
         ft.backends.get("banana")
 
 
-@pytest.mark.parametrize("device", ["mtia", torch.device("meta"), "banana"])
+@pytest.mark.parametrize("device", ["mtia", torch.device("meta"), "banana", None, 3])
 def test_a_device_without_a_backend(device):
     with pytest.raises(DeviceError, match="registered are cpu, cuda"):
         ft.backends.of(device)

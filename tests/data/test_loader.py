@@ -319,6 +319,8 @@ def test_all_differences_are_listed():
     with pytest.raises(DataError) as caught:
         data.loader(Augmented(99), 5, seed=2).load_state_dict(state)
     assert all(f"{name}: found" in str(caught.value) for name in ("seed", "samples", "batch_size"))
+    with pytest.raises(DataError, match=r"Loader.load_state_dict: the position is None; needs what state_dict"):
+        data.loader(Augmented(99), 5).load_state_dict(None)
 
 
 @pytest.mark.parametrize(

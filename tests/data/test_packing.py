@@ -98,6 +98,14 @@ def test_a_loader_says_what_to_change_where_documents_cannot_be_packed(field, le
     assert "ft.data.pad" not in str(caught.value)
 
 
+def test_a_padding_token_that_is_no_integer_is_an_error():
+    with pytest.raises(OptionError, match="packed: pad is '<pad>', needs a whole number"):
+        data.packed(4, pad="<pad>")
+    with pytest.raises(OptionError, match=r"pack: pad is 0\.5, needs a whole number"):
+        data.pack([[1]], 4, pad=0.5)
+    assert data.pack([[1]], 2, pad=-1)["tokens"].tolist() == [[1, -1]]
+
+
 @pytest.mark.parametrize("options", [{"length": 0}, {"length": 4, "rows": 0}])
 def test_wrong_options_are_errors_that_name_them(options):
     with pytest.raises(OptionError, match=r"pack: .* is 0"):

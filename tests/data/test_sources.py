@@ -190,6 +190,8 @@ def test_wrong_paths_files_and_options_are_errors(tmp_path):
         data.TokenWriter(tmp_path / "text.bin")
     with pytest.raises(OptionError, match="float32"):
         data.TokenWriter(tmp_path / "text.npy", np.float32)
+    with pytest.raises(OptionError, match="TokenWriter: dtype is 'uint17'; needs an integer dtype of numpy"):
+        data.TokenWriter(tmp_path / "text.npy", "uint17")
     with pytest.raises(DataError, match="cannot be read"):
         data.TokenFile(tmp_path / "text.npy", 2)
     (tmp_path / "text.npy").write_text("hello")

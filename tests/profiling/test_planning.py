@@ -258,7 +258,8 @@ def test_invalid_levels_and_split_compilation_are_refused():
     step, batch = make("plain"), transformer(causal=True)[1]
     with pytest.raises(OptionError, match=r"anatomy: level is 1, but the step is on one device; pass mesh="):
         ft.anatomy(step, None, batch, level=1)
-    with pytest.raises(OptionError, match="sharded: level is 7"):
-        ft.anatomy(step, None, batch, mesh=(1, 2), level=7)
+    for level in (7, "2", 2.0):
+        with pytest.raises(OptionError, match=f"sharded: level is {level!r}"):
+            ft.anatomy(step, None, batch, mesh=(1, 2), level=level)
     with pytest.raises(ComposeError, match="compiles the loss alone"):
         ft.anatomy(ft.compiled(lowering="split")(step), None, batch, mesh=(1, 2))

@@ -54,7 +54,11 @@ def test_keys_of_every_microbatch_hold_the_two_words_of_the_batchs_key():
             assert_same_bits(derive(microbatch_key)[..., :2], derive(key))
 
 
-def test_a_negative_start_and_no_example_are_refused():
+def test_a_negative_start_no_example_and_fractions_are_refused():
+    with pytest.raises(OptionError, match=r"for_examples: start = 1.5, length = 2; needs integers"):
+        random.for_examples(random.key(0), 1.5, 2)
+    with pytest.raises(OptionError, match=r"for_examples: start = 1, length = None; needs integers"):
+        random.for_examples(random.key(0), 1, None)
     with pytest.raises(OptionError, match=r"for_examples: start = -1, length = 2"):
         random.for_examples(random.key(0), -1, 2)
     with pytest.raises(OptionError, match=r"for_examples: start = 0, length = 0"):

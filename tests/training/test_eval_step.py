@@ -209,7 +209,7 @@ def test_a_metric_that_is_no_number_is_an_error(metric, description):
         evaluate_metric(metric)
 
 
-@pytest.mark.parametrize("data", [{"x": torch.ones(2, 3)}, None])
+@pytest.mark.parametrize("data", [{"x": torch.ones(2, 3)}, torch.ones(2, 3), None], ids=["dict", "tensor", "None"])
 def test_data_that_is_one_batch_or_nothing_is_refused(data):
     with pytest.raises(DataError, match=rf"evaluate: data is a {type(data).__name__}; needs an iterable of batches"):
         ft.evaluate(ft.eval_step(squares), make_step().init(params()), data)

@@ -73,6 +73,7 @@ def test_data_that_an_earlier_run_has_begun_is_warned_of(recwarn):
     ("data", "message"),
     [
         ({"x": torch.ones(2, 3)}, r"data is a dict, one batch; needs an iterable of batches: \[batch\]"),
+        (torch.ones(4, 3), r"data is a Tensor, one batch; needs an iterable of batches: \[batch\]"),
         (TensorDataset(torch.ones(4, 3)), r"data is TensorDataset; .* pass a dataset to a DataLoader"),
     ],
 )

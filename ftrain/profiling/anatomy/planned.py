@@ -82,7 +82,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         options["batches"] = "whole"  # The batch is that of all ranks.
     if level is not None:
         options["level"] = level
-        options |= {"gather": "own"} if level < 3 else {}
+        options |= {"gather": "own"} if level != 3 else {}
     planned = sharded(**options)
     if options_of_step is None:
         return step.wrapped(planned)

@@ -67,8 +67,8 @@ def ladder(
         ComposeError: if `step` is not a `Step`, or runs on several ranks.
         StructureError: if the state is of another step.
         ConsumedError: if the state was donated.
-        OptionError: for an unknown technique, a number of rounds that is not positive, a `throughput` without
-            functions, or a count that is no number.
+        OptionError: for an unknown technique, a number of rounds that is not positive, a `throughput` of
+            something else than functions, or a count that is no number.
         DataError: if the data cannot be iterated several times.
         Exception: any error of the step as given, except running out of memory, which is a result.
     """

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain._torch import dtensor
-from ftrain.errors import ComposeError, StructureError
+from ftrain.errors import ComposeError, StructureError, listed
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import require_to_gather
+from ftrain.step.state_checks import require_state
 from ftrain.step.step import Step
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.targets import Target
@@ -36,13 +37,15 @@ def merge(step: Step, state: TrainState) -> TrainState:
 
     Raises:
         ComposeError: when the step has no `lora`.
-        StructureError: when the state is merged already, a weight is tied to that of another module, or a subclass of
-            `nn.Linear` does not compute a product with its weight.
+        StructureError: when the state is merged already or has no adapters, a weight is tied to that of another module,
+            or a subclass of `nn.Linear` does not compute a product with its weight.
         RankError: when another rank does not call it.
     """
     adapters = adapters_of("merge", step)
+    require_state("merge", state)
     if SLOT in state.slots:
         raise StructureError("merge: the adapters of this state are already merged into its weights")
+    require_adapters("merge", adapters, state)
     base = tree.overlay(state.params, state.frozen)
     slot: dict[str, Any] = {"params": state.params}
     require_to_gather("merge", base)
@@ -64,6 +67,16 @@ def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
     if not isinstance(adapters, ModuleAdapters | TreeAdapters):
         raise ComposeError(f"{function}: the step has no adapters; give one that is composed with ft.lora:\n{step!r}")
     return adapters
+
+
+def require_adapters(function: str, adapters: ModuleAdapters | TreeAdapters, state: TrainState) -> None:
+    """Check that a state has the adapters of a step. Raises a StructureError if not, as for a state of the base."""
+    names = {ADAPTERS} if isinstance(adapters, TreeAdapters) else adapters.names
+    missing = sorted(names - {*state.params} if isinstance(state.params, dict) else names)
+    if missing:
+        raise StructureError(
+            f"{function}: the state has not the adapters of the step: {listed(missing)}; needs a state of this step"
+        )
 
 
 def _merged(target: Target, named: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -116,6 +129,7 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
         RankError: when another rank does not call it.
     """
     adapters = adapters_of("unmerge", step)
+    require_state("unmerge", merged)
     if SLOT not in merged.slots:
         raise StructureError("unmerge: the state is not merged; needs one of ft.adapters.merge(step, state)")
     slot = merged.slots[SLOT]

@@ -20,10 +20,11 @@ from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerpr
 from ftrain.errors import CheckpointError, StructureError, as_path, first_lines, listed, warn
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of
+from ftrain.step.state_checks import require_state
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.lora.lora import lora
-from ftrain.transforms.lora.merging import SLOT, adapters_of
+from ftrain.transforms.lora.merging import SLOT, adapters_of, require_adapters
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.whole_modules import buffers_of, first_names, whole_modules_of
 from ftrain.types import TrainState, replace
@@ -193,8 +194,10 @@ def _of_module(function: str, step: Step, state: TrainState) -> ModuleAdapters:
             f"{function}: {step.base.text} is a loss of a tree, but peft's files are for modules; use "
             "ft.checkpoint.save(path, state.params)"
         )
+    require_state(function, state)
     if SLOT in state.slots:
         raise StructureError(f"{function}: the adapters of this state are merged; use ft.adapters.unmerge first")
+    require_adapters(function, adapters, state)
     return adapters
 
 

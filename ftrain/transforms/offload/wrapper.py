@@ -60,8 +60,8 @@ def offload(
         ComposeError: for the state, with ``compiled(lowering="whole")``, with a wrapper that may refuse an update
             (`skip_nonfinite`, fp16), which needs the old and the new state at once, or for an optimizer that cannot
             update parameters one by one.
-        DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the disk
-            is full.
+        DeviceError: from `Step.init`, when the device is the host itself, except for a state with a directory; or when
+            the disk is full.
     """
     require_choice("offload", "what", what, CHOICES)
     require_range("offload", "min_bytes", min_bytes, 0)

@@ -101,6 +101,10 @@ def test_wrong_states_and_steps_are_refused():
         ft.adapters.merge(step, merged)
     with pytest.raises(StructureError, match="unmerge: the state is not merged"):
         ft.adapters.unmerge(step, state)
+    with pytest.raises(StructureError, match=r"merge: the state has not the adapters of the step: .*lora_A"):
+        ft.adapters.merge(step, make_step(model).init())
+    with pytest.raises(StructureError, match="merge: "):
+        ft.adapters.merge(step, state.params)
     with pytest.raises(ComposeError, match=r"merge: the step has no adapters.*\n *loss    loss\(Net\)"):
         ft.adapters.merge(make_step(model), state)
     with pytest.raises(StructureError, match="these are adapters: merge them first"):
