@@ -103,8 +103,8 @@ def sharded(
             copy of the state; other `batches`; or another `gather`, or ``"amp"`` below level 3.
         ComposeError: for a `reduce` that remembers what it has not sent, with a wrapper that takes the gradient more
             than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
-            without the others; for a step that is compiled in parts; from the step, for ``gather="amp"`` without
-            `with_amp`.
+            without the others, and for a wrapper that may need whole gradients (`OnGrad.by_element`); for a step that
+            is compiled in parts; from the step, for ``gather="amp"`` without `with_amp`.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is sharded differently; from the first one, on every rank, when
