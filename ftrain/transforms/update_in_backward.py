@@ -28,8 +28,8 @@ def update_in_backward() -> Wrapper:
 
     Raises:
         ComposeError: together with a wrapper that needs all gradients at once (`clip`, `accumulate`, `skip_nonfinite`,
-            fp16, and `fit(on_oom="split")`), in a split-compiled step, whose backward pass returns all gradients, or
-            for an optimizer that cannot update parameters one by one (its `split` is None).
+            `skip_spikes`, `sam`, fp16, and `fit(on_oom="split")`), in a split-compiled step, whose backward pass
+            returns all gradients, or for an optimizer that cannot update parameters one by one (its `split` is None).
     """
     return Wrapper(NAME, f"{NAME}()", update=OnUpdate(make_update=_make_update), validate=_require_compatible)
 

@@ -257,3 +257,33 @@ def test_a_loss_that_draws_from_python_or_numpy_is_not_captured(draw, caplog):
     state = step.init(params())
     assert len({float(step(state, inputs)[1]["loss"]) for _ in range(4)}) == 4
     assert any("the generator of Python or NumPy" in message for message in caplog.messages)
+
+
+KEPT = {"python": random.Random(0), "generator": np.random.default_rng(0), "random_state": np.random.RandomState(0)}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_a_loss_that_draws_from_a_generator_that_it_keeps_is_not_captured(kept):
+    inputs = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
+
+    class Augmented:
+        def __init__(self):
+            self.generator = kept
+
+        def __call__(self, params, batch):
+            return squares(params, batch) * (1 + self.generator.uniform(0, 1))
+
+    for loss in (lambda params, batch: squares(params, batch) * (1 + kept.uniform(0, 1)), Augmented()):
+        step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+        with pytest.raises(TraceError, match="draws from the generator of Python or NumPy"):
+            step(step.init(params()), inputs)
+
+
+def test_a_generator_that_a_loss_keeps_and_does_not_draw_from_changes_nothing():
+    kept = [random.SystemRandom(), np.random.default_rng(0), random.Random(0)]
+
+    def loss(params, batch):
+        return squares(params, batch) * len(kept)
+
+    step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+    step(step.init(params()), {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)})

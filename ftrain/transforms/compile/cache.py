@@ -223,7 +223,8 @@ class CompiledCache:
         if not alike:
             self._shapes.admit(**inputs)
         with log_if_slow(self._name) if self._name else nullcontext():
-            graph = Graph(self._function, arguments, key, donate=self._donate)
+            generators = self._constants.generators
+            graph = Graph(self._function, arguments, key, donate=self._donate, generators=generators)
             graph.constants = self._constants.leave_out(constants)
             for existing in alike:
                 if existing.identity == graph.identity:
@@ -251,7 +252,15 @@ class CompiledCache:
 class Graph:
     """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs, and its constants."""
 
-    def __init__(self, function: Carrying, arguments: tuple[PyTree, ...], key: Key, *, donate: bool) -> None:
+    def __init__(
+        self,
+        function: Carrying,
+        arguments: tuple[PyTree, ...],
+        key: Key,
+        *,
+        donate: bool,
+        generators: Sequence[Any] = (),
+    ) -> None:
         self.key, self._donate = key, donate
         self.constants: Mapping[str, str] = {}
         # Names of constants that do not change the graph.
@@ -267,7 +276,7 @@ class Graph:
         tensors = self._tensors(leaves)
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
-        self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
+        self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)), generators)
         carry = self._spec, self._overwrites, self._changed
         extra = self._extra_spec, [repr(leaf) for leaf in self._extras]
         self.identity = capture.identity_of(self.captured), carry, extra

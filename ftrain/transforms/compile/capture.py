@@ -51,11 +51,14 @@ VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
 """The width of a CPU's vectors, by torch's name of its capability."""
 
 
-def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
+def capture(
+    function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object], generators: Sequence[Any] = ()
+) -> fx.GraphModule:
     """Record `function` on tensors like `inputs` as a graph of aten operations.
 
     If that fails, `rehearse` runs the function without recording. Raises the error of the function if it fails there
-    too, and else a TraceError that names the line which reads a value.
+    too, and else a TraceError that names the line which reads a value; also a TraceError if it draws from one of the
+    `generators` of Python and NumPy, or from their global ones.
     """
     # Imported here: it registers operations, which takes as long as importing many files.
     from ftrain.transforms.compile.graph_fixes import fix_graph
@@ -64,7 +67,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
     with attempted():  # It imports Dynamo, which needs a directory for its cache.
         mode = fake_mode or CaptureFakeTensorMode(allow_non_fake_inputs=True)
-    host_draws = _host_draws()
+    host_draws = _host_draws(generators)
     try:
         with uninterrupted(), torch.autograd.set_multithreading_enabled(False):
             # Detached: a tensor that is passed twice must be two inputs, since the next call may pass two tensors.
@@ -73,7 +76,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
                 graph = fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
         _require_traceable_collectives(graph)
         _require_no_draws_in_branches(graph)
-        if _host_draws() != host_draws:
+        if _host_draws(generators) != host_draws:
             raise TraceError(
                 "the loss draws from the generator of Python or NumPy, and a graph would repeat these numbers in each "
                 "step; draw with torch or ft.random, or where the data is made"
@@ -110,9 +113,18 @@ def _identity(tensor: Tensor, node: fx.Node) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, hashlib.sha256(values).digest()
 
 
-def _host_draws() -> bytes:
-    """Return the states of the generators of Python and NumPy."""
-    return pickle.dumps((random.getstate(), np.random.get_state()))
+def _host_draws(generators: Sequence[Any]) -> bytes:
+    """Return the states of the global generators of Python and NumPy, and of these."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), [*map(_state_of, generators)]))
+
+
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator of Python or NumPy; None if it has none, as one of the operating system."""
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
 def _require_traceable_collectives(graph: fx.GraphModule) -> None:

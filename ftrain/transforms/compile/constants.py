@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,9 @@ MOST_VALUES = 32
 INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
 """How the names of files of installed libraries begin."""
 
+GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+"""Classes of random generators that a graph would not advance."""
+
 MISSING = "(missing)"
 
 Place: TypeAlias = tuple[Callable[[Any], Any], Any]
@@ -58,12 +62,14 @@ class Constants:
 
     A tensor is compared by its identity, a function by its code, and another object by its type: its attributes are
     searched again when another object takes its place. Constants are found by the names in the code of the functions,
-    when `values` is first called. Some of them may never be read by the functions.
+    when `values` is first called. Some of them may never be read by the functions. `generators` are the random
+    generators of Python and NumPy that it finds in these places.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
         self._left_out: set[str] = set()
+        self.generators: list[Any] = []
         self._held: dict[int, Any] = {}
         # The places of the constants, their values, and the texts of the values. One tuple, so that another thread
         # never sees a part of a change.
@@ -81,7 +87,8 @@ class Constants:
             if all(new is old or (type(new) in SCALARS and type(old) in SCALARS) for new, old in pairs):
                 return self._keep(places, new_values)
         # Another object may have other constants.
-        places = _Search(self._roots).places()
+        search = _Search(self._roots)
+        places, self.generators = search.places(), [*search.generators.values()]
         return self._keep(places, _read_all(places))
 
     def leave_out(self, old: Mapping[str, str]) -> Mapping[str, str]:
@@ -147,6 +154,7 @@ class _Search:
         self._read_names: set[Any] = {*IMPLICIT}
         self._codes: set[CodeType] = set()
         self._objects: dict[int, tuple[str, Any]] = {}
+        self.generators: dict[int, Any] = {}
         for root in roots:
             self._add(type(root).__name__ if isinstance(root, nn.Module) else "", root)
         # Code that is reached can name more attributes of objects that are known: repeat until nothing is added.
@@ -158,6 +166,8 @@ class _Search:
                     return
                 for child_name, value, place in self._children_of(owner):
                     self._add(_joined(name, child_name), value)
+                    if issubclass(type(value), GENERATORS):
+                        self.generators[id(value)] = value
                     if type(value) is str and place is not None and value.isidentifier():  # As for `getattr`.
                         self._read_names.add(value)
 

@@ -30,8 +30,9 @@ def lora(
     .. math:: y = W x + \frac{\alpha}{r}\, B A\, \mathrm{dropout}(x), \quad A\ (r, in), \quad B\ (out, r)
 
     `Step.init` adds A and B of every target to the parameters, drawn from the seed of the state; the first loss is that
-    of the base, to the bit. Only adapters are trained, and the parameters that ``train_step(..., trainable=)`` names;
-    ``state.frozen`` has the others in their dtype. Adapters are float32, or float64 for a float64 base.
+    of the base, to the bit (`dropout` changes what dropout of the base draws). Only adapters are trained, and the
+    parameters that ``train_step(..., trainable=)`` names; ``state.frozen`` has the others in their dtype. Adapters are
+    float32, or float64 for a float64 base.
 
     In a module, targets are its `nn.Linear`, `nn.Embedding` and the Conv1D of transformers, and ``W + BA`` is never
     computed (except for the norms of its rows in DoRA). Names in the state are those of peft:

@@ -58,8 +58,8 @@ def offload(
         TraceError: from the step, for activations when ``compiled(lowering="whole")``.
         LossError: from the step, when the loss changes a tensor in place that its gradient needs.
         ComposeError: for the state, with ``compiled(lowering="whole")``, with a wrapper that may refuse an update
-            (`skip_nonfinite`, fp16), which needs the old and the new state at once, or for an optimizer that cannot
-            update parameters one by one.
+            (`skip_nonfinite`, `skip_spikes`, fp16), which needs the old and the new state at once, or for an optimizer
+            that cannot update parameters one by one.
         DeviceError: from `Step.init`, when the device is the host itself, except for a state with a directory; or when
             the disk is full.
     """
