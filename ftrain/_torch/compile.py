@@ -58,6 +58,26 @@ def _uncompiled() -> AbstractContextManager[object]:
     return patched
 
 
+UNLISTED_DRAWS = (
+    "uniform normal_functional exponential cauchy log_normal geometric random randn_like randint_like "
+    "_sample_dirichlet rrelu_with_noise_functional"
+)
+"""Random operations of ATen that torch's own list lacks (2.13), by their names in a graph."""
+
+
+@functools.cache
+def keep_draws_apart() -> None:
+    """Let `torch.compile` draw twice where a loss draws twice, for the rest of the process.
+
+    Torch merges equal operations of a graph that has a gradient, but for those of a list. With operations that the
+    list lacks, a second draw has the numbers of the first: ``torch.normal(mean, std)`` in all layers of one shape.
+    """
+    with private_names():
+        from torch._functorch.compile_utils import rand_ops
+
+        rand_ops += [torch.ops.prims.normal, *(getattr(torch.ops.aten, name) for name in UNLISTED_DRAWS.split())]
+
+
 def guarding_hooks() -> AbstractContextManager[object]:
     """Return a context in which a graph of `torch.compile` is used only for modules with the hooks it was made for.
 
