@@ -78,15 +78,18 @@ def keep_draws_apart() -> None:
         rand_ops += [torch.ops.prims.normal, *(getattr(torch.ops.aten, name) for name in UNLISTED_DRAWS.split())]
 
 
-def guarding_hooks() -> AbstractContextManager[object]:
-    """Return a context in which a graph of `torch.compile` is used only for modules with the hooks it was made for.
+def running_parts() -> AbstractContextManager[object]:
+    """Return a context in which functions of `torch.compile` are called.
 
-    Otherwise a layer with a hook would run the graph of another layer of its class that has none, without the hook.
+    A graph is used only for modules with the hooks it was made for. Otherwise a layer with a hook would run the graph
+    of another layer of its class that has none, without the hook. While another thread captures a graph, a function
+    runs uncompiled, where torch would raise an error.
     """
     with private_names():
         from torch._dynamo import config
 
-        patched: AbstractContextManager[object] = config.patch(skip_nnmodule_hook_guards=False)
+        settings = {"skip_nnmodule_hook_guards": False, "error_on_nested_fx_trace": False}
+        patched: AbstractContextManager[object] = config.patch(settings)
     return patched
 
 

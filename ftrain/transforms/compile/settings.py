@@ -162,7 +162,7 @@ class Compiler:
     @contextmanager
     def in_parts(self) -> Iterator[None]:
         """Context in which what `compile_loss` and `compile_function` have compiled is called."""
-        with self.cache(), torch_compile.guarding_hooks():
+        with self.cache(), torch_compile.running_parts():
             yield
 
     @contextmanager
