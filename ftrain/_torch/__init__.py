@@ -7,6 +7,7 @@ if the import of its module takes seconds (Inductor).
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -228,20 +229,31 @@ class deterministic:  # noqa: N801
     """Context in which operations use their deterministic kernel, if they have one.
 
     As `torch.use_deterministic_algorithms(True, warn_only=True)`, but uninitialized memory is not filled. If that is
-    already on, nothing changes. It is a setting of the process, so it holds in all threads.
+    already on, nothing changes. It is a setting of the process, so it holds in all threads, until the last one leaves.
     """
 
+    _lock = threading.Lock()
+    _entered = 0
+    _fills: bool | None = None  # What to restore; None if it was already on.
+
     def __enter__(self) -> None:
-        self._is_on = torch.are_deterministic_algorithms_enabled()
-        if not self._is_on:
-            self._fills = _fills_memory()
-            _set_deterministic(True, warn_only=True)
-            _set_fills_memory(False)
+        cls = deterministic
+        with cls._lock:
+            cls._entered += 1
+            if cls._entered == 1:
+                is_on = torch.are_deterministic_algorithms_enabled()
+                cls._fills = None if is_on else _fills_memory()
+                if not is_on:
+                    _set_deterministic(True, warn_only=True)
+                    _set_fills_memory(False)
 
     def __exit__(self, *error: object) -> None:
-        if not self._is_on:
-            _set_fills_memory(self._fills)
-            _set_deterministic(False)
+        cls = deterministic
+        with cls._lock:
+            cls._entered -= 1
+            if cls._entered == 0 and cls._fills is not None:
+                _set_fills_memory(cls._fills)
+                _set_deterministic(False)
 
 
 # Autograd

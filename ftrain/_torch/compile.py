@@ -58,15 +58,38 @@ def _uncompiled() -> AbstractContextManager[object]:
     return patched
 
 
-def guarding_hooks() -> AbstractContextManager[object]:
-    """Return a context in which a graph of `torch.compile` is used only for modules with the hooks it was made for.
+UNLISTED_DRAWS = (
+    "uniform normal_functional exponential cauchy log_normal geometric random randn_like randint_like "
+    "_sample_dirichlet rrelu_with_noise_functional"
+)
+"""Random operations of ATen that torch's own list lacks (2.13), by their names in a graph."""
 
-    Otherwise a layer with a hook would run the graph of another layer of its class that has none, without the hook.
+
+@functools.cache
+def keep_draws_apart() -> None:
+    """Let `torch.compile` draw twice where a loss draws twice, for the rest of the process.
+
+    Torch merges equal operations of a graph that has a gradient, but for those of a list. With operations that the
+    list lacks, a second draw has the numbers of the first: ``torch.normal(mean, std)`` in all layers of one shape.
+    """
+    with private_names():
+        from torch._functorch.compile_utils import rand_ops
+
+        rand_ops += [torch.ops.prims.normal, *(getattr(torch.ops.aten, name) for name in UNLISTED_DRAWS.split())]
+
+
+def running_parts() -> AbstractContextManager[object]:
+    """Return a context in which functions of `torch.compile` are called.
+
+    A graph is used only for modules with the hooks it was made for. Otherwise a layer with a hook would run the graph
+    of another layer of its class that has none, without the hook. While another thread captures a graph, a function
+    runs uncompiled, where torch would raise an error.
     """
     with private_names():
         from torch._dynamo import config
 
-        patched: AbstractContextManager[object] = config.patch(skip_nnmodule_hook_guards=False)
+        settings = {"skip_nnmodule_hook_guards": False, "error_on_nested_fx_trace": False}
+        patched: AbstractContextManager[object] = config.patch(settings)
     return patched
 
 

@@ -136,6 +136,7 @@ class Compiler:
 
         @functools.cache
         def compiled_for(device: torch.device) -> Callable[..., Any]:
+            torch_compile.keep_draws_apart()
             options = dict(self.options_for(device)) or None
             return torch.compile(function, backend=self.backend_for(device), options=options, **settings)
 
@@ -161,7 +162,7 @@ class Compiler:
     @contextmanager
     def in_parts(self) -> Iterator[None]:
         """Context in which what `compile_loss` and `compile_function` have compiled is called."""
-        with self.cache(), torch_compile.guarding_hooks():
+        with self.cache(), torch_compile.running_parts():
             yield
 
     @contextmanager

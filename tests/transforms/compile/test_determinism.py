@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_a_user_of_deterministic_algorithms_still_gets_errors_and_not_warnings()
     with backends.get("cpu").deterministic():
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_step_of_another_thread_stays_deterministic_when_one_ends():
+    step_that_ends, other_step = (backends.get("cpu").deterministic() for _ in range(2))
+    with other_step, ThreadPoolExecutor(1) as thread:
+        thread.submit(step_that_ends.__enter__).result()
+    assert torch.are_deterministic_algorithms_enabled()
+    step_that_ends.__exit__(None, None, None)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def devices_that_measure_no_code():

@@ -60,3 +60,29 @@ def test_threads_that_compile_at_once_do_not_disturb_each_other(caplog):
     assert nn.Module.__call__ is original
     messages = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
     assert not [text for text in messages if "split into" in text or "runs eagerly" in text]
+
+
+def test_a_split_step_runs_while_another_thread_captures():
+    is_capturing, has_run = threading.Event(), threading.Event()
+
+    def slow_loss(params, batch):
+        is_capturing.set()
+        has_run.wait(10 * SECONDS)
+        return (params * batch).square().mean()
+
+    def make_step(loss, lowering):
+        return ft.compiled(lowering=lowering, backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
+
+    params, batch = torch.ones(2), torch.ones(2)
+    split = make_step(lambda params, batch: (params * batch).mean(), "split")
+    state, _ = split(split.init(params), batch)
+    captured = make_step(slow_loss, "whole")
+    thread = threading.Thread(target=lambda: captured(captured.init(params), batch))
+    thread.start()
+    is_capturing.wait(10 * SECONDS)
+    try:
+        _, metrics = split(state, batch)
+    finally:
+        has_run.set()
+        thread.join()
+    torch.testing.assert_close(metrics["loss"], torch.tensor(0.95))
