@@ -11,7 +11,7 @@ from torch._dynamo import list_backends, register_backend
 
 import ftrain as ft
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, MissingError, Run, Task
+from bench.tasks import MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
 """The name of the backend that `calls_only` registers."""
@@ -24,7 +24,7 @@ WRAPPERS: Mapping[str, Callable[[], Any]] = {
     'remat("dots")': lambda: ft.remat("dots"),
     "accumulate(2)": lambda: ft.accumulate(2),
     "accumulate(4)": lambda: ft.accumulate(4),
-    "clip(1.0)": lambda: ft.clip(MAX_NORM),
+    "clip(1.0)": lambda: ft.clip(1.0),
     "ema(0.99)": lambda: ft.ema(0.99),
     "skip_nonfinite()": ft.skip_nonfinite,
     "donated()": ft.donated,
@@ -141,7 +141,7 @@ def _composed(task: Task, *outer: Any) -> ft.Step:
     level = task.option("level")
     sharded = [] if level is None else [ft.sharded(ft.parallel.mesh(), level)]
     step = ft.train_step(loss(task), ft.optim.adamw(task.rate))
-    return ft.compose(step, *precision, *inner, ft.clip(MAX_NORM), *sharded, *outer)
+    return ft.compose(step, *precision, *inner, ft.clip(task.max_norm), *sharded, *outer)
 
 
 def make_run(step: ft.Step, task: Task) -> Run:

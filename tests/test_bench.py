@@ -14,17 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim import AdamW
 
-from bench import claims, loss_check, registry, rows, stats, updates
+from bench import claims, loops, loss_check, registry, rows, stats, updates
 from bench.__main__ import main
-from bench.cases import c9, c11
+from bench.cases import c9, c11, c13
 from bench.problems import PROBLEMS, flops
 from bench.race import race
-from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
+from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, PEFT, TRAINERS
 from bench.report import report, write_report
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, is_missing
-from bench.timing import interleaved
+from bench.timing import interleaved, make_racer
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,11 @@ def without_decay(task: Task):
     optimizer = racer._run.__self__
     optimizer.param_groups[0]["weight_decay"] = 0.0
     return racer
+
+
+def slower_to_learn(task: Task):
+    """Make the loop by hand with a learning rate that is 5% too small."""
+    return loops.loop(task, task.loss, make_optimizer=lambda params, **options: AdamW(params, lr=0.95 * task.rate))
 
 
 def broken(task: Task):
@@ -122,6 +128,15 @@ def test_losses_must_agree_within_the_tolerance_of_the_precision():
         loss_check.require_same_losses({"a": [], "b": []}, "fp32")
 
 
+def test_losses_that_hardly_change_must_agree_more_closely():
+    losses = {"a": [11.0, 10.995, 10.99], "b": [11.0, 10.995, 10.99]}
+    assert loss_check.require_same_losses(losses, "bf16") == 0.0
+    with pytest.raises(loss_check.LossMismatchError, match="b computes 11, 11, 11 "):
+        loss_check.require_same_losses({**losses, "b": [11.0] * 3}, "bf16")
+    # An evaluation does not train: its loss changes only by rounding, which says nothing about the tolerance.
+    assert loss_check.require_same_losses({"a": [11.0, 11.000001], "b": [11.0001, 11.0001]}, "fp32") < 1e-4
+
+
 def race_rows(*entrants, problem="mlp"):
     """Race entrants for one step a turn, and return the rows."""
     return race("C1 test", SETTINGS.task(problem), entrants, SETTINGS, steps=1)
@@ -133,6 +148,32 @@ def test_entrants_whose_losses_differ_are_not_timed():
     assert [row.variant for row in failed] == ["all"]
     assert "wrong computes" in failed[0].note
     assert not [row for row in result if row.metric == rows.TIME]
+
+
+@pytest.mark.parametrize("problem", ["null", "leaves 10"])
+def test_an_entrant_with_another_rate_is_found_out_where_a_step_hardly_changes_the_loss(problem):
+    result = race_rows(HAND_EAGER, Entrant("slower", "hand eager", f"{__name__}:slower_to_learn"), problem=problem)
+    assert [row.variant for row in result if row.metric == rows.FAILED] == ["all"]
+
+
+# Trainers and JAX clip by the same code with default and with best options.
+OTHERS = [*registry.HAND[1:], c13.ADAPTED, *(entrant for entrant in TRAINERS if not entrant.best), JAX[0], PEFT]
+
+
+@pytest.mark.parametrize(
+    "entrant", [HAND_EAGER, OURS_EAGER, OURS_COMPILED, *exhaustive(OTHERS)], ids=lambda entrant: entrant.name
+)
+def test_every_entrant_clips(entrant):
+    try:
+        entrant.require()
+    except MissingError as error:
+        pytest.skip(str(error))
+    # A gradient of such a norm is nothing beside the epsilon of AdamW, so nothing is updated.
+    for max_norm, trains in ((1.0, True), (1e-30, False)):
+        racer = make_racer(entrant, dataclasses.replace(SETTINGS.task("gpt128"), max_norm=max_norm))
+        first, second = racer.losses(2)
+        racer.close()
+        assert (first != second) == trains
 
 
 def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():

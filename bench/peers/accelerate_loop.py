@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, Run, Task
+from bench.tasks import Run, Task
 
 
 def make(task: Task) -> Run:
@@ -38,7 +38,7 @@ def make(task: Task) -> Run:
         with accelerator.autocast():
             loss = loss_fn(model)
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        accelerator.clip_grad_norm_(model.parameters(), task.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
