@@ -67,6 +67,8 @@ def drive(task: Task, gate: Gate) -> None:
         weight_decay=0.0,
         max_grad_norm=task.max_norm,
         save_strategy="no",
+        # Else batches of an `IterableDataset` are copied and broadcast, which those of other datasets are not.
+        accelerator_config={"dispatch_batches": False},
         use_cpu=task.device == "cpu",
         bf16=task.precision == "bf16",
         **best,
