@@ -1,4 +1,4 @@
-"""The bench: its statistics, its comparison of losses, its claims and report, and that its cases run."""
+"""The bench: its statistics, its comparison of losses, and that its cases run."""
 
 import csv
 import dataclasses
@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from bench import claims, loops, loss_check, registry, rows, stats, updates
+from bench import loops, loss_check, registry, rows, stats, updates
 from bench.__main__ import main
-from bench.cases import c9, c11, c13
+from bench.cases import c7, c9, c10, c11, c13
 from bench.problems import PROBLEMS, flops
 from bench.race import race
 from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, PEFT, TRAINERS
-from bench.report import report, write_report
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, is_missing
 from bench.timing import interleaved, make_racer
@@ -196,6 +195,31 @@ def test_ranks_have_no_row_of_the_gpu_memory_of_this_process():
     assert rows.MEMORY not in metrics
 
 
+def test_the_losses_of_several_races_are_compared():
+    known: dict[str, list[float]] = {}
+    task = SETTINGS.task("null")
+    alone = race("C1 test", task, [HAND_EAGER], SETTINGS, steps=1, known=known)
+    assert not [row for row in alone if row.variant == "all"]  # Nothing was compared, so no difference is reported.
+    other = Entrant("wrong", "hand eager", f"{__name__}:wrong")
+    result = race("C1 test", task, [other], SETTINGS, steps=1, known=known)
+    assert [(row.variant, row.metric) for row in result] == [("all", rows.FAILED)]
+
+
+def test_a_format_that_loads_other_tensors_is_found_out(monkeypatch, tmp_path):
+    torch_save = c7.FORMATS["torch.save"]
+    zeros = torch_save._replace(load=lambda path, like: {name: torch.zeros_like(leaf) for name, leaf in like.items()})
+    monkeypatch.setitem(c7.FORMATS, "torch.save", zeros)
+    monkeypatch.chdir(tmp_path)
+    result = c7.run(dataclasses.replace(SETTINGS, smoke=True))
+    found = [(row.variant, row.metric) for row in result if row.question in (c7.SAVE, c7.LOAD)]
+    assert found == [("torch.save", rows.FAILED)]
+
+
+def test_a_loader_that_reads_a_sample_twice_is_found_out():
+    batch = {"tokens": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([[2, 3], [4, 5]])}
+    assert not torch.equal(c10._samples([batch]), c10._samples([batch, batch]))
+
+
 def test_only_optional_libraries_can_be_missing():
     assert is_missing(MissingError("no GPU"))
     assert is_missing(ModuleNotFoundError("", name="jax.numpy"))
@@ -239,77 +263,6 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     weights = 12 * 12 * 768**2 + 50257 * 768
     assert flops(model, problem.full) == 4 * 1024 * (6 * weights + 6 * 12 * 768 * 1024)
-
-
-# Rows, claims and report
-
-
-def ratio(question, variant, other, median):
-    """Return a row of the ratio of a variant to another one."""
-    return rows.Row(question, variant, f"{rows.RATIO}{other}", "", median, median, median, median, median, "here")
-
-
-def test_rows_come_back_as_they_were_written(tmp_path):
-    written = [
-        rows.measured("C1 test", "a", rows.TIME, "us", [1.0, 2.0, 3.0], interval=True),
-        rows.unmeasured("C1 test", "b", rows.MISSING, "no\n  such   thing"),
-    ]
-    rows.write(written, tmp_path / "C1.csv")
-    read = rows.read(tmp_path)
-    assert read[0] == written[0]
-    # NaN differs from itself, so it is replaced before the rows are compared.
-    no_nan = {"p20": 0.0, "median": 0.0, "p80": 0.0, "low": 0.0, "high": 0.0}
-    assert dataclasses.replace(read[1], **no_nan) == dataclasses.replace(written[1], **no_nan)
-    assert math.isnan(read[1].median)
-    assert read[1].note == "no such thing"
-
-
-def test_a_run_replaces_the_rows_of_its_questions_and_keeps_those_of_others(tmp_path):
-    quick, full = (rows.measured(name, "a", rows.TIME, "us", [1.0], interval=True) for name in ("C1 test", "C1 long"))
-    rows.write([quick, full, dataclasses.replace(quick, variant="gone")], tmp_path / "C1.csv")
-    again = dataclasses.replace(quick, median=2.0)
-    rows.write([again], tmp_path / "C1.csv")
-    assert rows.read(tmp_path) == [again, full]
-
-
-def test_the_worst_row_decides_a_claim_and_rows_without_a_number_do_not_count():
-    given = [
-        ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 0.90),
-        ratio("C2 GPT", OURS_COMPILED.name, JAX[1].name, 1.02),
-        ratio("C10 other", OURS_COMPILED.name, JAX[1].name, 9.0),
-        rows.unmeasured("C3 GPT", OURS_COMPILED.name, f"{rows.RATIO}{JAX[0].name}", "missing"),
-    ]
-    verdicts = {verdict.claim.text: verdict for verdict in claims.check_claims(given)}
-    jax = verdicts["compiled step / JAX jit"]
-    assert (jax.worst.median, jax.count, jax.result) == (1.02, 2, "limit met")
-    others = {verdict.result for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
-    assert others == {"not measured"}
-
-
-@pytest.mark.parametrize(("median", "result"), [(0.90, "target met"), (0.97, "limit met"), (0.98, "limit missed")])
-def test_a_claim_is_met_up_to_its_limit_and_target(median, result):
-    best = next(entrant for entrant in TRAINERS if entrant.best)
-    given = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
-    text = "compiled step / trainers at their best"
-    assert next(v.result for v in claims.check_claims(given) if v.claim.text == text) == result
-
-
-def test_the_report_shows_machines_claims_figures_and_missing_entrants():
-    given = [
-        ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 1.5),
-        dataclasses.replace(rows.measured("C1 MLP", "loop, eager", rows.TIME, "us", [1234.0]), device="here"),
-        rows.unmeasured("C1 MLP", "Fabric, best", rows.MISSING, "No module named 'lightning'"),
-    ]
-    text = report(given, ["plots/c1-mlp.svg"])
-    assert "| compiled step / JAX jit | 1.05 | 0.95 | 1.5 | 1.5 to 1.5 | limit missed | 1 |" in text
-    assert "| loop, eager | 1,234 | 1,234 | 1,234 |" in text
-    assert "* Fabric, best: missing. No module named 'lightning'" in text
-    assert "| here |" in text
-    assert "![c1-mlp](plots/c1-mlp.svg)" in text
-
-
-def test_a_report_of_no_rows_is_a_report(tmp_path):
-    assert "not measured" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 # The cases

@@ -1,7 +1,7 @@
 """Accelerate: the loop of its documentation.
 
-With `best`, the optimizer is fused and model and loss are compiled. With the option `fused`, the optimizer is fused, and
-on many ranks DDP has its best options (`bench.data_parallel.ddp`).
+With `best`, the optimizer is fused, model and loss are compiled, and on many ranks DDP has its best options. With the
+option `fused` the same without compilation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def make(task: Task) -> Run:
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=fused, static_graph=fused)
     accelerator = Accelerator(mixed_precision=precision, cpu=task.device == "cpu", kwargs_handlers=[options])
     module, batch = task.model(), task.batch()
-    model, optimizer = accelerator.prepare(module, task.adamw(module.parameters(), **({"fused": True} if fused else {})))
+    model, optimizer = accelerator.prepare(
+        module, task.adamw(module.parameters(), **({"fused": True} if fused else {}))
+    )
 
     # A function of its own: Dynamo limits the number of recompiles per function.
     def loss_of(model: Any) -> Tensor:
