@@ -16,11 +16,15 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from bench import loops, loss_check, registry, rows, stats, updates
+import bench.__main__
+from bench import evaluation, loops, loss_check, registry, rows, stats, updates
 from bench.__main__ import main
 from bench.cases import c7, c9, c10, c11, c13
+from bench.gate import ClosedError
+from bench.memory import Peak
+from bench.peers import accelerate_loop
 from bench.problems import PROBLEMS, flops
-from bench.race import race
+from bench.race import memory_rows, race
 from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, PEFT, TRAINERS
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, is_missing
@@ -227,9 +231,13 @@ def test_only_optional_libraries_can_be_missing():
     assert not is_missing(ImportError("cannot import name", name="jax"))
 
 
-def test_a_correct_update_is_timed():
-    result = race("C8 test", SETTINGS.task("update 148"), [registry.OURS_UPDATE, registry.TORCH], SETTINGS, steps=1)
-    assert {row.variant for row in result if row.metric == rows.TIME} == {"ftrain update, eager", registry.TORCH.name}
+@pytest.mark.parametrize(("name", "other"), [("adamw", registry.TORCH), ("lion", registry.OPTIMIZERS["lion_pytorch"])])
+def test_a_correct_update_is_timed(name, other):
+    if other.required_libraries:
+        pytest.importorskip(other.required_libraries[0])
+    task = SETTINGS.task("update 148").with_options(optimizer=name)
+    result = race("C8 test", task, [registry.OURS_UPDATE, other], SETTINGS, steps=1)
+    assert {row.variant for row in result if row.metric == rows.TIME} == {"ftrain update, eager", other.name}
     assert not [row for row in result if row.metric == rows.FAILED]
 
 
@@ -265,6 +273,67 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
     assert flops(model, problem.full) == 4 * 1024 * (6 * weights + 6 * 12 * 768 * 1024)
 
 
+# What peers must have
+
+
+def test_batches_of_the_trainer_are_not_broadcast(monkeypatch, tmp_path):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    hf_trainer = pytest.importorskip("bench.peers.hf_trainer")
+    monkeypatch.setattr(data_loader, "DataLoaderDispatcher", broken)
+    monkeypatch.chdir(tmp_path)
+    task, recorded = SETTINGS.task("mlp"), []
+
+    def batches():
+        yield from [task.batch()] * 3
+        raise ClosedError
+
+    gate = SimpleNamespace(record=recorded.append)
+    monkeypatch.setattr(hf_trainer.GateDataset, "__iter__", lambda self: batches())
+    with pytest.raises(ClosedError):
+        hf_trainer.drive(task, gate)
+    assert len(recorded) >= 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_accelerate_gives_ddp_the_options_of_the_entrant(fused, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    given = []
+
+    class Recording(accelerate.Accelerator):
+        def __init__(self, *args, **options):
+            given.extend(options["kwargs_handlers"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(accelerate, "Accelerator", Recording)
+    accelerate_loop.make(SETTINGS.task("null").with_options(fused=fused))
+    (options,) = given
+    assert (options.gradient_as_bucket_view, options.static_graph) == (fused, fused)
+
+
+def test_the_loop_that_evaluates_runs_in_inference_mode(monkeypatch):
+    modes = []
+    monkeypatch.setattr(
+        Task, "loss", lambda *_: (modes.append(torch.is_inference_mode_enabled()), torch.tensor(1.0))[1]
+    )
+    assert evaluation.by_hand(SETTINGS.task("null"))() == 1.0
+    assert modes == [True] * evaluation.BATCHES
+
+
+def test_all_processes_run_on_as_many_cores_as_they_have_threads(monkeypatch):
+    limits = []
+    monkeypatch.setattr(bench.__main__, "_limit_cores", limits.append)
+    monkeypatch.setattr(bench.__main__, "_run", lambda *_: False)
+    monkeypatch.setattr(bench.__main__, "_report", lambda *_: None)
+    assert main(["--tiny", "--case", "C1"]) == 0
+    assert limits == [torch.get_num_threads()]
+
+
+def test_ratios_of_memory_are_in_the_order_of_the_entrants():
+    entrants = [Entrant(name, "hand eager", "") for name in "abcdefgh"]
+    result = memory_rows("C2 test", SETTINGS.task("null"), entrants, SETTINGS, lambda *_: Peak(2.0, 1.0))
+    assert [row.variant for row in result if row.metric == f"{rows.MEMORY}, ratio to a"] == [*"bcdefgh"]
+
+
 # The cases
 
 
@@ -272,7 +341,7 @@ def smoke_options(folder, *cases):
     return ["--smoke", "--no-peers", "--out", str(folder), "--case", *cases]
 
 
-def bench(folder, *cases):
+def run_bench(folder, *cases):
     """Run the bench as a user does, in a process with one thread, and return its rows as dicts."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "bench", *smoke_options(folder, *cases)]
@@ -302,7 +371,7 @@ def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
-    result = bench(tmp_path, "C11")
+    result = run_bench(tmp_path, "C11")
     timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
     missing = {row["variant"] for row in result if row["metric"] == rows.MISSING}
     entrants = {*c11.PEERS, *map(c11.ours, (0, 1, 3)), c11.COMPILED}
@@ -313,7 +382,7 @@ def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
-    result = bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13", "C14")
+    result = run_bench(tmp_path, "C1", "C4", "C5", "C6", "C8", "C9", "C10", "C12", "C13", "C14")
     timed = {row["variant"] for row in result if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
     assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKE_QUESTIONS} <= timed
