@@ -94,7 +94,8 @@ def _machines(rows: Sequence[Row]) -> str:
 def _claims(verdicts: Sequence[Verdict]) -> str:
     text = (
         "Each claim has a limit and a target. It counts rows of the cases in the column of rows; the worst of them "
-        "decides, not a mean. Less is better. No claim counts rows of a GPU.\n\n"
+        "decides, not a mean, and its median decides also where the limit is within its interval. Less is better. No "
+        "claim counts rows of a GPU.\n\n"
     )
     head = ("claim", "limit", "target", "measured", "95%", "result", "rows", "worst row")
     text += markdown_table(head, [_claim_cells(verdict) for verdict in verdicts])
