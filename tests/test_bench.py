@@ -276,6 +276,12 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
 # What peers must have
 
 
+def test_the_versions_of_all_peers_are_pinned():
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()}
+    peers = (ROOT / "bench/peers.txt").read_text(encoding="utf-8").splitlines()[1:]
+    assert {line.partition(">=")[0] for line in peers} <= pinned
+
+
 def test_batches_of_the_trainer_are_not_broadcast(monkeypatch, tmp_path):
     data_loader = pytest.importorskip("accelerate.data_loader")
     hf_trainer = pytest.importorskip("bench.peers.hf_trainer")
