@@ -16,19 +16,16 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-import bench.__main__
-from bench import evaluation, loops, loss_check, registry, rows, stats, updates
+from bench import loops, loss_check, registry, rows, stats, updates
 from bench.__main__ import main
-from bench.cases import c7, c9, c10, c11, c13
-from bench.gate import ClosedError
+from bench.cases import c7, c9, c10, c11
 from bench.memory import Peak
-from bench.peers import accelerate_loop
 from bench.problems import PROBLEMS, flops
 from bench.race import memory_rows, race
-from bench.registry import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, PEFT, TRAINERS
+from bench.registry import HAND_EAGER, OURS_COMPILED, OURS_EAGER
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, is_missing
-from bench.timing import interleaved, make_racer
+from bench.timing import interleaved
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -159,26 +156,6 @@ def test_an_entrant_with_another_rate_is_found_out_where_a_step_hardly_changes_t
     assert [row.variant for row in result if row.metric == rows.FAILED] == ["all"]
 
 
-# Trainers and JAX clip by the same code with default and with best options.
-OTHERS = [*registry.HAND[1:], c13.ADAPTED, *(entrant for entrant in TRAINERS if not entrant.best), JAX[0], PEFT]
-
-
-@pytest.mark.parametrize(
-    "entrant", [HAND_EAGER, OURS_EAGER, OURS_COMPILED, *exhaustive(OTHERS)], ids=lambda entrant: entrant.name
-)
-def test_every_entrant_clips(entrant):
-    try:
-        entrant.require()
-    except MissingError as error:
-        pytest.skip(str(error))
-    # A gradient of such a norm is nothing beside the epsilon of AdamW, so nothing is updated.
-    for max_norm, trains in ((1.0, True), (1e-30, False)):
-        racer = make_racer(entrant, dataclasses.replace(SETTINGS.task("gpt128"), max_norm=max_norm))
-        first, second = racer.losses(2)
-        racer.close()
-        assert (first != second) == trains
-
-
 def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
     names = ("broken", "without_its_library")
     result = race_rows(HAND_EAGER, *(Entrant(name, "trainer", f"{__name__}:{name}") for name in names))
@@ -222,6 +199,12 @@ def test_a_format_that_loads_other_tensors_is_found_out(monkeypatch, tmp_path):
 def test_a_loader_that_reads_a_sample_twice_is_found_out():
     batch = {"tokens": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([[2, 3], [4, 5]])}
     assert not torch.equal(c10._samples([batch]), c10._samples([batch, batch]))
+
+
+def test_ratios_of_memory_are_in_the_order_of_the_entrants():
+    entrants = [Entrant(name, "hand eager", "") for name in "abcdefgh"]
+    result = memory_rows("C2 test", SETTINGS.task("null"), entrants, SETTINGS, lambda *_: Peak(2.0, 1.0))
+    assert [row.variant for row in result if row.metric == f"{rows.MEMORY}, ratio to a"] == [*"bcdefgh"]
 
 
 def test_only_optional_libraries_can_be_missing():
@@ -271,73 +254,6 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     weights = 12 * 12 * 768**2 + 50257 * 768
     assert flops(model, problem.full) == 4 * 1024 * (6 * weights + 6 * 12 * 768 * 1024)
-
-
-# What peers must have
-
-
-def test_the_versions_of_all_peers_are_pinned():
-    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()}
-    peers = (ROOT / "bench/peers.txt").read_text(encoding="utf-8").splitlines()[1:]
-    assert {line.partition(">=")[0] for line in peers} <= pinned
-
-
-def test_batches_of_the_trainer_are_not_broadcast(monkeypatch, tmp_path):
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    hf_trainer = pytest.importorskip("bench.peers.hf_trainer")
-    monkeypatch.setattr(data_loader, "DataLoaderDispatcher", broken)
-    monkeypatch.chdir(tmp_path)
-    task, recorded = SETTINGS.task("mlp"), []
-
-    def batches():
-        yield from [task.batch()] * 3
-        raise ClosedError
-
-    gate = SimpleNamespace(record=recorded.append)
-    monkeypatch.setattr(hf_trainer.GateDataset, "__iter__", lambda self: batches())
-    with pytest.raises(ClosedError):
-        hf_trainer.drive(task, gate)
-    assert len(recorded) >= 2
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_accelerate_gives_ddp_the_options_of_the_entrant(fused, monkeypatch):
-    accelerate = pytest.importorskip("accelerate")
-    given = []
-
-    class Recording(accelerate.Accelerator):
-        def __init__(self, *args, **options):
-            given.extend(options["kwargs_handlers"])
-            super().__init__(*args, **options)
-
-    monkeypatch.setattr(accelerate, "Accelerator", Recording)
-    accelerate_loop.make(SETTINGS.task("null").with_options(fused=fused))
-    (options,) = given
-    assert (options.gradient_as_bucket_view, options.static_graph) == (fused, fused)
-
-
-def test_the_loop_that_evaluates_runs_in_inference_mode(monkeypatch):
-    modes = []
-    monkeypatch.setattr(
-        Task, "loss", lambda *_: (modes.append(torch.is_inference_mode_enabled()), torch.tensor(1.0))[1]
-    )
-    assert evaluation.by_hand(SETTINGS.task("null"))() == 1.0
-    assert modes == [True] * evaluation.BATCHES
-
-
-def test_all_processes_run_on_as_many_cores_as_they_have_threads(monkeypatch):
-    limits = []
-    monkeypatch.setattr(bench.__main__, "_limit_cores", limits.append)
-    monkeypatch.setattr(bench.__main__, "_run", lambda *_: False)
-    monkeypatch.setattr(bench.__main__, "_report", lambda *_: None)
-    assert main(["--tiny", "--case", "C1"]) == 0
-    assert limits == [torch.get_num_threads()]
-
-
-def test_ratios_of_memory_are_in_the_order_of_the_entrants():
-    entrants = [Entrant(name, "hand eager", "") for name in "abcdefgh"]
-    result = memory_rows("C2 test", SETTINGS.task("null"), entrants, SETTINGS, lambda *_: Peak(2.0, 1.0))
-    assert [row.variant for row in result if row.metric == f"{rows.MEMORY}, ratio to a"] == [*"bcdefgh"]
 
 
 # The cases
