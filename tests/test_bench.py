@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import doctest
+import importlib
 import math
 import os
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from torch.optim import AdamW
 
 from bench import loops, loss_check, registry, rows, stats, updates
-from bench.__main__ import main
+from bench.__main__ import CPU, GPU, main
 from bench.cases import c7, c9, c10, c11
 from bench.memory import Peak
 from bench.problems import PROBLEMS, flops
@@ -257,6 +258,27 @@ def test_flops_are_six_for_each_weight_and_token_and_those_of_attention():
 
 
 # The cases
+
+RACES = [name for name in (*CPU, *GPU) if name not in ("C7", "C10", "G0", "G6")]
+"""The cases that call `race` themselves."""
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", RACES)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Of ZeroRedundancyOptimizer.
+def test_each_case_asks_its_questions_of_entrants_that_exist(name, full, monkeypatch):
+    case, asked = importlib.import_module({**CPU, **GPU}[name]), []
+
+    def record(question, task, entrants, *_, **options):
+        asked.extend(entrants)
+        return []
+
+    for function in ("race", "memory_rows"):
+        monkeypatch.setattr(case, function, record, raising=False)
+    monkeypatch.setattr(case, "compile_rows", lambda *_: [], raising=False)
+    case.run(dataclasses.replace(SETTINGS, full=full))
+    assert asked
+    assert all(callable(entrant.load()) for entrant in asked)
 
 
 def smoke_options(folder, *cases):
