@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.report:
         _report(options.out or RESULTS)
         return 0
+    if not options.smoke:
+        _limit_cores(torch.get_num_threads())
     settings = _settings(options)
     cases = _selected_cases(options)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
@@ -41,6 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
         failed = _run(cases, settings, folder)
         _report(folder)
     return int(failed)
+
+
+def _limit_cores(count: int) -> None:
+    """Let this process and its children run on so many cores only.
+
+    JAX starts a thread for each core, and has no setting for their number; and no entrant may have more cores than
+    another.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def _run(cases: dict[str, str], settings: Settings, folder: Path) -> bool:

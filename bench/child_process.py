@@ -47,21 +47,12 @@ class ChildProcess:
             target: the function. It is called with the child's end of the pipe, then with the arguments.
             arguments: its arguments, which must pickle.
             environment: more environment variables of the process.
-            threads: number of threads of torch, which may run on any core. Default: as many threads as in the parent,
-                on as many cores.
+            threads: number of threads of torch. Default: as many as in the parent.
         """
         parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        limit_cores = threads is None
-        main_arguments = (
-            target,
-            child_end,
-            self._folder.name,
-            threads or torch.get_num_threads(),
-            limit_cores,
-            arguments,
-        )
+        main_arguments = (target, child_end, self._folder.name, threads or torch.get_num_threads(), arguments)
         self._process = context.Process(target=_child_main, args=main_arguments, daemon=True)
         # Set in the parent while it starts the child: libraries read them at import, before any function of the child.
         with mock.patch.dict(os.environ, {**ENVIRONMENT, **(environment or {})}):
@@ -110,25 +101,14 @@ class ChildProcess:
 
 
 def _child_main(
-    target: Callable[..., None],
-    pipe: Connection,
-    folder: str,
-    threads: int,
-    limit_cores: bool,
-    arguments: tuple[Any, ...],
+    target: Callable[..., None], pipe: Connection, folder: str, threads: int, arguments: tuple[Any, ...]
 ) -> None:
-    """Run `target` in the child, in a temporary working directory; discard its output and send its error to the parent.
-
-    With `limit_cores`, the process may use only as many cores as it has threads.
-    """
+    """Run `target` in the child, in a temporary directory; discard its output, and send its error to the parent."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
     os.chdir(folder)
     torch.set_num_threads(threads)
-    if limit_cores and hasattr(os, "sched_setaffinity"):
-        # JAX starts a thread for each core that the process may use, and has no setting for their number.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     try:
         target(pipe, *arguments)
     except ClosedError:

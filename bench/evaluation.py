@@ -14,16 +14,23 @@ BATCHES = 8
 
 
 def by_hand(task: Task) -> Run:
-    """Prepare a loop that computes the mean loss of all examples; with the option `compile` the model is compiled."""
+    """Prepare a loop that computes the mean loss of all examples.
+
+    With the option ``compile="model"`` the model is compiled, with ``compile="loss"`` model and loss.
+    """
     model, batch = task.model().eval(), task.batch()
-    forward = torch.compile(model, backend=task.backend) if task.option("compile") else model
+    compiled, forward, loss_fn = task.option("compile"), model, task.loss
+    if compiled == "model":
+        forward = torch.compile(model, backend=task.backend)
+    elif compiled == "loss":
+        loss_fn = torch.compile(lambda model, batch: task.loss(model, batch), backend=task.backend)
     examples = len(batch["x"])
 
     def run() -> Tensor:
         total, count = torch.zeros((), dtype=torch.float64), 0
-        with torch.no_grad():
+        with torch.inference_mode():
             for _ in range(BATCHES):
-                total += task.loss(forward, batch) * examples
+                total += loss_fn(forward, batch) * examples
                 count += examples
         return total / count
 

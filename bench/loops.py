@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.tasks import MAX_NORM, MissingError, Run, Task
+from bench.tasks import MissingError, Run, Task
 
 
 def eager(task: Task) -> Run:
@@ -69,7 +69,7 @@ def compiled_update(task: Task) -> Run:
 
     @torch.compile(backend=task.backend)
     def update() -> None:
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(params, task.max_norm)
         optimizer.step()
 
     def run() -> Tensor:
@@ -91,21 +91,22 @@ def graphed(task: Task) -> Run:
     if not task.device.startswith("cuda"):
         raise MissingError("CUDA graphs need a CUDA device")
     model, batch = task.model(), task.batch()
-    optimizer = task.adamw(model.parameters(), fused=True, capturable=True)
+    params = list(model.parameters())
+    optimizer = task.adamw(params, fused=True, capturable=True)
     loss_fn = torch.compile(task.loss, backend=task.backend) if task.best else task.loss
 
     def iteration() -> Tensor:
         loss = loss_fn(model, batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(params, task.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         return loss.detach()
 
-    return _captured(iteration, [*model.parameters()], optimizer)
+    return _captured(iteration, params, optimizer)
 
 
-def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: torch.optim.Optimizer) -> Run:
+def _captured(iteration: Callable[[], Tensor], params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> Run:
     """Capture an iteration and return its replay. Parameters and optimizer state are as before the warm-up."""
     # torch's recipe warms up on a side stream. The warm-up trains, so the parameters are saved and restored.
     saved = [param.detach().clone() for param in params]
@@ -152,13 +153,15 @@ def loop(
     """
     model, batch = task.model(), task.batch()
     forward = wrap(model) if wrap else model
-    optimizer = (make_optimizer or task.adamw)(model.parameters(), fused=True)
+    # Listed once: finding the parameters of a model in each step takes milliseconds if there are thousands.
+    params = list(model.parameters())
+    optimizer = (make_optimizer or task.adamw)(params, fused=True)
 
     def run() -> Tensor:
         loss = loss_fn(forward, batch)
         loss.backward()
         if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(params, task.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,22 +13,30 @@ from torch._dynamo import list_backends, register_backend
 
 import ftrain as ft
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, MissingError, Run, Task
+from bench.tasks import MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
 """The name of the backend that `calls_only` registers."""
 RANK = 8
 """The rank of adapters."""
+MICROBATCHES, BUDGET, RHO = 4, 0.5, 0.05
+"""Options of techniques, which the same techniques by hand have as well (`bench.techniques`)."""
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
     'with_amp("auto")': ft.with_amp,
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
     "remat()": ft.remat,
     'remat("dots")': lambda: ft.remat("dots"),
     "accumulate(2)": lambda: ft.accumulate(2),
-    "accumulate(4)": lambda: ft.accumulate(4),
-    "clip(1.0)": lambda: ft.clip(MAX_NORM),
+    "remat(budget=0.3)": lambda: ft.remat(budget=0.3),
+    "remat(budget=0.5)": lambda: ft.remat(budget=BUDGET),
+    "accumulate(4)": lambda: ft.accumulate(MICROBATCHES),
+    "clip(1.0)": lambda: ft.clip(1.0),
     "ema(0.99)": lambda: ft.ema(0.99),
     "skip_nonfinite()": ft.skip_nonfinite,
+    "sam()": lambda: ft.sam(RHO),
+    "update_in_backward()": ft.update_in_backward,
+    'offload("opt_state", directory)': lambda: ft.offload("opt_state", directory=folder().name),
+    'offload("activations")': lambda: ft.offload("activations"),
     "donated()": ft.donated,
 }
 
@@ -55,11 +65,26 @@ def step_of(task: Task) -> ft.Step:
     return _composed(task, *([ft.donated()] if donate else []))
 
 
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder on the disk of the working directory, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="bench-", dir=".")
+
+
 def wrapped(task: Task) -> Run:
-    """Prepare the step with the wrappers of the option `wrappers`, and no others."""
+    """Prepare the step of `wrapped_step`."""
+    return make_run(wrapped_step(task), task)
+
+
+def wrapped_step(task: Task) -> ft.Step:
+    """Return the step with the wrappers of the option `wrappers`, and no others; ``split`` compiles two graphs."""
     names = task.option("wrappers", ())
-    wrappers = [compile_wrapper(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
-    return make_run(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *wrappers), task)
+    compiled = {"compiled()": task, "split": task.with_options(lowering="split")}
+    wrappers = [
+        compile_wrapper(compiled[name], donate="donated()" in names) if name in compiled else WRAPPERS[name]()
+        for name in names
+    ]
+    return ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *wrappers)  # type: ignore[no-any-return]
 
 
 def rematerialised(task: Task) -> Run:
@@ -141,7 +166,7 @@ def _composed(task: Task, *outer: Any) -> ft.Step:
     level = task.option("level")
     sharded = [] if level is None else [ft.sharded(ft.parallel.mesh(), level)]
     step = ft.train_step(loss(task), ft.optim.adamw(task.rate))
-    return ft.compose(step, *precision, *inner, ft.clip(MAX_NORM), *sharded, *outer)
+    return ft.compose(step, *precision, *inner, ft.clip(task.max_norm), *sharded, *outer)
 
 
 def make_run(step: ft.Step, task: Task) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -33,6 +32,7 @@ def race(
     tolerance: str = "",
     make: Callable[[Entrant, Task], Racer] = make_racer,
     added: Iterable[tuple[Entrant, Entrant]] = (),
+    known: dict[str, list[float]] | None = None,
 ) -> list[Row]:
     """Time entrants in turns and return the rows.
 
@@ -49,9 +49,10 @@ def race(
         tolerance: the precision whose tolerance applies to the losses. Default: that of the task.
         make: makes an entrant ready to be timed.
         added: pairs of entrants. For each pair there is a row of the time of the first minus that of the second.
+        known: the losses of entrants of earlier races on the same task, by name; those of this race are added.
     """
     print(question, flush=True)
-    race_of_question = _Race(question, task, settings)
+    race_of_question = _Race(question, task, settings, {} if known is None else known)
     try:
         race_of_question.prepare(entrants, compared, make)
         times = race_of_question.time(settings.scaled_rounds(fraction), steps, tolerance or task.precision)
@@ -65,11 +66,11 @@ def race(
 class _Race:
     """One question: its entrants that are ready to be timed, their first losses, and the rows so far."""
 
-    def __init__(self, question: str, task: Task, settings: Settings) -> None:
+    def __init__(self, question: str, task: Task, settings: Settings, losses: dict[str, list[float]]) -> None:
         self.question, self.task, self.settings = question, task, settings
         self.rows: list[Row] = []
         self._racers: dict[str, Racer] = {}
-        self._losses: dict[str, list[float]] = {}
+        self._losses = losses
         self._categories: dict[str, str] = {}
         if settings.torch_device.type == "cuda":
             # The loops by hand need this global setting; ftrain sets the precision within its own step.
@@ -104,7 +105,8 @@ class _Race:
         except LossMismatchError as error:
             self.rows.append(unmeasured(self.question, "all", FAILED, str(error)))
             return {}
-        self.rows.append(measured(self.question, "all", "largest difference of losses", "", [difference]))
+        if len(self._losses) > 1:
+            self.rows.append(measured(self.question, "all", "largest difference of losses", "", [difference]))
         try:
             times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
         except Exception as error:
@@ -137,15 +139,12 @@ class _Race:
         in_this_process = make is make_racer and not entrant.own_process
         measures_memory = self.settings.torch_device.type == "cuda" and in_this_process
         bytes_before = torch.cuda.memory_allocated() if measures_memory else 0
-        start = time.perf_counter()
         if measures_memory:
             # Reset before a CUDA graph is captured: its replays allocate nothing, so they would not count.
             torch.cuda.reset_peak_memory_stats()
         racer = make(entrant, self.task)
         try:
             losses = racer.losses(compared)
-            seconds = time.perf_counter() - start
-            self.rows.append(measured(self.question, entrant.name, "time to get ready", "s", [seconds]))
             if measures_memory:
                 racer.turn(2)
                 megabytes = (torch.cuda.max_memory_allocated() - bytes_before) / 1e6
@@ -222,7 +221,9 @@ def memory_rows(
         rows.append(measured(question, entrant.name, WITHIN, "MB", [peaks[entrant.name].within_step / 1e6]))
     if base not in peaks:
         return rows
-    for name in peaks.keys() - {base}:
+    for name in peaks:
+        if name == base:
+            continue
         for metric, bytes_held, base_bytes in zip((MEMORY, WITHIN), peaks[name], peaks[base], strict=True):
             # A tiny problem may need less than a page of memory, which is measured as zero or less.
             if bytes_held > 0 and base_bytes > 0:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.cases import c9, c11
 from bench.claims import ON_RANKS, Verdict, check_claims, times
 from bench.plots import plot
+from bench.registry import ADAMW
 from bench.rows import FAILED, MISSING, RATIO, SKIPPED, TIME, Row, read
 
 PARALLEL_PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
@@ -15,12 +17,20 @@ BEGIN, END = "<!-- written by python -m bench -->", "<!-- end of what is written
 WITHOUT_NUMBER = (MISSING, FAILED, SKIPPED)
 INTRODUCTION = """# Bench
 
-`python -m bench` writes this page from the rows in `bench/results`; nothing in it is written by hand. A ratio is the
-time of ftrain divided by that of the other entrant: below 1, ftrain is faster. It is the median of the ratios of all
-rounds, with its 95% bootstrap interval. The interval covers the noise within one run; other runs and machines differ by
-more. Before the entrants of a question are timed, the losses of their first steps are compared. If they differ, none is
+`python -m bench` writes this page from the rows in `bench/results`. Only the notes below the claims are written by hand
+(`bench/claims.py`); they also name figures of runs whose rows are not stored.
+
+A ratio is the time of ftrain divided by that of the other entrant: below 1, ftrain is faster. It is the median of the
+ratios of all rounds, with its 95% bootstrap interval. The interval covers the noise within one run; other runs and
+machines differ by more. Some questions have only five or six rounds, of which the interval is nearly the whole range.
+Before the entrants of a question are timed, the losses of their first steps are compared. If they differ, none is
 timed.
+
+The rows of a question are of one run, on the machine and the commit that are named below its title; a later commit may
+be faster or slower. A plus after a commit means that files differed from it.
 """
+OTHER_WORK = {ADAMW.name, c11.ALONE.name, c11.BOUND.name, c9.KEEPING_ALL.name, "checkpoint.save, no fsync"}
+"""Entrants that do other or less work than those of ftrain, and only show what the rest of it costs."""
 
 
 def write_report(folder: Path) -> Path:
@@ -50,7 +60,7 @@ def fill_claims(page: str, rows: Sequence[Row]) -> str:
 
 def report(rows: Sequence[Row], plots: Sequence[str] = ()) -> str:
     """Return the text of the report: machines, claims, and for each question its times and other figures."""
-    parts = [INTRODUCTION, "## Machines\n", _machines(rows), "## Claims\n", _claims(check_claims(rows))]
+    parts = [INTRODUCTION, "## Machines\n", _machines(rows), "## Claims\n", _claims(check_claims(rows)), _faster(rows)]
     parts += [_question(rows, question) for question in dict.fromkeys(row.question for row in rows)]
     if plots:
         parts += ["## Plots\n", "\n".join(f"![{Path(name).stem}]({name})" for name in plots), ""]
@@ -83,8 +93,9 @@ def _machines(rows: Sequence[Row]) -> str:
 
 def _claims(verdicts: Sequence[Verdict]) -> str:
     text = (
-        "Each claim has a limit and a target. The worst row of all cases and entrants decides, not a mean; less is "
-        "better.\n\n"
+        "Each claim has a limit and a target. It counts rows of the cases in the column of rows; the worst of them "
+        "decides, not a mean, and its median decides also where the limit is within its interval. Less is better. No "
+        "claim counts rows of a GPU.\n\n"
     )
     head = ("claim", "limit", "target", "measured", "95%", "result", "rows", "worst row")
     text += markdown_table(head, [_claim_cells(verdict) for verdict in verdicts])
@@ -110,9 +121,32 @@ def _claim_cells(verdict: Verdict) -> tuple[str, ...]:
         format_number(worst.median),
         _interval(worst),
         verdict.result,
-        str(verdict.count),
+        f"{len(verdict.rows)} of {verdict.cases}",
         f"{worst.question}: {worst.variant}, {worst.metric}; {worst.device}",
     )
+
+
+def _faster(rows: Sequence[Row]) -> str:
+    """Return the section of the entrants that are faster than each entrant of ftrain that took turns with them."""
+    # Only entrants of ftrain, and loops that are controls, have ratios.
+    ratios = [row for row in rows if row.metric.startswith(RATIO) and not row.variant.startswith("loop,")]
+    ours = {(row.question, row.variant) for row in ratios}
+    fastest: dict[tuple[str, str], Row] = {}
+    for row in ratios:
+        key = row.question, row.metric.removeprefix(RATIO)
+        if key not in ours and key[1] not in OTHER_WORK and (key not in fastest or row.median < fastest[key].median):
+            fastest[key] = row
+    lines = [
+        (question, other, row.variant, format_number(row.median), _interval(row), row.device)
+        for (question, other), row in fastest.items()
+        if row.median > 1
+    ]
+    text = (
+        "## Where others are faster\n\nEntrants that are faster than each entrant of ftrain that took turns with them, "
+    )
+    text += "on a CPU or a GPU.\n\n"
+    head = ("question", "faster", "the fastest of ftrain", "ratio", "95%", "machine")
+    return text + markdown_table(head, lines)
 
 
 def _interval(row: Row) -> str:

@@ -45,6 +45,7 @@ class Row:
         torch: the version of torch.
         commit: the commit of ftrain.
         note: a remark, or the reason why there is no number.
+        rounds: how many measurements the figures are of; empty in rows of older versions.
     """
 
     question: str
@@ -60,6 +61,7 @@ class Row:
     torch: str = ""
     commit: str = ""
     note: str = ""
+    rounds: str = ""
 
 
 def measured(
@@ -74,7 +76,8 @@ def measured(
 ) -> Row:
     """Return the row of a list of measurements; with `interval`, also the confidence interval of their median."""
     bounds = bootstrap(values)._asdict() if interval else {}
-    return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds, note=note)
+    figures = {**spread(values)._asdict(), **bounds}
+    return Row(question, variant, metric, unit, **figures, rounds=str(len(values)), note=note)
 
 
 def unmeasured(question: str, variant: str, metric: str, note: str) -> Row:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from bench.problems import PROBLEMS, Batch, Problem, Sizes, criterion
 
-MAX_NORM = 1.0
-
 Run = Callable[[], Tensor]
 """Makes one more step and returns its loss, without waiting for the device."""
 
@@ -42,6 +40,7 @@ class Task:
         tiny: whether to use the tiny sizes of the problem.
         backend: the backend of `torch.compile` and `ft.compiled`.
         best: whether the entrant uses its fastest options.
+        max_norm: the norm to which gradients are clipped.
         options: pairs of name and value, which the code of an entrant reads.
     """
 
@@ -51,6 +50,7 @@ class Task:
     tiny: bool = False
     backend: str = "inductor"
     best: bool = False
+    max_norm: float = 1.0
     options: tuple[tuple[str, Any], ...] = ()
 
     @property

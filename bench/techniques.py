@@ -1,11 +1,10 @@
-"""Techniques that save memory, and `sam`: by hand with torch, and as wrappers of ftrain; all without clipping."""
+"""Techniques that save memory, and `sam`, by hand with torch and without clipping."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,15 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import ftrain as ft
 from bench.loops import loop
-from bench.ours import make_run
-from bench.problems import criterion
+from bench.ours import BUDGET, MICROBATCHES, RHO, folder
 from bench.tasks import Run, Task
 
-MICROBATCHES = 4
-BUDGET = 0.5
-RHO = 0.05
 aten = torch.ops.aten
 # The operations whose outputs `remat("dots")` keeps, as torch's selective checkpointing names them.
 PRODUCTS = (
@@ -32,38 +26,6 @@ PRODUCTS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 )
-
-OURS: Mapping[str, Callable[[str], Any]] = {
-    "remat()": lambda folder: ft.remat(),
-    'remat("dots")': lambda folder: ft.remat("dots"),
-    "remat(budget=0.3)": lambda folder: ft.remat(budget=0.3),
-    "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
-    "accumulate(4)": lambda folder: ft.accumulate(MICROBATCHES),
-    "sam()": lambda folder: ft.sam(RHO),
-    "update_in_backward()": lambda folder: ft.update_in_backward(),
-    'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
-    'offload("activations")': lambda folder: ft.offload("activations"),
-    "compiled()": lambda folder: ft.compiled(donate=True),
-    "split": lambda folder: ft.compiled(lowering="split", donate=True),
-}
-
-
-def ours(task: Task) -> Run:
-    """Prepare the step of `step_of`."""
-    return make_run(step_of(task), task)
-
-
-def step_of(task: Task) -> ft.Step:
-    """Return the donated step with the wrappers of the option `wrappers`."""
-    wrappers = [OURS[name](_folder().name) for name in task.option("wrappers", ())]
-    step = ft.train_step(ft.from_module(task.model(), criterion), ft.optim.adamw(task.rate))
-    return ft.compose(step, *wrappers, ft.donated())  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder on the disk of the working directory, which is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="bench-", dir=".")
 
 
 def keep_all(task: Task) -> Run:
@@ -191,7 +153,7 @@ def mapped(task: Task) -> Run:
     """Prepare the loop with the fused AdamW, whose moments are memory-mapped files."""
 
     def moment(name: str, param: Tensor) -> Tensor:
-        return torch.from_file(f"{_folder().name}/{name}", shared=True, size=param.numel()).view(param.shape)
+        return torch.from_file(f"{folder().name}/{name}", shared=True, size=param.numel()).view(param.shape)
 
     def make_optimizer(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
         params = list(params)

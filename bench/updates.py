@@ -76,7 +76,7 @@ OPTIMIZERS = {
     "radam": OptimizerSpec("radam", "RAdam"),
     "adafactor": OptimizerSpec("adafactor", "Adafactor"),
     "muon": OptimizerSpec("muon", "Muon", matrices_only=True, tolerance="bf16"),
-    "lion": OptimizerSpec("lion", peer="lion_pytorch:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
+    "lion": OptimizerSpec("lion", peer="lion_pytorch.foreach:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
     "lamb": OptimizerSpec("lamb"),
     "schedule_free_adamw": OptimizerSpec("schedule_free_adamw", peer="schedulefree:AdamWScheduleFree"),
     "adamw_8bit": OptimizerSpec(

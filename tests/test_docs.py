@@ -17,6 +17,9 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *DOCS]
 ROWS = read(ROOT / "bench/results")
 BUDGET = "ftrain, remat(budget=0.3)"
+HEAD = "ft.losses.linear_cross_entropy"
+DEEP, COLD = "C14 GPT 12x128", "compile, cold cache"
+MEDIUM = "ratio to loop, torch.compile(model), matmuls at medium"
 LINK = re.compile(r"(?<!`)\[(?:[^][`]|`[^`]*`)+\]\(([^)\s]+)\)")
 NAME = re.compile(r"`(?:ftrain|ft)\.(\w+(?:\.\w+)*)[`(]")
 LOGGERS = {"compiling"}
@@ -95,6 +98,23 @@ def test_times_of_the_optimizers_are_those_of_the_bench():
     [
         ("guide", "takes {:.0f} MB beyond", ("C4 loss head, 50,257 classes", "ft.losses.linear_cross_entropy", WITHIN)),
         ("guide", "plain loss takes {:,.0f} MB", ("C4 loss head, 50,257 classes", "F.cross_entropy(F.linear)", WITHIN)),
+        (
+            "guide",
+            "takes {:.2f} of the time in eager mode",
+            ("C4 loss head, 50,257 classes", HEAD, "ratio to F.cross_entropy(F.linear)"),
+        ),
+        (
+            "guide",
+            "{:.2f} when both are compiled",
+            ("C4 loss head, 50,257 classes", f"{HEAD}, compiled", "ratio to F.cross_entropy(F.linear), compiled"),
+        ),
+        ("wrappers", "took {:.0f} seconds", (DEEP, "ftrain, compiled by block", COLD)),
+        ("wrappers", "in place of {:.0f} (`torch", (DEEP, "ftrain, compiled", COLD)),
+        ("wrappers", "by hand: {:.0f})", (DEEP, "loop, torch.compile(model)", COLD)),
+        ("wrappers", "then {:.2f} of the time", (DEEP, "ftrain, compiled by block", "ratio to ftrain, compiled")),
+        ("../bench/README", "by hand: {:.0f} s", (DEEP, "ftrain, compiled", COLD)),
+        ("../bench/README", "and {:.0f} s by hand", (DEEP, "loop, torch.compile(model)", COLD)),
+        ("../bench/README", "takes {:.2f} of its time", ("C3 GPT 6x384, fp32", "ftrain, compiled", MEDIUM)),
         (
             "wrappers",
             "leaves {:.0%} of",

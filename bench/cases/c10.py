@@ -105,9 +105,10 @@ def _race(path: Path, workers: int, stepping: bool, settings: Settings) -> list[
 
 
 def _samples(loader: Any) -> torch.Tensor:
-    """Return all samples of a pass, sorted, because each loader has an order of its own."""
+    """Return all samples of a pass and how often each was read, sorted: each loader has an order of its own."""
     rows = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in loader])
-    return torch.unique(rows, dim=0)
+    samples, counts = torch.unique(rows, dim=0, return_counts=True)
+    return torch.cat([samples, counts[:, None]], 1)
 
 
 def _endless(loader: Any) -> Iterator[Any]:

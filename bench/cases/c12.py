@@ -7,13 +7,18 @@ from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
 
-COMPILED = (("compile", True),)
 HAND = Entrant("loop over batches", "hand eager", "bench.evaluation:by_hand")
-HAND_COMPILED = Entrant(
-    "loop over batches, torch.compile(model)", "hand compile", "bench.evaluation:by_hand", options=COMPILED
+HAND_COMPILED = tuple(
+    Entrant(
+        f"loop over batches, torch.compile({what})",
+        "hand compile",
+        "bench.evaluation:by_hand",
+        options=(("compile", what),),
+    )
+    for what in ("model", "loss")
 )
 OURS = Entrant("evaluate", "ours", "bench.evaluation:evaluate")
-OURS_COMPILED = Entrant("evaluate, compiled", "ours", "bench.evaluation:evaluate", options=COMPILED)
+OURS_COMPILED = Entrant("evaluate, compiled", "ours", "bench.evaluation:evaluate", options=(("compile", True),))
 PROBLEMS = {"mlp": "MLP 4x128, batch 64", "gpt128": "GPT 4x128", "gpt384": "GPT 6x384"}
 
 
@@ -21,8 +26,6 @@ def run(settings: Settings) -> list[Row]:
     """Time evaluations of eight batches."""
     rows = []
     for problem, name in PROBLEMS.items():
-        task = settings.task(problem)
-        rows += race(
-            f"C12 evaluation, {name}", task, (HAND, HAND_COMPILED, OURS, OURS_COMPILED), settings, fraction=0.4
-        )
+        entrants = (HAND, *HAND_COMPILED, OURS, OURS_COMPILED)
+        rows += race(f"C12 evaluation, {name}", settings.task(problem), entrants, settings, fraction=0.4)
     return rows

@@ -42,7 +42,7 @@ def run(settings: Settings) -> list[Row]:
     return null + gpt + _remat(settings)
 
 
-def _wrappers(question: str, settings: Settings, problem: str, *, part: float, left_out: set[str]) -> list[Row]:
+def _wrappers(question: str, settings: Settings, problem: str, *, fraction: float, left_out: set[str]) -> list[Row]:
     alone = [_with(name, (name,)) for name in ALONE if name not in left_out]
     stack = tuple(name for name in STACK if name not in left_out)
     stacked = [_with("all, donated()", (*stack, "donated()")), _with("all, compiled()", (*stack, "compiled()"))]
@@ -52,7 +52,7 @@ def _wrappers(question: str, settings: Settings, problem: str, *, part: float, l
         settings.task(problem),
         [PLAIN, *wrapped],
         settings,
-        fraction=part,
+        fraction=fraction,
         compared=1,  # Some wrappers change the update, and so the later losses.
         tolerance="bf16",
         added=[(entrant, PLAIN) for entrant in wrapped],

@@ -17,19 +17,19 @@ activations are offloaded to the host and compared with `save_on_cpu`; on a CPU 
 from __future__ import annotations
 
 import ftrain as ft
-from bench import techniques
+from bench.ours import wrapped_step
 from bench.race import memory_rows, race
 from bench.rows import RATIO, WITHIN, Row, measured
 from bench.settings import Settings
 from bench.tasks import Entrant, Task
 
-HAND = "bench.techniques:"
+HAND, OURS = "bench.techniques:", "bench.ours:wrapped"
 KEEPING_ALL = Entrant("loop that keeps all", "hand eager", f"{HAND}keep_all")
 FULL = "C9 remat, GPT 12x128"
 
 
 def _ours(*names: str) -> Entrant:
-    return Entrant(f"ftrain, {', '.join(names)}", "ours", f"{HAND}ours", options=(("wrappers", names),))
+    return Entrant(f"ftrain, {', '.join(names)}", "ours", OURS, options=(("wrappers", (*names, "donated()")),))
 
 
 REMAT, BUDGETED = _ours("remat()"), _ours("remat(budget=0.3)")
@@ -76,7 +76,7 @@ SAM = (
     Entrant("loop, two passes", "hand eager", f"{HAND}sam"),
     _ours("sam()"),
 )
-ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", compares_losses=False)
+ONE_PASS = Entrant("ftrain, one pass", "ours", OURS, options=(("wrappers", ("donated()",)),), compares_losses=False)
 SPLIT = _ours("remat(budget=0.5)", "split")
 SMOKE_QUESTIONS = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
 """The questions of a smoke test: those whose code no other case runs."""
@@ -130,7 +130,7 @@ def _memory_ratios(question: str, rows: list[Row]) -> list[Row]:
 
 def _activations(task: Task, entrant: Entrant) -> int:
     """Return the bytes of activations, as `ftrain.anatomy` predicts them."""
-    step = techniques.step_of(entrant.task(task))
+    step = wrapped_step(entrant.task(task))
     state = step.init(device=task.device)
     size: int = ft.anatomy(step, state, task.batch(), measure=False).most.get("activations", 0)
     return size

@@ -15,14 +15,15 @@ QUESTION = "G5 Llama 1.2B, 1 x 4,096 tokens, bf16"
 LEAN = dataclasses.replace(
     HEAD, name="ftrain, compiled, loss head, remat()", options=(*HEAD.options, ("wrappers", ("remat()",)))
 )
-# Each state takes 20 GB, so that only a few fit at once.
+# Each state takes 20 GB, so that only a few fit at once. Only entrants of one group take turns.
 GROUPS = ((registry.HAND_BEST, registry.OURS_COMPILED, HEAD), (registry.HAND_EAGER, registry.OURS_EAGER), (LEAN,))
 
 
 def run(settings: Settings) -> list[Row]:
-    """Time the entrants in groups, in bf16."""
+    """Time the entrants in groups, in bf16; compare the losses of all of them."""
     g0.ensure(settings)
-    rows = []
+    rows: list[Row] = []
+    losses: dict[str, list[float]] = {}
     for group in GROUPS:
-        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, fraction=0.2)
+        rows += race(QUESTION, settings.task("llama", "bf16"), group, settings, fraction=0.2, known=losses)
     return rows

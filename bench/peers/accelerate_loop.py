@@ -1,7 +1,7 @@
 """Accelerate: the loop of its documentation.
 
-With `best`, the optimizer is fused and model and loss are compiled; with the option `fused`, only the optimizer is
-fused.
+With `best`, the optimizer is fused, model and loss are compiled, and on many ranks DDP has its best options. With the
+option `fused` the same without compilation.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import torch
 from torch import Tensor
 
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, Run, Task
+from bench.tasks import Run, Task
 
 
 def make(task: Task) -> Run:
     """Prepare the loop: autocast, `backward`, `clip_grad_norm_`, step."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedDataParallelKwargs
 
     # The precision is global in a process; an earlier case may have set another.
     AcceleratorState._reset_state(reset_partial_state=True)
     precision = "bf16" if task.precision == "bf16" else "no"
-    accelerator = Accelerator(mixed_precision=precision, cpu=task.device == "cpu")
+    fused = task.option("fused", task.best)
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=fused, static_graph=fused)
+    accelerator = Accelerator(mixed_precision=precision, cpu=task.device == "cpu", kwargs_handlers=[options])
     module, batch = task.model(), task.batch()
-    fused = {"fused": True} if task.option("fused", task.best) else {}
-    model, optimizer = accelerator.prepare(module, task.adamw(module.parameters(), **fused))
+    model, optimizer = accelerator.prepare(
+        module, task.adamw(module.parameters(), **({"fused": True} if fused else {}))
+    )
 
     # A function of its own: Dynamo limits the number of recompiles per function.
     def loss_of(model: Any) -> Tensor:
@@ -38,7 +42,7 @@ def make(task: Task) -> Run:
         with accelerator.autocast():
             loss = loss_fn(model)
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        accelerator.clip_grad_norm_(model.parameters(), task.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

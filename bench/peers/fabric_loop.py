@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, Run, Task
+from bench.tasks import Run, Task
 
 
 def make(task: Task) -> Run:
@@ -33,7 +33,7 @@ def make(task: Task) -> Run:
     def run() -> Tensor:
         loss = loss_fn(model)
         fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        fabric.clip_gradients(model, optimizer, max_norm=task.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

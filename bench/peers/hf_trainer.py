@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bench.gate import Gate
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, Task
+from bench.tasks import Task
 
 FOREVER = 10_000_000
 """Number of steps of a run that never ends: so many that the linear schedule keeps the learning rate constant."""
@@ -65,8 +65,10 @@ def drive(task: Task, gate: Gate) -> None:
         max_steps=FOREVER,
         learning_rate=task.rate,
         weight_decay=0.0,
-        max_grad_norm=MAX_NORM,
+        max_grad_norm=task.max_norm,
         save_strategy="no",
+        # Else batches of an `IterableDataset` are copied and broadcast, which those of other datasets are not.
+        accelerator_config={"dispatch_batches": False},
         use_cpu=task.device == "cpu",
         bf16=task.precision == "bf16",
         **best,

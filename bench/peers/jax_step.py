@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.gate import Gate
-from bench.tasks import MAX_NORM, MissingError, Task
+from bench.tasks import MissingError, Task
 
 
 def drive(task: Task, gate: Gate) -> None:
@@ -25,7 +25,7 @@ def drive(task: Task, gate: Gate) -> None:
     }
     params = {name: jnp.asarray(value.detach().numpy()) for name, value in task.model().named_parameters()}
     batch = {name: jnp.asarray(value.numpy()) for name, value in task.batch().items()}
-    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(task.rate, weight_decay=0.0))
+    optimizer = optax.chain(optax.clip_by_global_norm(task.max_norm), optax.adamw(task.rate, weight_decay=0.0))
 
     def step(params: Any, moments: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda p: jax_models.loss(forward, p, batch, **options))(params)

@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.gate import Gate
 from bench.peers.hf_trainer import GateDataset
 from bench.problems import criterion
-from bench.tasks import MAX_NORM, Task
+from bench.tasks import Task
 
 
 def drive(task: Task, gate: Gate) -> None:
@@ -40,7 +40,7 @@ def drive(task: Task, gate: Gate) -> None:
         accelerator="cpu" if task.device == "cpu" else "gpu",
         devices=1,
         precision="bf16-mixed" if task.precision == "bf16" else "32-true",
-        gradient_clip_val=MAX_NORM,
+        gradient_clip_val=task.max_norm,
         **options,
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(GateDataset(gate), batch_size=None))

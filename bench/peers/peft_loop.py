@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import ours
-from bench.tasks import MAX_NORM, Run, Task
+from bench.tasks import Run, Task
 
 
 def make(task: Task) -> Run:
@@ -33,7 +33,7 @@ def make(task: Task) -> Run:
     def run() -> Tensor:
         loss = loss_fn(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(trained.values(), task.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
