@@ -58,39 +58,29 @@ def _uncompiled() -> AbstractContextManager[object]:
     return patched
 
 
-UNLISTED_DRAWS = (
-    "uniform normal_functional exponential cauchy log_normal geometric random randn_like randint_like "
-    "_sample_dirichlet rrelu_with_noise_functional"
-)
-"""Random operations of ATen that torch's own list lacks (2.13), by their names in a graph."""
-
-
-@functools.cache
-def keep_draws_apart() -> None:
-    """Let `torch.compile` draw twice where a loss draws twice, for the rest of the process.
-
-    Torch merges equal operations of a graph that has a gradient, but for those of a list. With operations that the
-    list lacks, a second draw has the numbers of the first: ``torch.normal(mean, std)`` in all layers of one shape.
-    """
-    with private_names():
-        from torch._functorch.compile_utils import rand_ops
-
-        rand_ops += [torch.ops.prims.normal, *(getattr(torch.ops.aten, name) for name in UNLISTED_DRAWS.split())]
-
-
-def running_parts() -> AbstractContextManager[object]:
-    """Return a context in which functions of `torch.compile` are called.
+@contextmanager
+def running_parts() -> Iterator[None]:
+    """Context in which functions of `torch.compile` are called.
 
     A graph is used only for modules with the hooks it was made for. Otherwise a layer with a hook would run the graph
     of another layer of its class that has none, without the hook. While another thread captures a graph, a function
-    runs uncompiled, where torch would raise an error.
+    runs uncompiled, where torch would raise an error. Equal operations of a graph are not merged: torch (2.15) would
+    merge draws too, so that ``torch.normal(mean, std)`` has the same numbers twice.
     """
     with private_names():
-        from torch._dynamo import config
+        from torch._dynamo import config as dynamo
+        from torch._functorch import config as functorch
 
-        settings = {"skip_nnmodule_hook_guards": False, "error_on_nested_fx_trace": False}
-        patched: AbstractContextManager[object] = config.patch(settings)
-    return patched
+    names = (dynamo, "skip_nnmodule_hook_guards"), (dynamo, "error_on_nested_fx_trace"), (functorch, "cse")
+    # Every step does this; `config.patch` makes a class in each call, and takes four times as long.
+    old_values = [getattr(config, name) for config, name in names]
+    for config, name in names:
+        setattr(config, name, False)
+    try:
+        yield
+    finally:
+        for (config, name), value in zip(names, old_values, strict=True):
+            setattr(config, name, value)
 
 
 def is_compiling() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Number
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, tree
-from ftrain.errors import ComposeError, log_on_first_rank
+from ftrain.errors import ComposeError, LossError, log_on_first_rank
 from ftrain.parallel import batch_rows
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, repeated_children
@@ -46,6 +46,11 @@ IN_PLACE = (
     "compiled: the blocks %s of %s run uncompiled, since they change a buffer in place: torch.compile may compute a "
     "wrong gradient of what they do with it next. To compile them, assign a new tensor: self.count = self.count + 1"
 )
+LATER_IN_PLACE = (
+    "{}: a block {} changes a buffer in place, which no such block did in the first step, after which they were "
+    "compiled; torch.compile may compute a wrong gradient of what it does with it next. Assign a new tensor "
+    "(self.count = self.count + 1), or leave lowering='blocks' out"
+)
 SYNCHRONISED = (
     "compiled: lowering='blocks' cannot be combined with sync_batch_norm, which sends statistics to other ranks within "
     "a block; leave lowering out"
@@ -61,7 +66,8 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     """Return a loss whose blocks are compiled by `torch.compile`; blocks with the same forward share its graphs.
 
     Raises a ComposeError if the loss has no module with repeated layers. The loss raises a BatchError when batches need
-    too many graphs, and a TraceError when it differentiates a gradient that it has taken.
+    too many graphs, a TraceError when it differentiates a gradient that it has taken, and a LossError when a block
+    begins to change a buffer in place after the first step.
     """
     module = loss.module
     blocks = [] if module is None else repeated_children(module)
@@ -72,6 +78,7 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
     without_cache = without_kv_cache(module, NO_CACHE)
     shared_forwards: dict[Callable[..., Any], _SharedForward] = {}
+    own_buffers = {block: _own_buffers(block) for block in blocks}
     draws = _Draws(loss.name)
 
     def forward_of(block: nn.Module) -> Callable[..., Any]:
@@ -81,7 +88,9 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         function = forward.__func__ if is_method else forward
         if function not in shared_forwards:
             shared_forwards[function] = _SharedForward(compile_function(function), type(block).__name__, loss.name)
-        return partial(_run, draws, shared_forwards[function], forward, block, is_method)
+        return partial(
+            _run, draws, shared_forwards[function], own_buffers[block], forward, block if is_method else None
+        )
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -155,15 +164,21 @@ class _SharedForward:
     has_graph: bool = False
     """Whether a graph of it has been compiled."""
 
-    def run_first(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a block uncompiled, and see whether it changes buffers in place."""
-        # The layers of torch do not read a buffer again after they have changed it.
-        layers = [part for part in block.modules() if not type(part).__module__.startswith("torch.nn.")]
-        buffers = [buffer for part in layers for buffer in part.buffers(recurse=False)]
-        versions = [_torch.version_of(buffer) for buffer in buffers]
+    def run_first(self, forward: Callable[..., Any], buffers: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run a block uncompiled, and see whether it changes its buffers in place."""
+        versions = [*map(_torch.version_of, buffers)]
         result = forward(*args, **kwargs)
-        self.has_changed_buffers |= versions != [_torch.version_of(buffer) for buffer in buffers]
+        self.has_changed_buffers |= versions != [*map(_torch.version_of, buffers)]
         self.has_run = True
+        return result
+
+    def run(self, function: Callable[..., Any], buffers: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled function of a block. Raises a LossError if it changes a buffer in place."""
+        versions = [*map(_torch.version_of, buffers)]
+        result = function(*args, **kwargs)
+        self.has_graph = True
+        if versions != [*map(_torch.version_of, buffers)]:
+            raise LossError(LATER_IN_PLACE.format(self.loss_name, self.block_name))
         return result
 
     def end_step(self) -> None:
@@ -174,28 +189,41 @@ class _SharedForward:
                 log_on_first_rank(IN_PLACE, self.block_name, self.loss_name)
 
 
+def _own_buffers(block: nn.Module) -> list[dict[str, Tensor | None]]:
+    """Return the dicts of the buffers of a block, but for those of torch's layers.
+
+    The layers of torch do not read a buffer again after they have changed it.
+    """
+    layers = [part for part in block.modules() if not type(part).__module__.startswith("torch.nn.")]
+    return [_torch.buffers_of(layer) for layer in layers if _torch.buffers_of(layer)]
+
+
 def _run(
     draws: _Draws,
     shared: _SharedForward,
+    own_buffers: Sequence[Mapping[str, Tensor | None]],
     forward: Callable[..., Any],
-    block: nn.Module,
-    is_method: bool,
+    block: nn.Module | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block compiled; uncompiled if a dispatch mode must see its operations, for random numbers, say."""
+    """Run a block compiled; uncompiled if a dispatch mode must see its operations, for random numbers, say.
+
+    `block` is None if `forward` is no method of it.
+    """
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if _torch.active_modes():
         draws.has_drawn |= batch_rows.current() is not None and torch_ops.current() is not None
         return forward(*args, **kwargs)
+    buffers: list[Tensor] = []
+    if own_buffers and torch.is_grad_enabled():
+        buffers = [buffer for named in own_buffers for buffer in named.values() if buffer is not None]
     if shared.is_compiled is None and torch.is_grad_enabled():
-        return shared.run_first(forward, block, *args, **kwargs)
+        return shared.run_first(forward, buffers, *args, **kwargs)
     tensors = [leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # Inductor's code ignores the bits of tensors that are conjugated or negated by a bit (2.13).
     if shared.is_compiled is False or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return forward(*args, **kwargs)
     function = shared.compiled_for(tree.device_of(tensors))
-    result = function(block, *args, **kwargs) if is_method else function(*args, **kwargs)
-    shared.has_graph = True
-    return result
+    return shared.run(function, buffers, *(args if block is None else (block, *args)), **kwargs)

@@ -23,7 +23,7 @@ def options() -> dict[str, Any]:
         onednn.product()  # Registered here, because code from Inductor's cache calls it too.
         name += f".by_onednn.1.{least.by_rows}.{least.transposed}"
     return {
-        "post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.4", _change_first),
+        "post_grad_custom_pre_pass": torch_compile.graph_pass("ftrain.apart.3", _change_first),
         "post_grad_custom_post_pass": torch_compile.graph_pass(name, _change_last),
     }
 

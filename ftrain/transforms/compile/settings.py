@@ -136,7 +136,6 @@ class Compiler:
 
         @functools.cache
         def compiled_for(device: torch.device) -> Callable[..., Any]:
-            torch_compile.keep_draws_apart()
             options = dict(self.options_for(device)) or None
             return torch.compile(function, backend=self.backend_for(device), options=options, **settings)
 

@@ -262,6 +262,20 @@ def test_blocks_that_change_a_buffer_in_place_run_uncompiled_and_the_log_says_so
     assert not compiled_graphs
 
 
+class LaterInPlace(InPlace):
+    """A block that counts in place in long batches only."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) > 4 else Block.forward(self, x) / (1 + self.count)
+
+
+def test_a_block_that_begins_to_change_a_buffer_in_place_is_an_error():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(LaterInPlace(), LaterInPlace())).double()
+    with pytest.raises(ft.errors.LossError, match="a block LaterInPlace changes a buffer in place, which no such"):
+        train(make_step(net=net), lengths=(4, 2, 6))
+
+
 class DrawsFirst:
     """A compiled block that draws one number more than the block itself, so that its dropout is another."""
 
