@@ -203,7 +203,7 @@ def require_unique(function: str, owners: str, names: Sequence[str]) -> None:
     """Raises a ComposeError that names `function` if two of the `owners`, such as "parameters", have the same name."""
     if len(set(names)) < len(names):
         name = next(name for name, count in Counter(names).items() if count > 1)
-        raise ComposeError(f"{function}: two {owners} are called {name}; rename one: groups are by name")
+        raise ComposeError(f"{function}: two {owners} are called {name}; rename one: they are told apart by name")
 
 
 def by_size(leaves: Sequence[Tensor], max_bytes: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
@@ -209,11 +210,13 @@ def _ranks_with(function: str, step: Step, state: TrainState) -> Ranks:
 
 def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str, Any]:
     config, names = adapters.config, [target.name for target in adapters.targets]
+    names_of = defaultdict[nn.Module, list[str]](list)
+    for name, part in adapters.module.named_modules(remove_duplicate=False):
+        names_of[part].append(name)
     for target in adapters.targets:
         if not target.name:
             raise StructureError("adapters.save: the target is the model itself, but peft adapts only its submodules")
-        named = adapters.module.named_modules(remove_duplicate=False)
-        if aliases := [name for name, part in named if part is target.part and name != target.name]:
+        if aliases := [name for name in names_of[target.part] if name != target.name]:
             raise StructureError(
                 f"adapters.save: the module {target.name} is also {', '.join(aliases)}, but peft would adapt it under "
                 "the first name only"
@@ -237,9 +240,16 @@ def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str
 def _shortest(names: list[str], every: list[str]) -> list[str] | str:
     """Return `names` in peft's form: ends of names, or a regular expression where ends match others of `every` too."""
     for ends in (sorted({name.rpartition(".")[2] for name in names}), sorted(names)):
-        if {name for name in every if any(name == end or name.endswith(f".{end}") for end in ends)} == set(names):
+        known = {*ends}
+        if {name for name in every if not known.isdisjoint(_ends_of(name))} == set(names):
             return ends
     return "|".join(re.escape(name) for name in sorted(names))
+
+
+def _ends_of(name: str) -> list[str]:
+    """Return a dotted name and its ends, as ``["a.b.c", "b.c", "c"]``."""
+    words = name.split(".")
+    return [".".join(words[start:]) for start in range(len(words))]
 
 
 def _wholes(state: TrainState) -> Iterator[tuple[str, Tensor]]:

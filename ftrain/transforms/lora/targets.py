@@ -16,7 +16,7 @@ from ftrain.errors import OptionError, StructureError
 from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.weights import adapter_dtype, kaiming, norms
-from ftrain.tree.name_patterns import near
+from ftrain.tree.name_patterns import WILDCARDS, near
 
 SUPPORTED = "nn.Linear, nn.Embedding and the Conv1D of transformers"
 CONV1D = "transformers.pytorch_utils", "Conv1D"
@@ -134,7 +134,9 @@ def find_targets(module: nn.Module, config: Config) -> list[Target]:
     adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in never_called}
     chosen: set[str] = set()
     for pattern in config.targets:
-        matches = [name for name in adaptable if fnmatchcase(name, pattern)]
+        # A name by itself is looked up: `adapters.like` names thousands.
+        is_name = WILDCARDS.isdisjoint(pattern)
+        matches = {pattern} & adaptable.keys() if is_name else {name for name in adaptable if fnmatchcase(name, pattern)}
         if not matches:
             raise OptionError(
                 f"lora: targets names {pattern!r}, and no module of {type(module).__name__} that matches can have an "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain.errors import LossError, OptionError
+from ftrain.optim.partial_update import require_unique
 from ftrain.step.swap_params import Slot
 from ftrain.transforms.lora.config import Config, keys_of, missing
 from ftrain.transforms.lora.weights import adapted, adapter_dtype, kaiming
@@ -38,7 +39,7 @@ class TreeAdapters:
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return the trainable and the frozen parameters with new adapters, drawn from a key, among the trainable.
 
-        Raises an OptionError for a pattern that matches no matrix.
+        Raises an OptionError for a pattern that matches no matrix, and a ComposeError if two leaves have one name.
         """
         chosen = self._chosen(tree.overlay(params, frozen))
         adapters = {}
@@ -50,7 +51,9 @@ class TreeAdapters:
 
     def _chosen(self, base: PyTree) -> dict[str, Tensor]:
         """Return the matrices that get an adapter, by name."""
-        named = dict(zip(tree.leaf_names(base), tree.leaves(base), strict=True))
+        names = tree.leaf_names(base)
+        require_unique("lora", "parameters", names)
+        named = dict(zip(names, tree.leaves(base), strict=True))
         tensors = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf)}
         # An adapter would be cut to whole numbers in a table of indices, and a complex matrix to its real part.
         matrices = {name: leaf for name, leaf in tensors.items() if leaf.ndim == 2 and leaf.is_floating_point()}

@@ -1,5 +1,8 @@
 """The files of adapters: their names and options are peft's, they load to the bit, and digests find every change."""
 
+from collections import Counter
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +12,7 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError
+from ftrain.transforms.lora import targets as lora_targets
 from tests.bits import assert_same_bits
 from tests.transforms.lora.adapter_files import CONFIG, DIGESTS, WEIGHTS, make_peft_files, read_config, update_config
 from tests.transforms.lora.models import VARIANTS, adapters_in, make_model, make_step, train
@@ -75,6 +79,37 @@ def test_target_modules_are_written_so_that_peft_finds_no_others(targets, target
     config = read_config(tmp_path / "adapter")
     assert config["target_modules"] == target_modules
     assert (config["base_model_name_or_path"], config["task_type"]) == ("outer", "CAUSAL_LM")
+
+
+@pytest.mark.parametrize("pattern", ["*.0", "*"])
+def test_the_work_grows_with_the_number_of_modules_and_not_with_its_square(pattern, tmp_path, monkeypatch):
+    # A mixture of experts has tens of thousands of targets.
+    calls = Counter()
+
+    def counted(function, *args):
+        calls[function.__name__] += 1
+        return function(*args)
+
+    monkeypatch.setattr(lora_targets, "fnmatchcase", lambda *args: counted(fnmatchcase, *args))
+    walk = nn.Module.named_modules
+
+    def named_modules(module, *args, **kwargs):
+        for pair in walk(module, *args, **kwargs):
+            calls["named_modules"] += 1
+            yield pair
+
+    monkeypatch.setattr(nn.Module, "named_modules", named_modules)
+
+    def count(experts):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(experts)))
+        calls.clear()
+        step = make_step(model, ft.lora(1, targets=[pattern]), criterion=lambda model, batch: None)
+        ft.adapters.save(tmp_path / str(experts), step, step.init())
+        step = make_step(model, ft.adapters.like(tmp_path / str(experts)), criterion=lambda model, batch: None)
+        ft.adapters.load(tmp_path / str(experts), step, step.init())
+        return sum(calls.values())
+
+    assert count(64) < 3 * count(32)
 
 
 def test_the_directory_appears_only_when_all_is_written(saved_adapter, tmp_path, monkeypatch):

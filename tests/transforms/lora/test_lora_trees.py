@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import LossError, OptionError
+from ftrain.errors import ComposeError, LossError, OptionError
 from tests.bits import assert_same_bits
 
 
@@ -88,6 +88,16 @@ def test_targets_of_a_tree_that_match_nothing_are_refused():
         OptionError, match=r"lora: targets names 'layers\.w', and no .* there are layers\.[01]\.w, layers\.[01]\.w"
     ):
         step.init(tree_params())
+
+
+def test_a_tree_with_two_matrices_of_one_name_is_refused():
+    # They would share one adapter.
+    def loss(params, batch):
+        return (batch @ params["a"]["b"]).square().mean() + (batch @ params["a.b"]).square().mean()
+
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(2, targets=["*"]))
+    with pytest.raises(ComposeError, match=r"lora: two parameters are called a\.b"):
+        step.init({"a": {"b": torch.randn(3, 3)}, "a.b": torch.randn(3, 3)})
 
 
 def test_a_tree_without_a_matrix_is_refused():
