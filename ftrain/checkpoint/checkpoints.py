@@ -116,6 +116,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._buffers: Sequence[Tensor] = ()
         self._frozen_files = FrozenFiles()
+        self._metrics: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
@@ -133,6 +134,7 @@ class Checkpoints:
                 "of `with checkpoints:`, and give a run within a run a directory of its own"
             )
         self._ranks, self._saving, self._frozen_files = Ranks("Checkpoints"), Ranks("Checkpoints.save"), FrozenFiles()
+        self._metrics = {}
         try:
             self._ranks.on_first(self._open)
             if self._ranks.size > 1:
@@ -336,7 +338,7 @@ class Checkpoints:
             return steps
         if self.best is None:
             raise OptionError("Checkpoints.latest: best=True needs a metric: Checkpoints(..., best='eval_loss')")
-        best_step = self._best_step(steps)
+        best_step = self._best_step({step: self._best_metric(step) for step in steps})
         if best_step is None:
             until = "" if before is None else f" up to step {before}"
             raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory}{until} has a finite {self.best}")
@@ -359,15 +361,15 @@ class Checkpoints:
                     path, step, lambda new: write_verified(new, content, draft, self.texts, ranks)
                 )
             self._frozen_files.record(content, path, written)
+            self._metrics.pop(step, None)
             try:
                 self._rotate(step)
             except OSError as error:
                 text = f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
                 raise CheckpointError(text) from error
 
-    def _best_step(self, steps: Sequence[int]) -> int | None:
+    def _best_step(self, values: Mapping[int, float]) -> int | None:
         """Return the step with the best metric, the earliest of equally good ones; None if no metric is finite."""
-        values = {step: self._best_metric(step) for step in steps}
         finite = [step for step, value in values.items() if math.isfinite(value)]
         return min(finite, key=lambda step: (MODES[self.mode] * values[step], step), default=None)
 
@@ -386,8 +388,12 @@ class Checkpoints:
         # Checkpoints of later steps are damaged: the run resumed from an older one. They do not count as kept.
         steps = [step for step in self.steps() if step <= verified]
         steps_to_keep = {*steps[-self.keep :]}
-        if self.best and (best_step := self._best_step(steps)) is not None:
-            steps_to_keep.add(best_step)
+        if self.best:
+            # Each manifest is read once: to read those of thousands of checkpoints takes longer than a save.
+            known = self._metrics
+            self._metrics = {step: known[step] if step in known else self._best_metric(step) for step in steps}
+            best_step = self._best_step(self._metrics)
+            steps_to_keep |= set() if best_step is None else {best_step}
         for step in steps:
             if step not in steps_to_keep and not files.exists(self._step_path(step).with_suffix(PINNED)):
                 discard(self.path(step))

@@ -21,7 +21,7 @@ from ftrain.checkpoint.saving import new_directory, write_tensors
 from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
-MAX_TEXT_BYTES, MAX_TENSOR_BYTES = 2**24, 2**37
+MAX_TEXT_BYTES, MAX_TENSOR_BYTES = 2**26, 2**37
 """The largest number of bytes to read from a file."""
 DIGESTS = "ftrain_digests.json"
 """The name of the file of digests, which other libraries ignore."""

@@ -132,7 +132,7 @@ def write(
 
     `texts` are additional files by name. `write_leaves` may write the tensors on many ranks.
     """
-    _require_free_names(texts, tree)
+    _require_texts(texts, tree)
     texts = {**texts, **tree.indices}
     with new_directory(path, [tree.entries[number].info for number in tree.to_write]) as temporary:
         folders = _make_folders(temporary, {*texts, *(entry.file for entry in tree.entries)})
@@ -172,11 +172,14 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
     Raises a CheckpointError if the tree cannot be saved, and an OptionError if `texts` cannot.
     """
     flat = flatten(tree)
-    _require_free_names(texts, local_tree(flat, 0, frozen_numbers(flat)))
+    content = local_tree(flat, 0, frozen_numbers(flat))
+    _require_texts(texts, content)
+    tensors = tuple(dataclasses.replace(entry, sha256="0" * 64) for entry in content.entries)
+    _dumped(Manifest(None, "", {}, {}, flat.treedef, tensors))
 
 
-def _require_free_names(texts: Mapping[str, str], tree: LocalTree) -> None:
-    """Raise an OptionError unless `texts` are texts by names of files that the checkpoint does not have."""
+def _require_texts(texts: Mapping[str, str], tree: LocalTree) -> None:
+    """Raise an OptionError unless `texts` can be read again, and have names of files that the checkpoint has not."""
     used_names = {NAME, *tree.indices, *(entry.file for entry in tree.entries)}
     for name in texts:
         is_file_name = isinstance(name, str) and FILE_NAME.fullmatch(name)
@@ -187,6 +190,10 @@ def _require_free_names(texts: Mapping[str, str], tree: LocalTree) -> None:
         text: Any = texts[name]
         if not isinstance(text, str):
             raise OptionError(f"save: texts[{name!r}] is a {type(text).__name__}; needs a str, such as json.dumps(...)")
+        if (length := len(text.encode())) > MAX_BYTES:
+            raise OptionError(
+                f"save: texts[{name!r}] has {length:,} bytes, and {MAX_BYTES:,} are read; write it beside it"
+            )
 
 
 def temporary_path(path: Path) -> Path:
@@ -283,16 +290,22 @@ def _write_texts(directory: Path, texts: Mapping[str, str]) -> dict[str, str]:
 
 def _write_manifest(directory: Path, folders: Sequence[Path], manifest: Manifest) -> None:
     """Write the manifest, after all other files, and sync the directory and its folders to disk."""
+    data = _dumped(manifest)
+    with files.created(directory / NAME) as descriptor:
+        files.write(descriptor, data)
+    for folder in (*folders, directory):
+        files.sync_directory(folder)
+
+
+def _dumped(manifest: Manifest) -> bytes:
+    """Return a manifest as bytes. Raises a CheckpointError if it is too large to be read."""
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(
             f"save: the manifest of {len(manifest.tensors):,} tensors takes {len(data):,} bytes, and {MAX_BYTES:,} are "
             "read; save fewer tensors, for example by stacking tensors of one shape"
         )
-    with files.created(directory / NAME) as descriptor:
-        files.write(descriptor, data)
-    for folder in (*folders, directory):
-        files.sync_directory(folder)
+    return data
 
 
 def _commit(temporary: Path, path: Path) -> None:

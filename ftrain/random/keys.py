@@ -94,16 +94,18 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
         start: the number of the first example; a 0-d int64 tensor in a graph for many microbatches.
         length: the number of examples.
 
-    Raises `OptionError` for a negative start, no example, or what is no integer.
+    Raises `OptionError` for a negative start, no example, or what is no integer or does not fit in 63 bits.
 
     >>> whole = bits(key(0), (5, 3))
     >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
     True
     """
     key, examples = parts_of("for_examples", key)
-    is_start = isinstance(start, Tensor) or (isinstance(start, SupportsIndex) and start >= 0)
-    if not is_start or not isinstance(length, SupportsIndex) or length < 1:
-        raise OptionError(f"for_examples: start = {start}, length = {length}; needs integers, at least 0 and 1.")
+    is_start = isinstance(start, Tensor) or (isinstance(start, SupportsIndex) and 0 <= start <= _INT64_MAX)
+    if not is_start or not isinstance(length, SupportsIndex) or not 1 <= length <= _INT64_MAX:
+        raise OptionError(
+            f"for_examples: start = {start}, length = {length}; needs integers, at least 0 and 1, below 2**63."
+        )
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
     return torch.cat([key, torch.stack([first, full(key, length)])])
 

@@ -211,7 +211,8 @@ def _shape(metric: Any) -> tuple[int, ...]:
 def _first(piece: Gradients) -> Gradients:
     """Return the results of the first microbatch, in dtypes in which those of the others can be added."""
     _require_numbers(piece.metrics)
-    metrics = {name: summable(m) if isinstance(m, Tensor) else m for name, m in piece.metrics.items()}
+    # Integers as floats: a sum of large ones would wrap around.
+    metrics = {name: summable(as_float(m)) if isinstance(m, Tensor) else m for name, m in piece.metrics.items()}
     return replace(piece, metrics=metrics, loss=replace(piece.loss, total=summable(piece.loss.total)))
 
 

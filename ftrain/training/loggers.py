@@ -92,7 +92,8 @@ def _ends_with_whole_line(path: Path) -> bool:
 def _step(line: bytes) -> float:
     """Return the step of a line; infinity if the line is not a record."""
     try:
-        return float(json.loads(line)["step"])
+        step = json.loads(line)["step"]
+        return step if isinstance(step, int) else float(step)  # Floats hold integers up to 2**53 only.
     except (ValueError, KeyError, TypeError):
         return math.inf
 

@@ -6,6 +6,8 @@ import torch
 
 import ftrain as ft
 from ftrain import checkpoint
+from ftrain.checkpoint import checkpoints as checkpoints_module
+from ftrain.checkpoint.reading import read_manifest
 from ftrain.errors import CheckpointError, OptionError
 from tests.checkpoint.runs import fill, parts_of, with_and_without_async
 
@@ -39,6 +41,18 @@ def test_the_best_stays(mode, values, expected, tmp_path):
     assert checkpoints.steps() == expected
     actual = checkpoints.latest(best=True)
     assert actual.step == expected[0]
+
+
+def test_the_metric_of_each_checkpoint_is_read_once_and_again_when_it_is_replaced(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoints_module, "read_manifest", lambda path: read.append(path.name) or read_manifest(path))
+    with ft.Checkpoints(tmp_path, every=1, keep=9, best="value") as checkpoints:
+        for step, value in enumerate([3.0, 1.0, 2.0, 4.0], 1):
+            checkpoints.save(step, parts_of(step), metrics={"value": value}, wait=True)
+        assert sorted(read) == [f"step-{step:012d}" for step in (1, 2, 3, 4)]
+        checkpoints.keep = 1
+        checkpoints.save(4, parts_of(0), metrics={"value": 0.5}, wait=True)
+        assert checkpoints.steps() == [4]
 
 
 def test_loading_the_best_needs_its_metric(tmp_path):

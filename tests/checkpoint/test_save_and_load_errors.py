@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import files, saving
 from ftrain.checkpoint.manifest import NAME, signed
@@ -30,6 +31,29 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch)
     monkeypatch.setattr(saving, "MAX_BYTES", 1000)
     with pytest.raises(CheckpointError, match=r"the manifest of 9 tensors takes .* and 1,000 are read"):
         checkpoint.save(tmp_path / "a", {str(index): torch.ones(1) for index in range(9)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_manifest_could_not_be_read_does_not_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "MAX_BYTES", 10_000)
+    step = ft.train_step(lambda params, batch: sum(params.values()).mean() * batch.mean(), ft.optim.sgd(0.1))
+    made = []
+
+    def steps(state, batch):
+        made.append(state)
+        return step(state, batch)
+
+    state = step.init({str(index): torch.ones(1) for index in range(60)})
+    checkpoints = ft.Checkpoints(tmp_path, every=1)
+    with pytest.raises(CheckpointError, match=r"the manifest of 62 tensors takes .* and 10,000 are read"):
+        ft.fit(steps, state, [torch.ones(1)], steps=2, checkpoints=checkpoints)
+    assert not made
+
+
+def test_a_text_that_could_not_be_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "MAX_BYTES", 1000)
+    with pytest.raises(OptionError, match=r"texts\['a.json'\] has 1,002 bytes, and 1,000 are read"):
+        checkpoint.save(tmp_path / "a", {"x": torch.ones(1)}, texts={"a.json": "ä" * 501})
     assert not list(tmp_path.iterdir())
 
 

@@ -63,6 +63,10 @@ def test_a_negative_start_no_example_and_fractions_are_refused():
         random.for_examples(random.key(0), -1, 2)
     with pytest.raises(OptionError, match=r"for_examples: start = 0, length = 0"):
         random.for_examples(random.key(0), 0, 0)
+    with pytest.raises(OptionError, match=r"for_examples: start = 9223372036854775808, length = 2; .* below 2\*\*63"):
+        random.for_examples(random.key(0), 2**63, 2)
+    with pytest.raises(OptionError, match=r"for_examples: start = 0, length = 9223372036854775808"):
+        random.for_examples(random.key(0), 0, 2**63)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6])

@@ -229,6 +229,15 @@ def test_an_evaluation_does_not_hide_a_nan_that_counts():
     assert math.isnan(means["loss"])
 
 
+def test_the_mean_of_a_metric_of_large_integers_does_not_wrap_around():
+    def loss(params, batch):
+        return (params["a"] * batch["x"]).mean(), {"large": torch.tensor(2**62), "exact": torch.tensor(2**24 + 1)}
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(4))
+    _, metrics = step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})
+    assert (float(metrics["large"]), float(metrics["exact"])) == (2.0**62, 2**24 + 1)
+
+
 @pytest.mark.parametrize(("metric", "shown"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
 def test_a_metric_that_has_no_mean_is_refused(metric, shown):
     def loss(params, batch):

@@ -91,6 +91,15 @@ def test_jsonl_starts_a_new_line_after_one_that_a_killed_run_left_unfinished(tmp
     assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 1}', '{"step": 2}']
 
 
+def test_jsonl_tells_steps_beyond_2_to_the_53_apart(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = ft.loggers.jsonl(path)
+    for step in (2**53, 2**53 + 1):
+        log({"step": step})
+    log.rewind(2**53, 2)
+    assert [record["step"] for record in read_records(path)] == [2**53]
+
+
 def test_jsonl_prints_as_its_call(tmp_path):
     path = tmp_path / "log.jsonl"
     assert repr(ft.loggers.jsonl(path)) == f"jsonl({str(path)!r})"

@@ -135,8 +135,10 @@ def find_targets(module: nn.Module, config: Config) -> list[Target]:
     chosen: set[str] = set()
     for pattern in config.targets:
         # A name by itself is looked up: `adapters.like` names thousands.
-        is_name = WILDCARDS.isdisjoint(pattern)
-        matches = {pattern} & adaptable.keys() if is_name else {name for name in adaptable if fnmatchcase(name, pattern)}
+        if WILDCARDS.isdisjoint(pattern):
+            matches = adaptable.keys() & {pattern}
+        else:
+            matches = {name for name in adaptable if fnmatchcase(name, pattern)}
         if not matches:
             raise OptionError(
                 f"lora: targets names {pattern!r}, and no module of {type(module).__name__} that matches can have an "
