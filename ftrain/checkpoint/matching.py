@@ -40,20 +40,25 @@ def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -
     """Return the items of a checkpoint by their new paths, as texts with dots; unchanged if `rename` is empty.
 
     A renamed leaf replaces one that has its new path, for example averages replace parameters. Raises an OptionError
-    when no path begins with one of the old names.
+    when no path begins with one of the old names, or two leaves get one name in another way.
     """
     if not rename:
         return saved
-    kept, moved, used = {}, {}, set()
+    kept, moved, used = dict[str, Any](), dict[str, Any](), set[str]()
     for path, item in saved.items():
         name = dotted(path)
         old_names = [old for old in rename if name == old or name.startswith(f"{old}.")]
         longest = max(old_names, key=len, default="")
         used.update(old_names)
-        if old_names:
-            moved[rename[longest] + name[len(longest) :]] = item
-        else:
-            kept[name] = item
+        place, name = (moved, rename[longest] + name[len(longest) :]) if old_names else (kept, name)
+        earlier = place.setdefault(name, item)
+        if earlier is not item and not isinstance(item, Container):
+            if not isinstance(earlier, Container):
+                raise OptionError(
+                    f"load: with rename={dict(rename)}, two leaves of the checkpoint are called {name}; give them two "
+                    "names, or load it without rename="
+                )
+            place[name] = item
     if unused := [old for old in rename if old not in used]:
         paths = ", ".join(map(dotted, saved))
         raise OptionError(

@@ -91,7 +91,8 @@ def load(
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists the paths, at most 20. With `partial`, when
             nothing would be loaded, or a model without its adapters. For `partial` or `rename` without `like`.
-        OptionError: if `path` is not a path, or no path in the tree begins with a name in `rename`.
+        OptionError: if `path` is not a path, no path in the tree begins with a name in `rename`, or with `rename` two
+            leaves have one name.
         RankError: when another rank failed in another way, or did not call this.
     """
     path = as_path("load", "path", path)

@@ -86,6 +86,23 @@ def test_rename_maps_the_paths_of_a_checkpoint_to_those_of_like(tmp_path):
         checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"encoder": "body"})
 
 
+@pytest.mark.parametrize("rename", [{"a": "c", "b": "c"}, {"b": "x"}])
+def test_two_leaves_that_get_one_name_are_refused(rename, tmp_path):
+    # The second rename leaves a.w alone, which is there twice: one value would be loaded in both places.
+    tree = {"a": {"w": torch.zeros(1)}, "a.w": torch.ones(1), "b": {"w": torch.full((1,), 2.0)}}
+    checkpoint.save(tmp_path / "a", tree)
+    like = {"a": {"w": torch.zeros(1)}, "a.w": torch.zeros(1), "c": {"w": torch.zeros(1)}, "x": {"w": torch.zeros(1)}}
+    with pytest.raises(OptionError, match=r"two leaves of the checkpoint are called [ac]\.w; give them two names"):
+        checkpoint.load(tmp_path / "a", like=like, partial=True, rename=rename)
+
+
+def test_renamed_containers_are_joined(tmp_path):
+    checkpoint.save(tmp_path / "a", {"a": {"v": torch.ones(1), "w": None}, "b": {"v": None, "w": torch.zeros(1)}})
+    like = {"c": {"v": torch.zeros(1), "w": torch.ones(1)}}
+    actual = checkpoint.load(tmp_path / "a", like=like, rename={"a": "c", "b": "c"})
+    assert_trees_equal(actual, {"c": {"v": torch.ones(1), "w": torch.zeros(1)}})
+
+
 def test_a_renamed_leaf_replaces_one_that_has_its_new_name(tmp_path):
     for names in ("ab", "ba"):  # In both orders of the leaves.
         checkpoint.save(tmp_path / names, {name: {"w": torch.tensor(float(ord(name)))} for name in names})
