@@ -58,9 +58,9 @@ def loss_params(
     if not how.in_backward:
         return params
     leaves, spec = tree.flatten(params)
-    # The leaves of a flat dict are in the order of its sorted keys, which are their names.
+    # The keys of a flat dict are the names of its leaves.
     is_flat_dict = isinstance(params, dict) and len(params) == len(leaves)
-    names = sorted(params) if is_flat_dict else tree.leaf_names(params)
+    names = spec.entries() if is_flat_dict else tree.leaf_names(params)
     by_name = dict(zip(names, leaves, strict=True))
     in_order = dict.fromkeys([*(name for name in order if name in by_name), *names])
     gathered = Parameters(ranks, by_name, dict(zip(names, parts, strict=True)), how.copies)

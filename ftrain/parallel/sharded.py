@@ -16,6 +16,7 @@ from ftrain._context import setting
 from ftrain._torch import dtensor
 from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError, require_choice
+from ftrain.optim.partial_update import require_unique
 from ftrain.parallel.batch_rows import current, rows_of
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression
@@ -217,8 +218,10 @@ class _RankStep:
     def distribute(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on the device of every rank; as DTensors if the level shards them.
 
-        DTensors of another state on this mesh keep their shards. Raises a StructureError for other DTensors.
+        DTensors of another state on this mesh keep their shards. Raises a StructureError for other DTensors, and a
+        ComposeError if two parameters have one name.
         """
+        require_unique("sharded", "parameters", tree.leaf_names(tree.overlay(params, frozen)))
         parts = {"params": params, "frozen": frozen, "buffers": buffers}
         leaves, spec = tree.flatten((params, frozen, buffers))
         require_ranks(self._mesh, leaves)

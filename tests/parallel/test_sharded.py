@@ -11,7 +11,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain._torch import collectives
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, ComposeError
 from tests.bits import assert_same_bits
 from tests.exhaustive import exhaustive_rows
 from tests.laws import registry
@@ -51,6 +51,22 @@ def test_stacks_on_ranks_equal_one_rank(names):
     """Each stack on one number of ranks, in turn."""
     sizes_and_levels = [(4, 3), (2, 1), (3, 2)]
     assert_wrappers_equal_one_rank(names, [sizes_and_levels[registry.STACKS.index(names) % 3]])
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_two_parameters_of_one_name_are_refused_and_keys_of_two_types_are_not(level):
+    def loss(params, batch):
+        return sum((leaf * batch).square().mean() for leaf in ft.tree.leaves(params))
+
+    def rank(_):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level))
+        with pytest.raises(ComposeError, match=r"sharded: two parameters are called a\.b; rename one"):
+            step.init({"a": {"b": torch.ones(1), "c": torch.ones(1)}, "a.b": torch.ones(1)})
+        state, _ = step(step.init({1: torch.ones(1), "a": torch.zeros(1)}), torch.ones(4, 1))
+        return ft.parallel.whole(state).params
+
+    for params in run(2, rank):
+        assert (float(params[1]), float(params["a"])) == (pytest.approx(0.8), 0)
 
 
 @pytest.mark.exhaustive
