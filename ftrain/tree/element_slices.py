@@ -13,7 +13,7 @@ LEAST_AT_ONCE = 1 << 20
 MOST_SLICES = 64
 """About the largest number of slices of `slices`."""
 
-PART = 1 << 16
+PART = 1 << 18
 """The largest number of elements in a tensor on the CPU of `in_parts`."""
 
 
