@@ -51,7 +51,12 @@ READERS = {
         lambda old, new: dataclasses.replace(new, params=ft.tree.map(lambda a, b: (a + b) / 2, old.params, new.params))
     ),
     "old parameters": lambda: on_update(lambda old, new: with_slot(new, "slots", old.params), ft.tree.clone),
-    "new parameters": lambda: on_update(lambda old, new: with_slot(new, "slots", new.params), ft.tree.clone),
+    "the last parameters": lambda: on_update(
+        lambda old, new: with_slot(
+            dataclasses.replace(new, params=ft.tree.map(torch.add, new.params, old.slots["own"])), "slots", new.params
+        ),
+        ft.tree.clone,
+    ),
     "parameters of the gradient": lambda: on_grad(lambda s, g: with_slot(g, "slots", s.params), ft.tree.clone),
     "the same if accepted": lambda: on_grad(lambda s, g: with_slot(g, "accepted_slots", s.params), ft.tree.clone),
 }
