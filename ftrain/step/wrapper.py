@@ -59,7 +59,8 @@ class OnGrad:
     """How a wrapper changes the gradient.
 
     Args:
-        wrap: ``GradFn -> GradFn``.
+        wrap: ``GradFn -> GradFn``. On ranks the batch is a tree that holds the rows of a rank in its field ``batch``:
+            change it with `ftrain.tree.map_named`.
         reads_gradients: whether it reads gradients, and needs all of them at once.
         microbatches: the number of microbatches into which it splits a batch. Default None: it does not split it.
         compile_inner: whether a compiled step captures only the innermost gradient as a graph, which `wrap` then calls

@@ -54,6 +54,38 @@ def test_a_wrapper_that_shortens_the_update_of_each_leaf_by_its_norm():
         assert_near(trained(3, level, wrappers), reference)
 
 
+def by_task():
+    """Return a wrapper that combines the gradients of two tasks, whose weights are 0-d tensors of the batch."""
+
+    def wrap(grad):
+        def adding(state, batch, rng):
+            def of(task):
+                return ft.tree.map_named(
+                    lambda name, leaf: leaf * name.endswith(task) if "task_" in name else leaf, batch
+                )
+
+            first, second = (grad(state, of(task), rng) for task in ("task_a", "task_b"))
+            return dataclasses.replace(first, grads=ft.tree.map(lambda a, b: a.sign() + b, first.grads, second.grads))
+
+        return adding
+
+    return ft.Wrapper("by_task", grad=ft.OnGrad(wrap, evaluations=2))
+
+
+def test_a_wrapper_that_takes_the_gradient_of_each_task_on_ranks_equals_one_rank():
+    def criterion(model, batch):
+        outputs = model(batch["x"]) - batch["y"]
+        return batch["task_a"] * outputs.square().mean() + batch["task_b"] * outputs.abs().mean()
+
+    def rank(_):
+        step = models.step_of(ft.accumulate(2), by_task(), ft.sharded(ft.parallel.mesh(), 0), criterion=criterion)
+        tasks = {"task_a": torch.ones(()).double(), "task_b": torch.ones(()).double()}
+        return models.train(step, [{**batch, **tasks} for batch in models.batches()])
+
+    (reference,) = run(1, rank)
+    assert_near(run(3, rank), reference)
+
+
 def penalised():
     """Return a wrapper that adds a penalty of parameters to the loss."""
 
