@@ -169,8 +169,10 @@ class _RankStep:
                 "them, or use level=0"
             )
         self._reduction.require_one_gradient(step.wrappers)
+        is_after = False
         for other in step.wrappers:
-            _require_parts_suffice(other, self._level)
+            _require_parts_suffice(other, self._level, is_after=is_after)
+            is_after |= other.name == NAME
             options = other.options or {}
             lowering = options.get("lowering")
             if lowering == "split" or (options.get("dynamic") and lowering != "blocks"):
@@ -362,11 +364,17 @@ def _evaluating_on(layout: Layout) -> Iterator[None]:
         yield
 
 
-def _require_parts_suffice(wrapper: Wrapper, level: int) -> None:
+def _require_parts_suffice(wrapper: Wrapper, level: int, *, is_after: bool) -> None:
     """Check that a wrapper may get parts of leaves. Raises a ComposeError if it does not say so.
 
-    A mean of the rows of a gradient, say, would be another one on each rank, without an error.
+    A mean of the rows of a gradient, say, would be another one on each rank, without an error. `is_after`: whether the
+    wrapper is listed after `sharded`. If it replaces the optimizer there, that gets parts of leaves too.
     """
+    if level and is_after and wrapper.update and wrapper.update.optimizer and not wrapper.update.by_element:
+        raise ComposeError(
+            f"sharded: {wrapper.text} replaces the optimizer of the parts of leaves that a rank has at level={level}; "
+            "list it before sharded, which then gives whole leaves to an optimizer that needs them"
+        )
     grad, update = wrapper.grad, wrapper.update
     changes_grad = grad is not None and grad.reads_gradients and not grad.by_element
     changes_update = update is not None and update.wrap is not None and not update.by_element

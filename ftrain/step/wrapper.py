@@ -95,8 +95,9 @@ class OnUpdate:
     Args:
         wrap: ``UpdateFn -> UpdateFn``.
         reads_gradients: whether `wrap` reads gradients, and needs all of them at once.
-        by_element: whether `wrap` changes each element by itself, as `OnGrad.by_element` says it, of the gradients, the
-            parameters and the rest of the state. From level 1 of `sharded` on any other `wrap` is refused.
+        by_element: whether it changes each element by itself, as `OnGrad.by_element` says it, of the gradients, the
+            parameters and the rest of the state. From level 1 of `sharded` on any other `wrap` is refused, and any
+            other `optimizer` that is listed after `sharded`.
         reads_old_state: whether `wrap` reads the state after the update that it wraps. That update then does not reuse
             the memory of a donated state, so that the old and the new parameters exist at the same time.
         optimizer: ``Optimizer -> Optimizer``, replaces the optimizer of the step by one with the same `text`.

@@ -54,6 +54,21 @@ def test_a_wrapper_that_shortens_the_update_of_each_leaf_by_its_norm():
         assert_near(trained(3, level, wrappers), reference)
 
 
+@pytest.mark.parametrize("optimizer", [ft.optim.adamw(1e-2), ft.optim.lamb(1e-2)], ids=["adamw", "lamb"])
+def test_a_wrapper_that_replaces_the_optimizer_is_refused_after_sharded(optimizer):
+    own = ft.Wrapper("own", update=ft.OnUpdate(optimizer=lambda inner: ft.optim.chain(ft.optim.centralize(), inner)))
+
+    def rank(_):
+        mesh = ft.parallel.mesh()
+        with pytest.raises(ComposeError, match=r"own replaces the optimizer .*level=1; list it before sharded"):
+            models.step_of(ft.sharded(mesh, 1), own, optimizer=optimizer)
+        models.step_of(ft.sharded(mesh, 1), ft.ema(decay=lambda step: 0.5), optimizer=optimizer)
+        return models.train(models.step_of(own, ft.sharded(mesh, 1), optimizer=optimizer))
+
+    (reference,) = run(1, rank)
+    assert_near(run(3, rank), reference)
+
+
 def by_task():
     """Return a wrapper that combines the gradients of two tasks, whose weights are 0-d tensors of the batch."""
 
