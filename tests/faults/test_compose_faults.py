@@ -260,6 +260,7 @@ RETURNS_NOTHING = {
     "the gradient function that its wrap returned is NoneType": {"grad": ft.OnGrad(lambda grad: None)},
     "the update function returned NoneType; needs TrainState": {"update": ft.OnUpdate(lambda _: lambda *_, **__: None)},
     "the update function that its wrap returned is NoneType": {"update": ft.OnUpdate(lambda update: None)},
+    "its optimizer returned NoneType; needs an Optimizer": {"update": ft.OnUpdate(optimizer=lambda optimizer: None)},
     "its wrap returned NoneType; needs a Loss": {"loss": ft.OnLoss(lambda loss: None)},
 }
 
