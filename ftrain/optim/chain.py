@@ -20,6 +20,7 @@ from ftrain.optim.partial_update import require_optimizer, require_splittable
 from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.optim.structure_cache import StructureCache, common_spec
+from ftrain.tree import sharding
 from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
@@ -213,7 +214,7 @@ def _make_apply(
     ) -> tuple[optree.PyTreeSpec, list[list[int]], Sequence[int]]:
         spec = common_spec(specs)
         names = tree.leaf_names(tree.unflatten(spec, columns[1]))
-        named = list(zip(names, columns[1], strict=True))
+        named = list(zip(names, sharding.wholes(names, columns[1]), strict=True))
         selected = [[i for i, (name, leaf) in enumerate(named) if select(name, leaf)] for select in selects]
         return spec, selected, range(len(names)) if index_of is None else [index_of[name] for name in names]
 

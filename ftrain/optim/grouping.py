@@ -15,6 +15,7 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import StructureError
 from ftrain.optim.partial_update import by_size
 from ftrain.optim.structure_cache import common_spec
+from ftrain.tree import sharding
 from ftrain.tree.name_patterns import Select
 from ftrain.types import PyTree
 
@@ -141,8 +142,8 @@ class Planner:
 
     def _groups(self, names: list[str], leaves: list[Tensor]) -> list[Group]:
         groups: dict[tuple[Any, ...], Group] = {}
-        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            decay = bool(self.mask(name, leaf))
+        decays = map(self.mask, names, sharding.wholes(names, leaves))
+        for index, (leaf, decay) in enumerate(zip(leaves, map(bool, decays), strict=True)):
             key = leaf.dtype, leaf.device, decay, leaf.shape if self.by_shape else None
             groups.setdefault(key, ([], decay))[0].append(index)
         return list(groups.values())

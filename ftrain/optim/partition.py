@@ -15,6 +15,7 @@ from ftrain import random, tree
 from ftrain.errors import OptionError
 from ftrain.optim.partial_update import require_optimizer, require_splittable, require_unique
 from ftrain.optim.structure_cache import StructureCache, common_spec
+from ftrain.tree import sharding
 from ftrain.tree.name_patterns import Mask, Select, as_select, near, require_matches, require_of_leaf
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
@@ -199,8 +200,8 @@ def _labelled(
     names = tree.leaf_names(tree.unflatten(spec, leaves))
     require_unique("partition", "parameters", names)
     names_of: dict[str, list[str]] = {label: [] for label in optimizers}
-    for name, leaf in zip(names, leaves, strict=True):
-        label = label_of(name, leaf)
+    for name, whole in zip(names, sharding.wholes(names, leaves), strict=True):
+        label = label_of(name, whole)
         if label not in names_of:
             known = near(str(label), list(names_of))
             raise OptionError(f"partition: label_fn gave {name} the label {label!r}; the optimizers are {known}")

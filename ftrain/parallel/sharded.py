@@ -104,8 +104,9 @@ def sharded(
             copy of the state; other `batches`; or another `gather`, or ``"amp"`` below level 3.
         ComposeError: for a `reduce` that remembers what it has not sent, with a wrapper that takes the gradient more
             than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
-            without the others, and for a wrapper that may need whole gradients (`OnGrad.by_element`); for a step that
-            is compiled in parts; from the step, for ``gather="amp"`` without `with_amp`.
+            without the others, and for a wrapper that may need whole leaves (`OnGrad.by_element`,
+            `OnUpdate.by_element`); for a step that is compiled in parts; from the step, for ``gather="amp"`` without
+            `with_amp`.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is sharded differently; from the first one, on every rank, when
@@ -169,8 +170,10 @@ class _RankStep:
                 "them, or use level=0"
             )
         self._reduction.require_one_gradient(step.wrappers)
+        is_after = False
         for other in step.wrappers:
-            _require_parts_suffice(other, self._level)
+            _require_parts_suffice(other, self._level, is_after=is_after)
+            is_after |= other.name == NAME
             options = other.options or {}
             lowering = options.get("lowering")
             if lowering == "split" or (options.get("dynamic") and lowering != "blocks"):
@@ -364,16 +367,25 @@ def _evaluating_on(layout: Layout) -> Iterator[None]:
         yield
 
 
-def _require_parts_suffice(wrapper: Wrapper, level: int) -> None:
-    """Check that a wrapper may get parts of gradients. Raises a ComposeError if it does not say so.
+def _require_parts_suffice(wrapper: Wrapper, level: int, *, is_after: bool) -> None:
+    """Check that a wrapper may get parts of leaves. Raises a ComposeError if it does not say so.
 
-    A mean of the rows of a gradient, say, would be another one on each rank, without an error.
+    A mean of the rows of a gradient, say, would be another one on each rank, without an error. `is_after`: whether the
+    wrapper is listed after `sharded`. If it replaces the optimizer there, that gets parts of leaves too.
     """
-    on_grad = wrapper.grad
-    if level and on_grad is not None and on_grad.reads_gradients and not on_grad.by_element:
+    if level and is_after and wrapper.update and wrapper.update.optimizer and not wrapper.update.by_element:
         raise ComposeError(
-            f"sharded: {wrapper.text} does not say that it changes each element of a gradient by itself, and at "
-            f"level={level} a rank has parts of gradients. If it reads no other elements, except in norms by "
-            "ft.tree.global_norm, say ft.OnGrad(wrap, by_element=True); else use level=0, or ft.optim.chain with a "
+            f"sharded: {wrapper.text} replaces the optimizer of the parts of leaves that a rank has at level={level}; "
+            "list it before sharded, which then gives whole leaves to an optimizer that needs them"
+        )
+    grad, update = wrapper.grad, wrapper.update
+    changes_grad = grad is not None and grad.reads_gradients and not grad.by_element
+    changes_update = update is not None and update.wrap is not None and not update.by_element
+    if level and (changes_grad or changes_update):
+        leaf, record = ("a gradient", "OnGrad") if changes_grad else ("an update", "OnUpdate")
+        raise ComposeError(
+            f"sharded: {wrapper.text} does not say that it changes each element of {leaf} by itself, and at "
+            f"level={level} a rank has parts of leaves. If it reads no other elements, except in norms by "
+            f"ft.tree.global_norm, say ft.{record}(wrap, by_element=True); else use level=0, or ft.optim.chain with a "
             "ft.optim.GradientTransform, which gets whole leaves"
         )

@@ -183,11 +183,17 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
         drawing = keyed.for_examples(start, length, offset) if keyed is not None else nullcontext()
         with drawing, within_piece(len(pieces), start):
             results.append(accumulated.add(state, piece, key))
-        state = replace(state, buffers=results[-1].buffers)
+        state = _next_state(state, results[-1])
         start += length
     total = functools.reduce(_merged, results[1:], _first(results[0]))
     metrics = {name: m if isinstance(m, Mean) else _divided(m, len(pieces)) for name, m in total.metrics.items()}
     return replace(accumulated.mean(total), metrics=metrics)
+
+
+def _next_state(state: TrainState, piece: Gradients) -> TrainState:
+    """Return the state for the next microbatch: with the buffers and slots that the last one returned."""
+    slots = {**state.slots, **piece.slots, **piece.accepted_slots}
+    return replace(state, buffers=piece.buffers, slots=slots)
 
 
 def _divided(metric: Any, number: int) -> Any:
@@ -234,8 +240,21 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
         name: metric.pooled(piece.metrics[name]) if isinstance(metric, Mean) else metric + piece.metrics[name]
         for name, metric in total.metrics.items()
     }
-    finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
-    return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
+    return Gradients(
+        None,
+        total.loss.pooled(piece.loss),
+        metrics,
+        piece.buffers,
+        _both(total.finite, piece.finite),
+        accept=_both(total.accept, piece.accept),
+        slots={**total.slots, **piece.slots},
+        accepted_slots={**total.accepted_slots, **piece.accepted_slots},
+    )
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return whether both are true; None if one is None."""
+    return first & second if first is not None and second is not None else None
 
 
 def _by_example(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def assemble(
     """Return the core of a `Step`.
 
     `around_loss` wraps the loss with its wrappers, `around_grad` the innermost gradient function, and `around_update`
-    the whole update.
+    the whole update. The core raises a ComposeError for a refusal that is not read (`Gradients.accept`).
     """
     on_finite_check = {
         wrapper.name: wrapper.slot.on_finite_check
@@ -79,6 +79,14 @@ def assemble(
         }
         if donate and not tree.is_blank(gradients.buffers):
             gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
+        if donate and (gradients.slots or gradients.accepted_slots):
+            slots, accepted_slots = copy_shared((gradients.slots, gradients.accepted_slots), state.params)
+            gradients = replace(gradients, slots=slots, accepted_slots=accepted_slots)
+        if gradients.accept is not None and not step.may_refuse_updates:
+            raise ComposeError(
+                "Step: a gradient wrapper returned Gradients with accept, which is read only if a wrapper says so; say "
+                "ft.OnGrad(wrap, may_refuse_updates=True)"
+            )
         if gradients.finite is not None:
             metrics = report(metrics, text, skipped=~gradients.finite)
         new = update(state, gradients, hyper, donate=donate)
@@ -140,10 +148,20 @@ def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn
     update: UpdateFn = make_update(step.optimizer)
     for text, each in on_update:
         if each.wrap:
+            update = _not_donating(update) if each.reads_old_state else update
             update = _with_checked_result(TrainState, each.wrap(update), f"{text}: the update function")
     if not step.may_refuse_updates:
         return update
     return _guarded(update, on_finite_check, step.optimizer if refuses_in_place(step) else None)
+
+
+def _not_donating(update: UpdateFn) -> UpdateFn:
+    """Return an update that keeps the old state, for a wrapper that reads it afterwards."""
+
+    def keeping(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        return update(state, gradients, hyper, donate=False)
+
+    return keeping
 
 
 def refuses_in_place(step: Any) -> bool:

@@ -100,6 +100,8 @@ class Step:
             raise ComposeError(f"{wrapper.text}: the step already has the wrapper {wrapper.name}; use one:\n{self}")
         replaces = wrapper.update.optimizer if wrapper.update else None
         optimizer = replaces(self.optimizer) if replaces else self.optimizer
+        if not isinstance(optimizer, Optimizer):
+            raise ComposeError(f"{wrapper.text}: its optimizer returned {tree.describe(optimizer)}; needs an Optimizer")
         step = dataclasses.replace(self, optimizer=optimizer, wrappers=(*self.wrappers, wrapper))
         # Computed here, so that an error is raised where the wrapper is added.
         _ = step.loss

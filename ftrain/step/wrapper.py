@@ -32,12 +32,13 @@ class OnLoss:
 
     Args:
         wrap: ``Loss -> Loss``; adds the wrapper's text to `Loss.wrapper_texts`.
-        order: wrappers with a lower number are applied first, wherever they are listed: 0 changes the model of the
-            loss, 1 gathers its parameters, 2 changes how it computes.
+        order: wrappers with a lower number are applied first, wherever they are listed: 0 changes the model or the
+            loss, 1 gathers its parameters and gives a rank its rows (`sharded`), 2 changes how it computes. On ranks, a
+            wrapper of order 2 gets parts of the parameters, and a loss of some rows with the weight of all.
     """
 
     wrap: Callable[[Loss], Loss]
-    order: int = 2
+    order: int = 0
 
 
 def extend_scope(
@@ -58,7 +59,8 @@ class OnGrad:
     """How a wrapper changes the gradient.
 
     Args:
-        wrap: ``GradFn -> GradFn``.
+        wrap: ``GradFn -> GradFn``. On ranks the batch is a tree that holds the rows of a rank in its field ``batch``:
+            change it with `ftrain.tree.map_named`.
         reads_gradients: whether it reads gradients, and needs all of them at once.
         microbatches: the number of microbatches into which it splits a batch. Default None: it does not split it.
         compile_inner: whether a compiled step captures only the innermost gradient as a graph, which `wrap` then calls
@@ -93,6 +95,11 @@ class OnUpdate:
     Args:
         wrap: ``UpdateFn -> UpdateFn``.
         reads_gradients: whether `wrap` reads gradients, and needs all of them at once.
+        by_element: whether it changes each element by itself, as `OnGrad.by_element` says it, of the gradients, the
+            parameters and the rest of the state. From level 1 of `sharded` on any other `wrap` is refused, and any
+            other `optimizer` that is listed after `sharded`.
+        reads_old_state: whether `wrap` reads the state after the update that it wraps. That update then does not reuse
+            the memory of a donated state, so that the old and the new parameters exist at the same time.
         optimizer: ``Optimizer -> Optimizer``, replaces the optimizer of the step by one with the same `text`.
         make_update: ``Optimizer -> UpdateFn``, replaces the innermost update. It gets `Gradients` whose `stream_grads`
             runs the backward pass.
@@ -100,6 +107,8 @@ class OnUpdate:
 
     wrap: Callable[[UpdateFn], UpdateFn] | None = None
     reads_gradients: bool = True
+    by_element: bool = False
+    reads_old_state: bool = True
     optimizer: Callable[[Optimizer], Optimizer] | None = None
     make_update: Callable[[Optimizer], UpdateFn] | None = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -54,7 +56,7 @@ def ema(decay: float | Schedule = 0.999) -> Wrapper:
         return averaging
 
     add_schedule = partial(_with_schedule, decay=schedule) if schedule else None
-    on_update = OnUpdate(wrap, reads_gradients=False, optimizer=add_schedule)
+    on_update = dataclasses.replace(_on_update(wrap), optimizer=add_schedule)
     return Wrapper(EMA, text, update=on_update, slot=SlotSpec(_wide_copy))
 
 
@@ -116,8 +118,11 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
         updates = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
         return {"params": _wide_copy(params), "updates": updates}
 
-    on_update = OnUpdate(wrap, reads_gradients=False)
-    return Wrapper(SWA, f"swa({start}, {every})", update=on_update, slot=SlotSpec(init))
+    return Wrapper(SWA, f"swa({start}, {every})", update=_on_update(wrap), slot=SlotSpec(init))
+
+
+def _on_update(wrap: Callable[[UpdateFn], UpdateFn]) -> OnUpdate:
+    return OnUpdate(wrap, reads_gradients=False, by_element=True, reads_old_state=False)
 
 
 def _swa_weight(updates: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,7 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
     def wrap(loss: Loss) -> Loss:
         return set_matmul_precision(loss, text, partial(float32_matmul_precision, precision))
 
-    return Wrapper("matmul_precision", text, loss=OnLoss(wrap))
+    return Wrapper("matmul_precision", text, loss=OnLoss(wrap, order=2))
 
 
 def set_matmul_precision(loss: Loss, text: str, context: Callable[[], AbstractContextManager[None]]) -> Loss:

@@ -52,7 +52,7 @@ def sync_batch_norm() -> Wrapper:
     def sends(step: Any) -> dict[str, str]:
         return {"loss": "all-reduce of statistics"} if ranks_of(step.wrappers) > 1 else {}
 
-    return Wrapper(NAME, NAME, loss=OnLoss(wrap), sends=sends)
+    return Wrapper(NAME, NAME, loss=OnLoss(wrap, order=2), sends=sends)
 
 
 def _batch_norms(loss: Loss) -> list[nn.Module]:

@@ -53,6 +53,11 @@ def abstract(leaves: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[
 
 
 def wholes(names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors without values in the shapes of the whole parameters. Outside `over`, return `params`."""
+    """Return tensors without values in the shapes of the whole parameters. Outside `over`, return `params`.
+
+    A tensor whose name is that of no parameter keeps its shape.
+    """
     shards = current()
-    return list(params) if shards is None else abstract(params, [shards.shapes[name] for name in names])
+    if shards is None:
+        return list(params)
+    return abstract(params, [shards.shapes.get(name, leaf.shape) for name, leaf in zip(names, params, strict=True)])

@@ -17,6 +17,7 @@ from tests.exhaustive import exhaustive
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.parallel import models, script
 from tests.parallel.ranks import run
+from tests.parallel.results import assert_near
 
 muon = importlib.import_module("ftrain.optim.muon")
 update_in_backward = importlib.import_module("ftrain.transforms.update_in_backward")
@@ -251,6 +252,28 @@ def test_in_a_partition_only_leaves_that_are_needed_whole_are_exchanged(monkeypa
     assert not sent
     run(3, rank)
     assert sum(sent) == 5 * params["matrix"].numel()
+
+
+def by_shape(name, leaf):
+    return leaf.numel() >= 36
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ft.optim.adamw(1e-2, weight_decay=0.5, decay_mask=by_shape),
+        ft.optim.chain(ft.optim.sign(by_shape), ft.optim.sgd(0.1)),
+        ft.optim.partition({"large": ft.optim.sgd(0.1), "small": ft.optim.adamw(1e-3)}, {"large": by_shape}),
+    ],
+    ids=str,
+)
+def test_masks_and_labels_by_shape_are_those_of_whole_leaves(optimizer):
+    def rank(level):
+        return models.train(models.step_of(ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer))
+
+    (reference,) = run(1, lambda _: rank(0))
+    for level in (1, 3):
+        assert_near(run(3, lambda _, level=level: rank(level)), reference)
 
 
 def test_a_rank_without_any_leaf_counts_the_updates_too():

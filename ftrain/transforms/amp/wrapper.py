@@ -83,7 +83,7 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
         require_torchao()
     if name == "tf32":
         text = "with_amp(tf32)"
-        on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, _tf32))
+        on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, _tf32), order=2)
         return Wrapper(NAME, text, loss=on_loss, require=_require_tf32, options=options)
     return _with_auto(options) if name == "auto" else _with_autocast(name, options)
 
@@ -121,7 +121,7 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
     if scales_loss or watch:
         on_grad = OnGrad(wrap_grad, loss_scale=scale_of if scales_loss else None, by_element=True)
     slot = SlotSpec(initial_slot, next_slot) if scales_loss else None
-    return Wrapper(NAME, text, loss=OnLoss(wrap), grad=on_grad, slot=slot, require=require, options=options)
+    return Wrapper(NAME, text, loss=OnLoss(wrap, order=2), grad=on_grad, slot=slot, require=require, options=options)
 
 
 def _require_wide(name: str, params: PyTree) -> None:
@@ -168,7 +168,7 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
             return ""
         return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items())
 
-    return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
+    return Wrapper(NAME, text, loss=OnLoss(wrap, order=2), require=require, choice=choice, options=options)
 
 
 @contextmanager

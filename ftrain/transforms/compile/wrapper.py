@@ -144,7 +144,7 @@ def _by_block(compiler: Compiler, *, donate: bool) -> Wrapper:
         return compile_blocks(loss, compiler)
 
     on_step = OnStep(wrap_evaluation=wrap_evaluation, donate=donate)
-    return Wrapper("compiled", loss=OnLoss(wrap_loss), step=on_step, validate=require_compilable)
+    return Wrapper("compiled", loss=OnLoss(wrap_loss, order=2), step=on_step, validate=require_compilable)
 
 
 class _Compiled:

@@ -69,4 +69,4 @@ def lora(
             on_compiled=partial(adapters.on_compiled, loss),
         )
 
-    return Wrapper(NAME, options.text(), loss=OnLoss(wrap, order=0))
+    return Wrapper(NAME, options.text(), loss=OnLoss(wrap))

@@ -120,5 +120,5 @@ def _opt_state(directory: str | os.PathLike[str] | None, min_bytes: int) -> Wrap
                     "once; leave out one of the two"
                 )
 
-    on_update = OnUpdate(optimizer=lambda optimizer: offload_state(text, optimizer, target))
+    on_update = OnUpdate(by_element=True, optimizer=lambda optimizer: offload_state(text, optimizer, target))
     return Wrapper("offload_opt_state", text, update=on_update, require=require, validate=validate)

@@ -92,7 +92,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         text = f"remat({_text(policy, list(policies.values()), budget)})"
         return _with_remat(loss, policies, policy, plan, text)
 
-    return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
+    return Wrapper(NAME, loss=OnLoss(wrap, order=2), innermost=True)
 
 
 def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> dict[nn.Module, Policy]:
