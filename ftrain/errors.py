@@ -12,11 +12,9 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from numbers import Real
 from operator import index
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -290,17 +288,3 @@ def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
         )
     if not callable(step):
         raise ComposeError(f"{function}: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
-
-
-def require_own_split(optimizer: Any) -> None:
-    """Check that the `split` of an `Optimizer` was not made for another update. Raises a ComposeError if it was.
-
-    ``dataclasses.replace(optimizer, update=...)`` keeps `split`, and the parts would make the old update, without an
-    error: on ranks, in the backward pass, and with an offloaded state.
-    """
-    split, update = optimizer.split, optimizer.update
-    if isinstance(split, FunctionType | partial) and vars(split).setdefault("made_for", update) is not update:
-        raise ComposeError(
-            f"Optimizer: {optimizer.text} has the split of an optimizer with another update, whose parts would make "
-            "that update; pass split= with update=, or split=None, and by_element= as the new update is"
-        )

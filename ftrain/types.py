@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import optree
 from torch import Tensor, nn
 
-from ftrain.errors import ConsumedError, LossError, StructureError, require_own_split
+from ftrain.errors import ConsumedError, LossError, StructureError
 
 PyTree: TypeAlias = Any
 """Any nesting of dicts, lists, tuples and classes registered by `tree_class`; ``None`` is an empty tree."""
@@ -30,7 +30,8 @@ Schedule: TypeAlias = Callable[[int], float]
 """``step -> value``, the number of the optimizer step counting from 0; a pure function, evaluated on the host."""
 
 Hyper: TypeAlias = Mapping[str, Any]
-"""Scheduled values of a step by name: floats in eager mode, 0-d float64 tensors in a graph; and a key, named `RNG`."""
+"""Scheduled values of one step by name: floats in eager mode, 0-d float64 tensors in a graph. If the optimizer draws
+random numbers, also the key to draw them from, under the name `RNG`."""
 
 RNG = "rng"
 """The name in `Hyper` of the key of `ftrain.random` for an optimizer that draws random numbers."""
@@ -275,7 +276,8 @@ class Loss:
         matmul_precision: the text of the wrapper that sets the precision of float32 matrix products; "" if none.
         wrapper_texts: the texts of its wrappers, the innermost first.
         ranks: the ranks that evaluate it together; None if every rank evaluates it on all examples.
-        on_compiled: ``fn -> fn``, applied to `fn` after `torch.compile`: its module keeps tensors until `scope` ends.
+        on_compiled: ``fn -> fn``, applied to `fn` after `torch.compile`: its module then keeps the tensors of a run
+            until the end of `scope`, as it does for a loss that is not compiled.
     """
 
     fn: LossFn
@@ -313,7 +315,8 @@ class Gradients:
         finite: 0-d bool, whether the loss and every unscaled gradient are finite; None if no wrapper needs it.
         stream_grads: ``take -> None``, for an update that takes gradients one by one: runs the backward pass and calls
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
-        accept: 0-d bool, whether to apply the update. Default None: apply it. Needs `OnGrad.may_refuse_updates`.
+        accept: 0-d bool, whether to apply the update. Default None: apply it. Only read if a wrapper of the gradient
+            has `OnGrad.may_refuse_updates`.
         slots: new values of slots by the names of their wrappers, stored whether or not the update is applied.
         accepted_slots: the same, stored only if the update is applied.
     """
@@ -341,7 +344,8 @@ class UpdateFn(Protocol):
 
 
 Core: TypeAlias = Callable[[TrainState, PyTree, Hyper, Tensor | None], tuple[TrainState, Metrics]]
-"""``(state, batch, hyper, rng) -> (state, metrics)``: the part that can be compiled, without `step` and `rng`."""
+"""``(state, batch, hyper, rng) -> (state, metrics)``: the part of a step that can be compiled, without
+`TrainState.step` and `TrainState.rng`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -354,18 +358,17 @@ class Optimizer:
         schedules: name -> schedule; evaluated on the host at each step and passed to `update` as `hyper`.
         text: the name and the options, for `print`.
         needs_rng: whether `update` draws random numbers from the key ``hyper["rng"]``.
-        factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors of the scheduled values, applied on the host.
+        factors: ``opt_state -> {name: 0-d tensor on the CPU}``: the scheduled values of these names are multiplied by
+            these factors on the host.
         split: ``(params, parts) -> optimizers``: for each list of indices of leaves, an optimizer that takes these
             leaves as a dict by name. Its updates and the names in its state are those of the whole optimizer. None if
-            it cannot be split. An optimizer with another `update` needs another `split` too.
+            it cannot be split. An optimizer with another `update` needs another `split`, on ranks for example.
         offloaded: None if the state is on the device. If it is on the host or in files, so that `update` cannot be
             part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
         name: the name of the factory, such as ``"adamw"``; empty for a combination of optimizers.
         by_element: whether each element is updated from its own gradient and state alone, and leaves of the state are
             0-d or have the shapes of parameters. Ranks then update shards of a leaf, and else whole leaves by `split`.
         options: numbers and texts by name, including those that `text` omits; ranks compare them.
-
-    Raises a ComposeError if `split` is that of an optimizer with another `update`.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -379,9 +382,6 @@ class Optimizer:
     name: str = ""
     by_element: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_own_split(self)
 
     def __repr__(self) -> str:
         return self.text

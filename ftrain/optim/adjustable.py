@@ -70,7 +70,7 @@ def _nest_state(optimizer: Optimizer) -> Optimizer:
         params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
         return params, {**opt_state, STATE: state}
 
-    return dataclasses.replace(optimizer, init=init, update=update, split=None)
+    return dataclasses.replace(optimizer, init=init, update=update)
 
 
 def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:

@@ -106,7 +106,7 @@ def _offload_at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
         transfers.copier.wait()
         return new_params, tree.unflatten(spec, stored)
 
-    return dataclasses.replace(optimizer, update=update, split=None)
+    return dataclasses.replace(optimizer, update=update)
 
 
 def _groups(leaves: Sequence[Tensor]) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Steps, wrappers, optimizers and functions that cannot be composed."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -240,19 +239,6 @@ def test_an_optimizer_of_ones_own_that_returns_other_parameters_is_an_error(rule
     step = ft.train_step(lambda params, batch: params["w"].sum(), optimizer)
     with failing(StructureError, "Step", "what homemade returned", "params.w", message):
         step(step.init({"w": torch.ones(2)}), None)
-
-
-def test_an_optimizer_with_another_update_and_the_old_split_is_an_error():
-    adamw = ft.optim.adamw(1e-3)
-
-    def update(grads, opt_state, params, hyper, *, donate=False):
-        return adamw.update(ft.tree.map(torch.sign, grads), opt_state, params, hyper, donate=donate)
-
-    with failing(ComposeError, "Optimizer", "adamw(constant(1e-3))", "another update", "split=None"):
-        dataclasses.replace(adamw, update=update)
-    mine = dataclasses.replace(adamw, update=update, split=None, text="mine")
-    with failing(ComposeError, "update_in_backward: mine cannot update some parameters without the others"):
-        ft.compose(ft.train_step(squares, mine), ft.update_in_backward())
 
 
 RETURNS_NOTHING = {

@@ -80,11 +80,9 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         wholes = wholes_of(params)
         owners_of_all = owners_of(wholes)
-        groups = [
-            dataclasses.replace(group, split=partial(_split_of_part, optimizer, wholes))
-            for group in require_splittable(FUNCTION, optimizer)(wholes, parts)
-        ]
-        return [whole_update(group, ranks, owners_of_all) for group in groups]
+        split_again = partial(_split_of_part, optimizer, wholes)
+        groups = require_splittable(FUNCTION, optimizer)(wholes, parts)
+        return [whole_update(dataclasses.replace(group, split=split_again), ranks, owners_of_all) for group in groups]
 
     def init(params: PyTree) -> PyTree:
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))
