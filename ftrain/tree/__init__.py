@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ftrain import _torch
 from ftrain.errors import MAX_LISTED, StructureError, first_lines
 from ftrain.tree import element_slices, sharding
+from ftrain.tree.element_slices import PART, in_parts
 from ftrain.tree.element_slices import slices as slices
 from ftrain.tree.real_elements import COMPLEX, DENSE, real_elements
 from ftrain.types import NAMESPACE, PyTree
@@ -305,8 +306,8 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     if tensors and isinstance(tensors[0], _torch.FakeTensor) and tensors[0].device == HOST:
         # Inductor fuses single norms, but not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-    if order == 2.0 and wide == torch.float32:
-        tensors = element_slices.in_parts(tensors)
+    if order == 2.0 and wide == torch.float32 and max(builtins.map(Tensor.numel, tensors), default=0) > PART:
+        tensors = in_parts(tensors)
     try:
         return list(torch._foreach_norm(tensors, order)) if tensors else []
     except RuntimeError:
