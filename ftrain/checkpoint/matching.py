@@ -206,7 +206,7 @@ def _fill_leaf(leaf: Any, path: tuple[Any, ...], values: Mapping[tuple[Any, ...]
 
 def _to_device_of(value: Any, leaf: Any, on_host: bool) -> Any:
     """Return a new value on the device of `leaf`, unless ``on_host``; a block of a DTensor becomes a DTensor."""
-    if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
+    if not isinstance(value, Tensor):
         return value
     if not on_host:
         value = value.to(leaf.device)

@@ -55,6 +55,10 @@ def test_fields_have_lengths_and_types_of_their_own():
     assert batch["name"] == ["a", "b"]
 
 
+def test_complex_numbers_are_padded():
+    assert data.pad()([{"x": [1j]}, {"x": [2.0, 3j]}])["x"].tolist() == [[1j, 0], [2, 3j]]
+
+
 def test_only_the_fields_that_are_named_are_padded():
     samples = [{"frames": torch.ones(3, 2), "box": [1, 2]}, {"frames": torch.ones(1, 2), "box": [3, 4]}]
     batch = data.pad(fields=["frames"], multiple=4)(samples)

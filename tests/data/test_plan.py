@@ -183,6 +183,8 @@ def test_token_batches_are_full():
     (batches,) = read_epoch(5000, None, lengths=LENGTHS, max_tokens=1000)
     filled = [len(batch) * LENGTHS[batch].max() for batch in batches]
     assert np.mean(filled) > 900
+    (batches,) = read_epoch(5000, 16, lengths=LENGTHS, max_tokens=1000)
+    assert np.mean([len(batch) == 16 or len(batch) * LENGTHS[batch].max() > 800 for batch in batches]) > 0.98
 
 
 def test_a_sample_with_more_than_max_tokens_is_an_error():

@@ -29,6 +29,16 @@ class Plain(IterableDataset):
             yield self.sample(index)
 
 
+class AddsDraws(Plain):
+    """A sample depends on what the earlier ones have drawn, as behind a shuffle buffer."""
+
+    def __iter__(self):
+        drawn = 0.0
+        for sample in super().__iter__():
+            drawn += sample["drawn"]
+            yield {**sample, "drawn": drawn}
+
+
 class KeepsPosition(Plain):
     """Keeps its position, and continues from it, as datasets with a cursor do."""
 
@@ -248,14 +258,14 @@ def test_epochs_follow_each_other_in_one_worker_as_in_this_process(dataset_class
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_without_a_position_samples_are_read_again_with_one_warning(num_workers):
-    whole = make_loader(Plain())
+    whole = make_loader(AddsDraws())
     passes = [rows(whole) for _ in range(2)]
-    first, second = make_loader(Plain()), make_loader(Plain(), num_workers=num_workers)
+    first, second = make_loader(AddsDraws()), make_loader(AddsDraws(), num_workers=num_workers)
     batches = iter(first)
     next(batches), next(batches)
     second.load_state_dict(first.state_dict())
     with pytest.warns(
-        UserWarning, match=r"Plain has neither state_dict nor get_state, so 6 samples are read again"
+        UserWarning, match=r"AddsDraws has neither state_dict nor get_state, so 6 samples are read again"
     ) as caught:
         assert rows(second) == passes[0][2:]
     assert len([warning for warning in caught if warning.category is UserWarning]) == 1

@@ -64,6 +64,23 @@ def test_sums_of_gradients_overwrite_no_other_tensor(name, weighted):
     torch.testing.assert_close(new.params, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_of_gradients_of_parameters_that_the_second_microbatch_uses_first(name):
+    loss, params = LOSSES[name]
+
+    def later_loss(params, batch):
+        always = params["always"] * batch["x"].sum()
+        return always + loss(params, batch) if batch["x"][0, 0] > 0 else always
+
+    step = ft.compose(ft.train_step(later_loss, optim.sgd(0.1)), ft.accumulate(4))
+    state, rows = step.init({**params, "always": torch.tensor(1.0)}), torch.arange(24.0).view(4, 6)
+    new, _ = step(state, {"x": rows})
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in state.params.items()}
+    (sum(later_loss(leaves, {"x": row}) for row in rows.split(1)) / 4).backward()
+    expected = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
+    torch.testing.assert_close(new.params, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("weights", [[0.0, 3.0, 1.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1e-30, 1.0, 1e30]])
 def test_microbatches_of_any_weight_are_a_weighted_mean(weights):
     def loss(params, batch):

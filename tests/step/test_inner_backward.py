@@ -102,3 +102,15 @@ def test_ranks_take_them_if_they_come_once(level):
             on_rank(True)
 
     run(2, refused)
+
+
+@pytest.mark.parametrize("wrapper", [ft.update_in_backward(), ft.accumulate(2), ft.clip(1e9)], ids=repr)
+def test_gradients_that_the_loss_itself_computes_are_not_added_to_those_of_the_step(wrapper):
+    def loss(params, batch):
+        value = (params["w"] * batch).sum(1).mean()
+        value.backward(retain_graph=True)
+        return value
+
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), wrapper)
+    state, _ = step(step.init({"w": torch.zeros(3)}), torch.ones(4, 3))
+    assert state.params["w"].tolist() == [-1, -1, -1]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.step.microbatch import difference, split_batch
+from ftrain.step.microbatch import difference, repeat_examples, split_batch
 from ftrain.training.oom_retry import split_step
 from ftrain.types import Loss
 from tests.parallel.models import ragged_mean
@@ -65,6 +65,22 @@ def test_the_first_pieces_of_a_batch_that_is_not_divisible_are_longer():
     pieces = split_batch({"x": torch.arange(6), "lengths": [*range(6)]}, 4)
     assert [piece["lengths"] for piece in pieces] == [[0, 1], [2, 3], [4], [5]]
     assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_a_repeated_batch_has_its_examples_again_and_other_leaves_once():
+    batch = {
+        "x": torch.arange(2),
+        "array": np.arange(4).reshape(2, 2),
+        "names": ("a", "b"),
+        "scale": torch.tensor(3.0),
+        "offset": np.array(4),
+        "size": (1, 2, 3),
+    }
+    repeated = repeat_examples(batch, 2)
+    assert repeated["x"].tolist() == [0, 1, 0, 1]
+    assert repeated["array"].tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert repeated["names"] == ("a", "b", "a", "b")
+    assert (repeated["scale"].tolist(), repeated["offset"].tolist(), repeated["size"]) == (3.0, 4, (1, 2, 3))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

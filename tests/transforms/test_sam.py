@@ -122,3 +122,17 @@ def test_a_step_that_never_has_all_gradients_is_refused():
 def test_a_distance_out_of_range_is_refused(rho):
     with pytest.raises(OptionError, match=r"sam: rho is .* needs a positive number"):
         ft.sam(rho)
+
+
+@modes
+def test_a_step_is_skipped_if_the_second_gradient_alone_is_not_finite(mode):
+    def loss(params, batch):
+        return -(params["w"] * batch).sqrt().sum()
+
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sam(0.1), ft.skip_nonfinite(), *mode)
+    # The gradient moves 0.04 to -0.06, which has no square root.
+    for start, skipped in ((0.04, True), (1.0, False)):
+        params = {"w": torch.tensor(start)}
+        state, metrics = step(step.init(params), torch.tensor(1.0))
+        assert bool(metrics["skipped"]) is skipped
+        assert torch.equal(state.params["w"], params["w"]) is skipped

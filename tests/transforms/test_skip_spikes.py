@@ -112,11 +112,17 @@ def test_gradients_that_stay_large_are_applied_in_the_end():
 
 @pytest.mark.parametrize(("quantile", "limit"), [(0.0, 1), (0.25, 2), (0.5, 3), (0.6, 3), (1.0, 5)])
 def test_the_limit_is_a_quantile_of_the_last_norms(quantile, limit):
-    options = {"factor": 1.0, "quantile": quantile, "window": 5, "warmup": 7}
-    norms = [90, 70, 4, 1, 3, 5, 2]
-    for norm, is_spike in ((limit, False), (limit + 0.01, True)):
-        _, spikes = train([*norms, norm], **options)
-        assert spikes[-1] is is_spike
+    norms = [4, 1, 3, 5, 2]
+    for earlier, window in (([90, 70], 5), ([], 8)):  # The window is full, or has room for more norms.
+        options = {"factor": 1.0, "quantile": quantile, "window": window, "warmup": len(earlier + norms)}
+        for norm, is_spike in ((limit, False), (limit + 0.01, True)):
+            _, spikes = train([*earlier, *norms, norm], **options)
+            assert spikes[-1] is is_spike
+
+
+def test_a_single_microbatch_around_it_is_the_whole_batch():
+    _, spikes = train([1, 1, 1, 100], ft.accumulate(1), **OPTIONS)
+    assert spikes == [False, False, False, True]
 
 
 @pytest.mark.parametrize("action", ["skip", "clip"])
