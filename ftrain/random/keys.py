@@ -200,8 +200,8 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     parts_of("dropout", key)  # Before it is moved to a device.
     _check_p("dropout", p)
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-        found = f"has dtype {x.dtype}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-        raise OptionError(f"dropout: x {found}; needs a floating point tensor.")
+        what = f"has dtype {x.dtype}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        raise OptionError(f"dropout: x {what}; needs a floating point tensor.")
     if p == 0:
         return x
     keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)

@@ -50,7 +50,7 @@ def assemble(
     """Return the core of a `Step`.
 
     `around_loss` wraps the loss with its wrappers, `around_grad` the innermost gradient function, and `around_update`
-    the whole update. The core raises a ComposeError for a refusal that is not read (`Gradients.accept`).
+    the whole update. Raises a ComposeError, from the core, for a refusal that is not read (`Gradients.accept`).
     """
     on_finite_check = {
         wrapper.name: wrapper.slot.on_finite_check

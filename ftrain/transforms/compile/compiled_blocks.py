@@ -70,7 +70,7 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     begins to change a buffer in place after the first step.
     """
     module = loss.module
-    blocks = [] if module is None else repeated_children(module)
+    blocks = {} if module is None else {block: _own_buffers(block) for block in repeated_children(module)}
     if module is None or not blocks:
         raise ComposeError(NO_BLOCKS.format(loss.text))
     # Each block may need a graph of its own for a batch (window of attention, number of experts), and others in bf16.
@@ -78,7 +78,6 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
     shapes = ShapeRegistry(sys.maxsize if compiler.dynamic else compiler.max_graphs)
     without_cache = without_kv_cache(module, NO_CACHE)
     shared_forwards: dict[Callable[..., Any], _SharedForward] = {}
-    own_buffers = {block: _own_buffers(block) for block in blocks}
     draws = _Draws(loss.name)
 
     def forward_of(block: nn.Module) -> Callable[..., Any]:
@@ -88,9 +87,8 @@ def compile_blocks(loss: Loss, compiler: Compiler) -> Loss:
         function = forward.__func__ if is_method else forward
         if function not in shared_forwards:
             shared_forwards[function] = _SharedForward(compile_function(function), type(block).__name__, loss.name)
-        return partial(
-            _run, draws, shared_forwards[function], own_buffers[block], forward, block if is_method else None
-        )
+        shared = shared_forwards[function]
+        return partial(_run, draws, shared, blocks[block], forward, block if is_method else None)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
