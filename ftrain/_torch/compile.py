@@ -64,7 +64,7 @@ def running_parts() -> Iterator[None]:
 
     A graph is used only for modules with the hooks it was made for. Otherwise a layer with a hook would run the graph
     of another layer of its class that has none, without the hook. While another thread captures a graph, a function
-    runs uncompiled, where torch would raise an error. Equal operations of a graph are not merged: torch (2.15) would
+    runs uncompiled, where torch would raise an error. Equal operations of a graph are not merged: torch (2.13) would
     merge draws too, so that ``torch.normal(mean, std)`` has the same numbers twice.
     """
     with private_names():

@@ -306,7 +306,8 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     if tensors and isinstance(tensors[0], _torch.FakeTensor) and tensors[0].device == HOST:
         # Inductor fuses single norms, but not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
-    if order == 2.0 and wide == torch.float32 and max(builtins.map(Tensor.numel, tensors), default=0) > PART:
+    is_large = max(builtins.map(Tensor.numel, tensors), default=0) > PART
+    if is_large and order == 2.0 and wide == torch.float32 and tensors[0].device == HOST:
         tensors = in_parts(tensors)
     try:
         return list(torch._foreach_norm(tensors, order)) if tensors else []

@@ -14,7 +14,7 @@ MOST_SLICES = 64
 """About the largest number of slices of `slices`."""
 
 PART = 1 << 18
-"""The largest number of elements in a tensor on the CPU of `in_parts`."""
+"""The largest number of elements in a tensor of `in_parts`."""
 
 
 def slices(tensors: list[Tensor]) -> Iterator[slice]:
@@ -35,16 +35,16 @@ def slices(tensors: list[Tensor]) -> Iterator[slice]:
 
 
 def in_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors with the large ones on the CPU replaced by parts of at most `PART` elements, for their norms.
+    """Return tensors of a CPU with the large ones replaced by parts of at most `PART` elements, for their norms.
 
-    There torch adds up the squares of a tensor in a few float32 numbers, and a small square does not change a large
-    sum: for 2**28 elements its norm is 4% too small. The parts are views if a tensor fills its memory.
+    On a CPU torch adds up the squares of a tensor in a few float32 numbers, and a small square does not change a large
+    sum: for 2**28 elements the norm is 4% too small. The parts are views if a tensor fills its memory.
     """
     return [part for tensor in tensors for part in (_parts(tensor) if tensor.numel() > PART else (tensor,))]
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout != torch.strided or tensor.is_nested:
         return (tensor,)
     in_memory = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     return torch.split(in_memory.reshape(-1), PART)

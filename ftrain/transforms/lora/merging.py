@@ -75,7 +75,7 @@ def require_adapters(function: str, adapters: ModuleAdapters | TreeAdapters, sta
     missing = sorted(names - {*state.params} if isinstance(state.params, dict) else names)
     if missing:
         raise StructureError(
-            f"{function}: the state has not the adapters of the step: {listed(missing)}; needs a state of this step"
+            f"{function}: the state lacks adapters of the step: {listed(missing)}; needs a state of this step"
         )
 
 

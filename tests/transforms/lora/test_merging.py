@@ -101,7 +101,7 @@ def test_wrong_states_and_steps_are_refused():
         ft.adapters.merge(step, merged)
     with pytest.raises(StructureError, match="unmerge: the state is not merged"):
         ft.adapters.unmerge(step, state)
-    with pytest.raises(StructureError, match=r"merge: the state has not the adapters of the step: .*lora_A"):
+    with pytest.raises(StructureError, match=r"merge: the state lacks adapters of the step: .*lora_A"):
         ft.adapters.merge(step, make_step(model).init())
     with pytest.raises(StructureError, match="merge: "):
         ft.adapters.merge(step, state.params)
